@@ -1,0 +1,1 @@
+//! Raw declarations and run-time loader of AscendCL.

@@ -1,0 +1,38 @@
+//! What runs plans: the `Device` trait and the devices.
+
+pub mod cpu;
+
+/// What a device reports; everything that can be foreseen is checked before it is called.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// No room for an allocation.
+    #[error("out of {kind} memory: asked for {asked_bytes} bytes, {free_bytes} free")]
+    OutOfMemory {
+        /// Which memory.
+        kind: &'static str,
+        /// Bytes asked for.
+        asked_bytes: u64,
+        /// Bytes free, as far as known.
+        free_bytes: u64,
+    },
+    /// A call of the device's runtime failed.
+    #[error("{call} failed with code {code}: {message}")]
+    Call {
+        /// The call.
+        call: &'static str,
+        /// The runtime's code.
+        code: i32,
+        /// The runtime's own words.
+        message: String,
+    },
+    /// The caller broke the contract (wrong device's id, span out of bounds, binding too small).
+    #[error("invalid use of the device: {what}")]
+    Invalid {
+        /// What was wrong.
+        what: String,
+    },
+    /// The device is gone; nothing on it can be used again.
+    #[error("device lost")]
+    Lost,
+}

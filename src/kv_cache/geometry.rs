@@ -1,0 +1,49 @@
+//! What a KV block holds.
+
+/// Element type of stored keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub enum KvDType {
+    F32,
+    F16,
+    BF16,
+}
+
+impl KvDType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+}
+
+/// Shape of the KV cache of one model (one cache group, one rank).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KvGeometry {
+    /// Transformer layers that keep keys and values.
+    pub layers: usize,
+    /// KV heads a layer.
+    pub kv_heads: usize,
+    /// Elements of a head of keys and of a head of values.
+    pub head_dim: usize,
+    /// Tokens a block, a multiple of 16 (attention's tile).
+    pub block_size: usize,
+    /// Element type as stored.
+    pub dtype: KvDType,
+}
+
+impl KvGeometry {
+    /// Bytes of one token's keys and values over all layers.
+    pub const fn bytes_per_token(&self) -> usize {
+        2 * self.layers * self.kv_heads * self.head_dim * self.dtype.bytes()
+    }
+
+    /// Bytes of one block over all layers, without any padding a device may add.
+    pub const fn bytes_per_block(&self) -> usize {
+        self.bytes_per_token() * self.block_size
+    }
+}

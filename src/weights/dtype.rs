@@ -1,0 +1,85 @@
+//! Storage types of weights.
+
+#![forbid(unsafe_code)]
+
+/// Storage type of a tensor's elements. Block formats are GGML's, with blocks along the fastest dimension
+/// (source: `ggml-common.h` and the GGUF specification in ggml-org/ggml `docs/gguf.md`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+#[allow(missing_docs, non_camel_case_types)]
+pub enum DType {
+    F32,
+    F16,
+    BF16,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+}
+
+impl DType {
+    /// Elements in one block: 1 for float types, 32 or 256 for quantised ones.
+    pub const fn block_len(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::BF16 => 1,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => 32,
+            Self::Q4_K | Self::Q5_K | Self::Q6_K => 256,
+        }
+    }
+
+    /// Bytes of one block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q8_0 => 34,
+            Self::Q4_K => 144,
+            Self::Q5_K => 176,
+            Self::Q6_K => 210,
+        }
+    }
+
+    /// Whether elements are integers with block scales.
+    pub const fn is_quantised(self) -> bool {
+        self.block_len() > 1
+    }
+
+    /// Bytes of `elements` elements, or `None` if they are no whole number of blocks or the size overflows.
+    pub const fn bytes_for(self, elements: usize) -> Option<usize> {
+        if elements % self.block_len() != 0 {
+            return None;
+        }
+        (elements / self.block_len()).checked_mul(self.block_bytes())
+    }
+
+    /// The name used in plans, logs and errors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::Q4_0 => "q4_0",
+            Self::Q4_1 => "q4_1",
+            Self::Q5_0 => "q5_0",
+            Self::Q5_1 => "q5_1",
+            Self::Q8_0 => "q8_0",
+            Self::Q4_K => "q4_k",
+            Self::Q5_K => "q5_k",
+            Self::Q6_K => "q6_k",
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
