@@ -88,7 +88,7 @@ impl BlockScratch {
     }
 }
 
-/// Runs one pass for the first `count` queries.
+/// Runs the first `count` queries over a segment.
 #[inline(always)]
 pub(super) fn segment<L: Lanes, E: Element>(
     l: L,
@@ -98,26 +98,34 @@ pub(super) fn segment<L: Lanes, E: Element>(
     count: usize,
     scratch: &mut BlockScratch,
 ) {
+    if !L::HAS_32_REGISTERS {
+        for query in 0..count {
+            pass::<L, E, 1, 1>(l, shape, tiles, queries, query, scratch);
+        }
+        return;
+    }
     match count {
-        1 => pass::<L, E, 1, 4>(l, shape, tiles, queries, scratch),
-        2 => pass::<L, E, 2, 4>(l, shape, tiles, queries, scratch),
-        3 => pass::<L, E, 3, 4>(l, shape, tiles, queries, scratch),
-        4 => pass::<L, E, 4, 4>(l, shape, tiles, queries, scratch),
-        5 => pass::<L, E, 5, 4>(l, shape, tiles, queries, scratch),
-        _ => pass::<L, E, 6, 4>(l, shape, tiles, queries, scratch),
+        1 => pass::<L, E, 1, 4>(l, shape, tiles, queries, 0, scratch),
+        2 => pass::<L, E, 2, 4>(l, shape, tiles, queries, 0, scratch),
+        3 => pass::<L, E, 3, 4>(l, shape, tiles, queries, 0, scratch),
+        4 => pass::<L, E, 4, 4>(l, shape, tiles, queries, 0, scratch),
+        5 => pass::<L, E, 5, 4>(l, shape, tiles, queries, 0, scratch),
+        _ => pass::<L, E, 6, 4>(l, shape, tiles, queries, 0, scratch),
     }
 }
 
+/// One pass over the tiles for `Q` queries from `query` on, `T` tiles at a time.
 #[inline(always)]
 fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     l: L,
     shape: &AttentionShape,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
+    query: usize,
     scratch: &mut BlockScratch,
 ) {
-    let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[i]);
-    let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[i]);
+    let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[query + i]);
+    let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[query + i]);
     let first = seen.iter().map(|s| s.0).min().unwrap_or(0) / LANES;
     let last = seen.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(LANES);
     let scores: &mut [[f32; SEGMENT_TOKENS]; Q] =
@@ -136,7 +144,9 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
         }
     }
 
-    let padded_head = scratch.stride - LANES;
+    let stride = scratch.stride;
+    let partials = &mut scratch.partials[query * stride..];
+    let padded_head = stride - LANES;
     for i in 0..Q {
         let (lo, hi) = seen[i];
         if lo >= hi {
@@ -150,7 +160,7 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
             sums = l.add(sums, p);
             l.store(p, chunk);
         }
-        let partial = &mut scratch.partials[i * scratch.stride..][..scratch.stride];
+        let partial = &mut partials[i * stride..][..stride];
         partial[..padded_head].fill(0.0);
         partial[padded_head] = largest;
         partial[padded_head + 1] = l.sum(sums);
@@ -161,18 +171,18 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     let common = (seen.iter().map(|s| s.0).max().unwrap_or(0), seen.iter().map(|s| s.1).min().unwrap_or(0));
     if Q == 1 || common.0 >= common.1 {
         for i in 0..Q {
-            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut scratch.partials[i * scratch.stride..]);
+            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut partials[i * stride..]);
         }
         return;
     }
     for i in 0..Q {
         let before = (seen[i].0, common.0);
-        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], before, &mut scratch.partials[i * scratch.stride..]);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], before, &mut partials[i * stride..]);
     }
-    weigh::<L, E, Q>(l, shape.head_dim, tiles, scores, common, &mut scratch.partials, scratch.stride);
+    weigh::<L, E, Q>(l, shape.head_dim, tiles, scores, common, partials, stride);
     for i in 0..Q {
         let behind = (common.1, seen[i].1);
-        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], behind, &mut scratch.partials[i * scratch.stride..]);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], behind, &mut partials[i * stride..]);
     }
 }
 
@@ -211,7 +221,8 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
                 score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
             }
             let start = tile * LANES;
-            let (lo, hi) = (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
+            let (lo, hi) =
+                (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
             if lo > 0 || hi < LANES {
                 score = l.keep(score, lo, hi, f32::NEG_INFINITY);
             }

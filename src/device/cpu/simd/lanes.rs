@@ -20,6 +20,8 @@ pub const F16_MAX: f32 = 65504.0;
 pub trait Lanes: Copy {
     /// A vector.
     type F32: Copy;
+    /// Whether a few dozen vectors fit in registers, so that blocking over them pays.
+    const HAS_32_REGISTERS: bool;
 
     fn splat(self, value: f32) -> Self::F32;
     fn load(self, from: &[f32; 16]) -> Self::F32;
@@ -173,6 +175,7 @@ pub fn f32_to_bf16(value: f32) -> u16 {
 
 impl Lanes for Plain {
     type F32 = [f32; 16];
+    const HAS_32_REGISTERS: bool = false;
 
     #[inline(always)]
     fn splat(self, value: f32) -> [f32; 16] {
@@ -342,6 +345,7 @@ mod x86 {
 
     impl Lanes for Avx512 {
         type F32 = __m512;
+        const HAS_32_REGISTERS: bool = true;
 
         #[inline(always)]
         fn splat(self, value: f32) -> __m512 {
