@@ -52,6 +52,8 @@ pub trait Lanes: Copy {
     fn keep(self, a: Self::F32, lo: usize, hi: usize, other: f32) -> Self::F32;
     /// Sum of the lanes by halving: `i` and `i + 8`, then `i + 4`, `i + 2`, `i + 1`.
     fn sum(self, a: Self::F32) -> f32;
+    /// Brings the cache line of byte `offset` of `bytes` closer, as a hint; any offset is allowed.
+    fn prefetch(self, bytes: &[u8], offset: usize);
     /// Largest lane by the same halving, with [`max`](Self::max)'s rule for NaN.
     fn max_lane(self, a: Self::F32) -> f32;
 }
@@ -83,18 +85,6 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     }
     let _ = isa;
     kernel.run(Plain)
-}
-
-/// Whether the AVX-512 body can run here.
-pub fn has_avx512() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        Avx512::detect().is_some()
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        false
-    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -289,6 +279,8 @@ impl Lanes for Plain {
         halve(map1(a, |x| x), |x, y| x + y)
     }
     #[inline(always)]
+    fn prefetch(self, _: &[u8], _: usize) {}
+    #[inline(always)]
     fn max_lane(self, a: [f32; 16]) -> f32 {
         halve(a, max_plain)
     }
@@ -301,14 +293,15 @@ pub use x86::Avx512;
 mod x86 {
     use super::{F16_MAX, Lanes};
     use std::arch::x86_64::{
-        __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _mm_add_ps, _mm_add_ss,
-        _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_shuffle_ps, _mm256_add_ps, _mm256_castps256_ps128,
-        _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps,
-        _mm512_and_si512, _mm512_castps_si512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-        _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_div_ps,
-        _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mask_mov_ps,
-        _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_scalef_ps, _mm512_set1_epi32,
-        _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+        __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
+        _mm_add_ss, _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm256_add_ps,
+        _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_storeu_si256,
+        _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castps512_ps256,
+        _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+        _mm512_cvtps_ph, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+        _mm512_mask_mov_epi32, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512,
+        _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
+        _mm512_sub_ps,
     };
 
     /// Sixteen lanes in one register. A value proves that the machine has the instructions.
@@ -447,6 +440,10 @@ mod x86 {
                 let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
                 _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
             }
+        }
+        #[inline(always)]
+        fn prefetch(self, bytes: &[u8], offset: usize) {
+            vector! { _mm_prefetch::<_MM_HINT_T1>(bytes.as_ptr().wrapping_add(offset).cast()) }
         }
         #[inline(always)]
         fn max_lane(self, a: __m512) -> f32 {
