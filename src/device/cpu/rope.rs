@@ -11,9 +11,9 @@ use super::simd::lanes::{Kernel, Lanes, dispatch};
 /// Which elements of a head form a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RopeStyle {
-    /// Element `i` and element `i + width / 2` (NeoX, hub checkpoints).
+    /// Element `i` and element `i + width / 2` (hub checkpoints).
     Half,
-    /// Elements `2i` and `2i + 1` (GPT-J, GGUF's llama).
+    /// Elements `2i` and `2i + 1` (GGUF's llama).
     Interleaved,
 }
 

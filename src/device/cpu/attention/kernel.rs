@@ -242,9 +242,9 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
     }
     let scale = l.splat(shape.scale);
     for i in 0..Q {
-        for t in 0..T {
+        for (t, sum) in sums[i].iter().enumerate() {
             let tile = first_tile + t;
-            let mut score = l.mul(sums[i][t], scale);
+            let mut score = l.mul(*sum, scale);
             if let Some(cap) = shape.softcap {
                 score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
             }

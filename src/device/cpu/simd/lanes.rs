@@ -147,16 +147,17 @@ fn min_plain(a: f32, b: f32) -> f32 {
 /// Widens a half exactly, without branches: the exponent is rebased by a multiplication, which also normalises
 /// subnormals.
 #[inline(always)]
-pub fn f16_to_f32(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff) << 13;
+fn widen_f16(bits: u32) -> f32 {
+    let magnitude = (bits & 0x7fff) << 13;
     let rebased = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
-    let special = if magnitude >= 0x0f80_0000 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(rebased | special | (u32::from(bits & 0x8000) << 16))
+    let special = u32::from(magnitude >= 0x0f80_0000).wrapping_neg() & 0x7f80_0000;
+    f32::from_bits(rebased | special | ((bits & 0x8000) << 16))
 }
 
 /// The upper half of an f32, rounded to nearest even; NaN becomes quiet.
 #[inline(always)]
-pub fn f32_to_bf16(value: f32) -> u16 {
+#[allow(clippy::cast_possible_truncation)] // the upper half is what is wanted
+fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
@@ -189,9 +190,14 @@ impl Lanes for Plain {
     }
     #[inline(always)]
     fn load_f16_bytes(self, from: &[u8; 32]) -> [f32; 16] {
+        // Two loops, so that each becomes vector instructions.
+        let mut bits = [0; 16];
+        for (x, b) in bits.iter_mut().zip(from.as_chunks::<2>().0) {
+            *x = u32::from(u16::from_le_bytes(*b));
+        }
         let mut out = [0.0; 16];
-        for (x, b) in out.iter_mut().zip(from.as_chunks::<2>().0) {
-            *x = f16_to_f32(u16::from_le_bytes(*b));
+        for i in 0..16 {
+            out[i] = widen_f16(bits[i]);
         }
         out
     }
@@ -453,6 +459,140 @@ mod x86 {
                 let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
                 let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
                 _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::cast_possible_truncation)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Runs on every path this machine has, the plain body compiled without FMA included, and wants the same bits of all.
+    fn everywhere<K: Kernel<Output = Vec<u32>> + Clone>(kernel: K) -> Vec<u32> {
+        let bare = kernel.clone().run(Plain);
+        for isa in Isa::available() {
+            assert!(dispatch(*isa, kernel.clone()) == bare, "{isa:?} has other bits");
+        }
+        bare
+    }
+
+    /// NaN payloads are not promised.
+    fn bits(x: f32) -> u32 {
+        if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
+    }
+
+    #[derive(Clone)]
+    struct Widen;
+    impl Kernel for Widen {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let mut out = vec![];
+            for first in (0..=u16::MAX).step_by(16) {
+                let mut bytes = [0; 32];
+                for (i, pair) in bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    *pair = (first + i as u16).to_le_bytes();
+                }
+                for wide in [l.load_f16_bytes(&bytes), l.load_bf16_bytes(&bytes)] {
+                    let mut lanes = [0.0; 16];
+                    l.store(wide, &mut lanes);
+                    out.extend(lanes.map(bits));
+                }
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn every_half_widens_exactly() {
+        let got = everywhere(Widen);
+        for (i, pair) in got.as_chunks::<32>().0.iter().enumerate() {
+            for lane in 0..16 {
+                let stored = u16::try_from(i * 16 + lane).unwrap();
+                assert_eq!(pair[lane], bits(f16::from_bits(stored).to_f32()), "f16 {stored:#x}");
+                assert_eq!(pair[16 + lane], bits(bf16::from_bits(stored).to_f32()), "bf16 {stored:#x}");
+            }
+        }
+    }
+
+    #[derive(Clone)]
+    struct Narrow(Vec<[f32; 16]>);
+    impl Kernel for Narrow {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let pairs = self.0.iter().flat_map(|x| {
+                let x = l.load(x);
+                l.to_f16(x).into_iter().zip(l.to_bf16(x))
+            });
+            pairs.map(|(a, b)| u32::from(a) << 16 | u32::from(b)).collect()
+        }
+    }
+
+    #[test]
+    fn narrowing_rounds_to_nearest_even() {
+        // Every 65,521st pattern, and around each representable half the neighbours of its midpoints.
+        let spread = (0..u32::MAX / 65_521).map(|i| i * 65_521);
+        let midpoints = (0..=u16::MAX).flat_map(|h| {
+            let wide = f16::from_bits(h).to_f32().to_bits();
+            let half_way = (u32::from(h) << 16) + 0x8000;
+            [wide, wide + 0xfff, wide + 0x1000, wide + 0x1001, half_way - 1, half_way, half_way + 1]
+        });
+        let mut values: Vec<f32> = spread.chain(midpoints).map(f32::from_bits).filter(|x| !x.is_nan()).collect();
+        values.truncate(values.len() / 16 * 16);
+        let got = everywhere(Narrow(values.as_chunks().0.to_vec()));
+        for (x, got) in values.iter().zip(got) {
+            let want = f16::from_f32(x.clamp(-F16_MAX, F16_MAX)).to_bits();
+            assert_eq!(got, u32::from(want) << 16 | u32::from(bf16::from_f32(*x).to_bits()), "{x:e}");
+        }
+        let nan = everywhere(Narrow(vec![[f32::NAN; 16]]))[0];
+        assert!(f16::from_bits((nan >> 16) as u16).is_nan() && bf16::from_bits(nan as u16).is_nan());
+    }
+
+    #[derive(Clone)]
+    struct Arithmetic([f32; 16], [f32; 16], usize, usize);
+    impl Kernel for Arithmetic {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let (a, b) = (l.load(&self.0), l.load(&self.1));
+            let vectors = [
+                l.add(a, b),
+                l.sub(a, b),
+                l.mul(a, b),
+                l.div(a, b),
+                l.fma(a, b, a),
+                l.max(a, b),
+                l.min(a, b),
+                l.keep(a, self.2, self.3, 7.0),
+                super::super::super::exp::exp(l, a),
+                super::super::super::exp::tanh(l, b),
+            ];
+            let mut out = vec![bits(l.sum(a)), bits(l.max_lane(b))];
+            for vector in vectors {
+                let mut lanes = [0.0; 16];
+                l.store(vector, &mut lanes);
+                out.extend(lanes.map(bits));
+            }
+            out
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn operations_are_the_same_on_every_path(
+            a: [u32; 16], b in proptest::array::uniform16(-90.0f32..90.0), lo in 0usize..=16, len in 0usize..=16,
+        ) {
+            let (any, hi) = (a.map(f32::from_bits), (lo + len).min(16));
+            everywhere(Arithmetic(any, b, lo, hi));
+            everywhere(Arithmetic(b, any, lo, hi));
+            let kept = everywhere(Arithmetic(b, b, lo, hi));
+            for lane in 0..16 {
+                let want = if (lo..hi).contains(&lane) { b[lane] } else { 7.0 };
+                assert_eq!(kept[2 + 7 * 16 + lane], want.to_bits());
             }
         }
     }
