@@ -236,23 +236,29 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
     out
 }
 
-/// Packs up to 16 rows into a zeroed panel.
+/// Packs up to 16 rows into a zeroed panel, a piece of K at a time so that what is written stays in the cache.
 fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
-    for (column, row) in rows.chunks_exact(row_bytes).enumerate() {
-        match Scheme::of(dtype) {
-            None => {
-                let width = dtype.block_bytes();
-                for (k, element) in row.chunks_exact(width).enumerate() {
-                    panel[(k * PANEL + column) * width..][..width].copy_from_slice(element);
-                }
-            }
-            Some(scheme) => {
-                let units = row.chunks_exact(dtype.block_bytes()).zip(panel.chunks_exact_mut(scheme.unit_bytes()));
-                for (block, unit) in units {
-                    pack_unit(dtype, scheme, column, block, unit);
-                }
+    let (blocks, piece_bytes) = match Scheme::of(dtype) {
+        None => (BLOCK, BLOCK * PANEL * dtype.block_bytes()),
+        Some(scheme) => (1, scheme.unit_bytes()),
+    };
+    let piece_of_row = blocks * dtype.block_bytes();
+    for (i, piece) in panel.chunks_mut(piece_bytes).enumerate() {
+        for (column, row) in rows.chunks_exact(row_bytes).enumerate() {
+            let source = &row[i * piece_of_row..row_bytes.min((i + 1) * piece_of_row)];
+            match (Scheme::of(dtype), dtype.block_bytes()) {
+                (Some(scheme), _) => pack_unit(dtype, scheme, column, source, piece),
+                (None, 2) => pack_floats::<2>(column, source, piece),
+                (None, _) => pack_floats::<4>(column, source, piece),
             }
         }
+    }
+}
+
+fn pack_floats<const BYTES: usize>(column: usize, source: &[u8], piece: &mut [u8]) {
+    let places = piece.as_chunks_mut::<BYTES>().0.chunks_exact_mut(PANEL);
+    for (place, element) in places.zip(source.as_chunks::<BYTES>().0) {
+        place[column] = *element;
     }
 }
 
