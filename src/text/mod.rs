@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+mod gguf_text;
 mod vocabulary;
 
+pub use gguf_text::GgufText;
 pub use vocabulary::Vocabulary;
