@@ -1,1 +1,23 @@
-//! model
+//! From a model's own description (`config.json` or GGUF metadata) to a graph.
+//!
+//! [`ModelConfig`] is what all descriptions become; [`decoder_graph`] turns it into operations over named weights. A model
+//! that is not supported, or a feature of one that would change its numbers, is refused by name.
+
+#![forbid(unsafe_code)]
+
+mod architecture;
+mod config;
+mod decoder;
+mod error;
+mod generation;
+mod gguf_config;
+mod hub_config;
+pub mod rope;
+
+pub use architecture::Architecture;
+pub use config::{ModelConfig, RopeConfig};
+pub use decoder::decoder_graph;
+pub use error::ModelError;
+pub use generation::stop_ids;
+pub use gguf_config::config_from_gguf;
+pub use hub_config::config_from_hub;
