@@ -1,0 +1,138 @@
+//! Writing keys and values, and attention over them.
+
+use super::Frame;
+use super::operands::{broken, floats, floats_mut, overlap};
+use super::rows::rotate;
+use crate::device::DeviceError;
+use crate::device::cpu::arena::{Parts, Pieces};
+use crate::device::cpu::attention::{Attention, AttentionShape, Place};
+use crate::device::cpu::kv::{KvRows, KvWrite, kv_write, kv_writes};
+use crate::graph::{self, NormSpec, RopeStyle, Step};
+
+pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
+    AttentionShape {
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        scale: shape.scale,
+        window: shape.window,
+        softcap: None,
+    }
+}
+
+impl Frame<'_> {
+    /// Stores the rows' keys and values; keys are normed and rotated first where the operation is fused. Inputs are
+    /// (k, v), or (k, angles, v) with a rotation.
+    pub(super) fn kv_write(
+        &mut self,
+        layer: usize,
+        rotation: Option<(usize, RopeStyle, Option<&NormSpec>)>,
+        step: &Step,
+    ) -> Result<(), DeviceError> {
+        let (isa, kv, batch, team) = (self.isa, self.kv, self.batch, self.team);
+        let (k, v) = (step.inputs[0], step.inputs[step.inputs.len() - 1]);
+        let cols = self.cols(k);
+        let angle_cols = if rotation.is_some() { self.cols(step.inputs[1]) } else { 0 };
+        let angles = if rotation.is_some() { self.range(step.inputs[1])? } else { 0..0 };
+        let rotation = rotation.map(|(head_dim, style, norm)| {
+            (head_dim, style, norm.map(|norm| (self.weights.vector(norm.weight), norm.eps)))
+        });
+        let ([k, v, angles], []) =
+            self.arena.views([self.range(k)?, self.range(v)?, angles], []).ok_or_else(overlap)?;
+        let (k, v, angles) = (floats(k), floats(v), floats(angles));
+
+        let pieces = Pieces::new(self.io.kv_pool, kv.bytes_per_block(), &mut self.scratch.claims);
+        let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
+        let layer_bytes = kv.layer_range(crate::kv_cache::BlockId(0), layer);
+        team.run(&|member| {
+            let mut room = rooms.claim(member.index());
+            let room = &mut room.row_mut(0)[0].row[..cols];
+            for write in kv_writes(batch, kv.geometry().block_size, member.index(), team.count()) {
+                let block = &mut pieces.take(write.block.0 as usize)[layer_bytes.clone()];
+                let Some((head_dim, style, norm)) = rotation else {
+                    let rows = KvRows { k, k_stride: cols, v, v_stride: cols };
+                    kv_write(isa, &kv, write, rows, block);
+                    continue;
+                };
+                for index in 0..write.rows {
+                    let row = write.first_row + index;
+                    room.copy_from_slice(&k[row * cols..][..cols]);
+                    rotate(isa, room, head_dim, style, norm, &angles[row * angle_cols..][..angle_cols]);
+                    let rows = KvRows { k: room, k_stride: cols, v: &v[row * cols..][..cols], v_stride: cols };
+                    let one = KvWrite { first_row: 0, first_slot: write.first_slot + index, rows: 1, ..write };
+                    kv_write(isa, &kv, one, rows, block);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    pub(super) fn attention(&mut self, op: &graph::AttentionShape, step: &Step) -> Result<(), DeviceError> {
+        let shape = shape_of(op);
+        let team = self.team;
+        let width = shape.heads * shape.head_dim;
+        let (q, out) = (self.range(step.inputs[0])?, self.range(step.outputs[0])?);
+        let ([q], [out]) = self.arena.views([q], [out]).ok_or_else(overlap)?;
+        let attention = Attention {
+            isa: self.isa,
+            shape,
+            layout: self.kv,
+            layer: op.layer,
+            pool: self.io.kv_pool,
+            rows: self.batch,
+            q: floats(q),
+            q_stride: width,
+            sinks: None,
+        };
+        let schedule = attention.schedule(team.count());
+        let piece = shape.group() * shape.head_dim;
+        let rooms = |scratch| Parts::rows(scratch, 1, team.count(), 1);
+        if !schedule.needs_merge() {
+            let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
+            let rooms = rooms(&mut self.scratch.members);
+            team.run(&|member| {
+                let mut room = rooms.claim(member.index());
+                let Some(room) = &mut room.row_mut(0)[0].attention else { return };
+                attention.attend(&schedule, member.index(), room, &mut |place, values| {
+                    if let Place::Output(start) = place {
+                        outputs.put(start, values);
+                    }
+                });
+            });
+            return Ok(());
+        }
+
+        let partial = shape.partial_len();
+        let partials_len = schedule.partials_len();
+        if self.scratch.partials.len() < partials_len {
+            self.scratch.partials.resize(partials_len, 0.0);
+        }
+        let partials = self.scratch.partials.get_mut(..partials_len).ok_or_else(|| broken("no room for partials"))?;
+        {
+            let pieces = Pieces::new(partials, partial, &mut self.scratch.claims);
+            let rooms = rooms(&mut self.scratch.members);
+            team.run(&|member| {
+                let mut room = rooms.claim(member.index());
+                let Some(room) = &mut room.row_mut(0)[0].attention else { return };
+                attention.attend(&schedule, member.index(), room, &mut |place, values| {
+                    if let Place::Partial(start) = place {
+                        pieces.put(start, values);
+                    }
+                });
+            });
+        }
+        let partials = &*partials;
+        let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
+        let rooms = rooms(&mut self.scratch.members);
+        team.run(&|member| {
+            let mut room = rooms.claim(member.index());
+            let Some(room) = &mut room.row_mut(0)[0].attention else { return };
+            attention.merge(&schedule, member.index(), partials, room, &mut |place, values| {
+                if let Place::Output(start) = place {
+                    outputs.put(start, values);
+                }
+            });
+        });
+        Ok(())
+    }
+}
