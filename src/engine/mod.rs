@@ -3,5 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod forward;
+mod stop;
 
 pub use forward::{Forward, ForwardInput, LogitRows};
+pub use stop::{StopChecker, default_stop_ids};

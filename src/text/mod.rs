@@ -5,6 +5,10 @@
 
 #![forbid(unsafe_code)]
 
+mod detokenizer;
+mod gguf_text;
 mod vocabulary;
 
+pub use detokenizer::Detokenizer;
+pub use gguf_text::GgufText;
 pub use vocabulary::Vocabulary;
