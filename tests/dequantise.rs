@@ -88,7 +88,7 @@ fn q5_blocks_by_hand() {
 #[test]
 fn a_q8_0_block_by_hand() {
     let mut block = half(-0.125).to_vec();
-    block.extend((0..32).map(|i: i8| (i * 8 - 128) as u8));
+    block.extend((0..32).map(|i: i16| (i * 8 - 128) as u8));
     for (i, x) in expand(DType::Q8_0, &block).into_iter().enumerate() {
         assert_eq!(x, -0.125 * (8.0 * i as f32 - 128.0), "{i}");
     }
@@ -142,7 +142,7 @@ fn a_q5_k_block_by_hand() {
 fn a_q6_k_block_by_hand() {
     let low: Vec<u8> = (0..128_u32).map(|i| (i * 37 % 251) as u8).collect();
     let high: Vec<u8> = (0..64_u32).map(|i| (i * 73 % 256) as u8).collect();
-    let scales: Vec<i8> = (0..16).map(|i: i8| i * 16 - 128).collect();
+    let scales: Vec<i8> = (0..16).map(|i: i16| (i * 16 - 128) as i8).collect();
     let block = [&low[..], &high, &scales.iter().map(|s| *s as u8).collect::<Vec<_>>(), &half(0.25)].concat();
     for (i, x) in expand(DType::Q6_K, &block).into_iter().enumerate() {
         let (n, within) = (i / 128, i % 128);
@@ -311,4 +311,17 @@ fn plain_formats_round_as_ggml_does() {
         }
     }
     assert!(compared >= 5 * 21, "{compared}");
+}
+
+/// Guards the test above: the files do keep query rows in another order than the hub.
+#[test]
+fn the_files_own_name_gives_the_files_own_order() {
+    let fable = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fable");
+    let gguf = Gguf::open(fable.join("gguf/fable-f16.gguf")).unwrap();
+    let raw = gguf.require("blk.0.attn_q.weight").unwrap();
+    let hub = gguf.require("model.layers.0.self_attn.q_proj.weight").unwrap();
+    assert_ne!(raw.data, hub.data);
+    assert_eq!(raw.rows(1..2), hub.rows(32..33));
+    let norm = "model.layers.0.input_layernorm.weight";
+    assert_eq!(gguf.require(norm).unwrap().data, gguf.require("blk.0.attn_norm.weight").unwrap().data);
 }

@@ -233,8 +233,7 @@ fn every_shard_index_case_gets_its_verdict() {
         let verdict = case["expect"].as_str().unwrap();
         for file in case["files"].as_array().unwrap() {
             let file = file.as_str().unwrap();
-            let held: Vec<(&str, f32)> =
-                pairs.iter().filter(|pair| pair.1 == file).map(|pair| (pair.0, 1.5)).collect();
+            let held: Vec<(&str, f32)> = pairs.iter().filter(|pair| pair.1 == file).map(|pair| (pair.0, 1.5)).collect();
             if held.is_empty() && index.is_some() {
                 // A stray file that would be an error if it were opened.
                 folder.write(file, b"not a weight file");
@@ -260,7 +259,8 @@ fn every_shard_index_case_gets_its_verdict() {
             assert!(error.to_string().contains("model-00002-of-00002.safetensors"), "{error}");
         } else {
             let source = opened.unwrap_or_else(|error| panic!("{id}: {error}"));
-            let expected: Vec<&str> = if index.is_some() { pairs.iter().map(|pair| pair.0).collect() } else { vec!["a"] };
+            let expected: Vec<&str> =
+                if index.is_some() { pairs.iter().map(|pair| pair.0).collect() } else { vec!["a"] };
             assert_eq!(source.names(), expected, "{id}");
             for name in expected {
                 assert_eq!(source.require(name).unwrap().to_f32(), [1.5], "{id}");
@@ -275,10 +275,7 @@ fn the_index_is_the_truth() {
     folder.write("x.safetensors", &safetensors(&[("a", 1.0), ("b", 2.0)]));
     folder.write("y.safetensors", &safetensors(&[("a", 3.0), ("c", 4.0)]));
     folder.write("model.safetensors", b"stray");
-    folder.write(
-        "model.safetensors.index.json",
-        br#"{"weight_map":{"a":"y.safetensors","b":"x.safetensors"}}"#,
-    );
+    folder.write("model.safetensors.index.json", br#"{"weight_map":{"a":"y.safetensors","b":"x.safetensors"}}"#);
     let source = SafetensorsFolder::open(&folder.0).unwrap();
     // "a" also stands in x, and "c" in y, but the index does not say so.
     assert_eq!(source.names(), ["b", "a"]);
@@ -303,7 +300,9 @@ fn a_tensor_of_another_type_is_refused_when_asked_for() {
     assert_eq!(source.require("w").unwrap().to_f32(), [1.0]);
     assert!(source.tensor("i").is_none());
     let error = source.require("i").unwrap_err();
-    assert!(matches!(&error, WeightError::UnsupportedType { tensor, type_name, .. } if tensor == "i" && type_name == "I64"));
+    assert!(
+        matches!(&error, WeightError::UnsupportedType { tensor, type_name, .. } if tensor == "i" && type_name == "I64")
+    );
 
     let mut bytes = std::fs::read(data().join("cases/gguf/good_one_f32.gguf")).unwrap();
     // The type number stands after magic, counts, one pair, name and two dimensions; 26 is i32, as wide as f32.
@@ -311,7 +310,10 @@ fn a_tensor_of_another_type_is_refused_when_asked_for() {
     bytes[at] = 26;
     let source = Gguf::parse("f", bytes.clone()).unwrap();
     let error = source.require("w").unwrap_err();
-    assert!(matches!(&error, WeightError::UnsupportedType { tensor, type_id: Some(26), .. } if tensor == "w"), "{error}");
+    assert!(
+        matches!(&error, WeightError::UnsupportedType { tensor, type_id: Some(26), .. } if tensor == "w"),
+        "{error}"
+    );
     assert!(error.to_string().contains("i32 (ggml type 26)"), "{error}");
     // A number that the format does not have says nothing about sizes, so the file cannot be checked.
     bytes[at] = 99;
@@ -322,7 +324,9 @@ fn a_tensor_of_another_type_is_refused_when_asked_for() {
 #[test]
 fn truncation_at_every_length_is_an_error_or_harmless() {
     let cases = data().join("cases");
-    for name in ["gguf/good_align64.gguf", "gguf/good_no_tensors.gguf", "safetensors/good_metadata_unordered.safetensors"] {
+    for name in
+        ["gguf/good_align64.gguf", "gguf/good_no_tensors.gguf", "safetensors/good_metadata_unordered.safetensors"]
+    {
         let path = cases.join(name);
         let bytes = std::fs::read(&path).unwrap();
         for len in 0..bytes.len() {
@@ -456,13 +460,13 @@ fn headers_made_to_be_expensive_cost_little() {
         bytes
     };
     let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
-    // Pairs with short keys, then a cut.
+    // Pairs with short keys, the last one cut before its value.
     let mut bytes = gguf_head(0, many as u64);
     for i in 0..many - 1 {
         bytes.extend(string(&format!("{i:x}")));
         bytes.extend([0, 0, 0, 0, 7]);
     }
-    bytes.extend([0; 20]);
+    bytes.extend([0; 12]);
     files.push((PathBuf::from("pairs.gguf"), bytes));
     // Empty arrays in arrays in an array.
     let mut bytes = gguf_head(0, 1);
@@ -479,6 +483,7 @@ fn headers_made_to_be_expensive_cost_little() {
         bytes.extend(string(&format!("{i:x}")));
         bytes.extend([0; 4 + 4 + 8]);
     }
+    bytes.extend([0; 64]);
     files.push((PathBuf::from("tensors.gguf"), bytes));
 
     for (i, (path, bytes)) in files.into_iter().enumerate() {
@@ -505,7 +510,10 @@ fn a_path_leads_to_the_model_that_stands_there() {
     // Nine .gguf files and no config.json: which one is not for us to choose.
     let error = open(fable.join("gguf")).unwrap_err();
     assert!(matches!(error, WeightError::NotAModel { .. }));
-    assert!(error.to_string().contains("9 .gguf files") && error.to_string().contains("config.json not found"), "{error}");
+    assert!(
+        error.to_string().contains("9 .gguf files") && error.to_string().contains("config.json not found"),
+        "{error}"
+    );
 
     let folder = Folder::new("open");
     assert!(matches!(open(&folder.0), Err(WeightError::NotAModel { .. })));

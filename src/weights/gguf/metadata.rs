@@ -173,3 +173,29 @@ impl Metadata {
         self.array(key)?.iter().map(convert).collect()
     }
 }
+
+impl crate::text::GgufText for Metadata {
+    fn str(&self, key: &str) -> Option<&str> {
+        self.str(key)
+    }
+
+    fn u32(&self, key: &str) -> Option<u32> {
+        self.u32(key)
+    }
+
+    fn bool(&self, key: &str) -> Option<bool> {
+        self.bool(key)
+    }
+
+    fn strings(&self, key: &str) -> Option<Vec<String>> {
+        self.strings(key)
+    }
+
+    fn i32s(&self, key: &str) -> Option<Vec<i32>> {
+        self.i32s(key)
+    }
+
+    fn f32s(&self, key: &str) -> Option<Vec<f32>> {
+        self.f32s(key)
+    }
+}
