@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod builder;
 mod chat;
 mod clock;
 mod config;
@@ -26,6 +27,7 @@ mod intake;
 mod output;
 mod request;
 mod roster;
+mod runner;
 #[doc(hidden)]
 pub mod scripted;
 mod sequence;
@@ -37,10 +39,12 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::core::health;
 pub use self::core::{EngineCore, Health, ModelLimits, StepReport};
 pub use chat::{ChatMessage, ChatRender};
 pub use clock::{Clock, ManualClock, SystemClock};
-pub use config::{CacheBudget, EngineConfig, Numerics};
+pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
+pub use config::{CacheBudget, EngineConfig};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use forward::{Forward, ForwardInput, LogitRows};
 pub use handle::RequestHandle;
@@ -121,7 +125,7 @@ impl Engine {
 
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
-        self::core::health(&self.inner.intake)
+        health(&self.inner.intake)
     }
 
     /// The configuration, with everything settled that may be left open.

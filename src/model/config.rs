@@ -8,7 +8,7 @@ use crate::graph::{ActivationKind, RopeStyle};
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// Base of the frequencies.
-    pub theta: f32,
+    pub theta: f64,
     /// Stretching for longer contexts.
     pub scaling: RopeScaling,
     /// Divisors of the frequencies that come as a tensor of the file (GGUF's `rope_freqs.weight`).

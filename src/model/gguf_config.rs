@@ -56,7 +56,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         head_dim,
         rms_norm_eps: keys.float("attention.layer_norm_rms_epsilon")?,
         rope: RopeConfig {
-            theta: metadata.f32(&keys.name("rope.freq_base")).unwrap_or(10_000.0),
+            theta: metadata.f32(&keys.name("rope.freq_base")).map_or(10_000.0, f64::from),
             scaling: rope_scaling(&keys, max_position_embeddings)?,
             divisors: file.tensor("rope_freqs.weight").map(|tensor| tensor.to_f32()),
             dim: keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim),
@@ -81,7 +81,7 @@ fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, Mo
     let key = keys.name("rope.scaling.type");
     let factor = metadata.f32(&keys.name("rope.scaling.factor")).or(metadata.f32(&keys.name("rope.scale_linear")));
     let need_factor = || match factor {
-        Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(factor),
+        Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(f64::from(factor)),
         Some(factor) => Err(invalid(&keys.name("rope.scaling.factor"), factor, "a finite number of at least 1")),
         None => Err(ModelError::MissingField { field: keys.name("rope.scaling.factor") }),
     };
@@ -91,11 +91,13 @@ fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, Mo
         Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),
         Some("yarn") => Ok(RopeScaling::Yarn {
             factor: need_factor()?,
-            original_max_position_embeddings: keys
-                .optional_size("rope.scaling.original_context_length")?
-                .unwrap_or(max_positions),
-            beta_fast: metadata.f32(&keys.name("rope.scaling.yarn_beta_fast")),
-            beta_slow: metadata.f32(&keys.name("rope.scaling.yarn_beta_slow")),
+            original_max_position_embeddings: {
+                let name = "rope.scaling.original_context_length";
+                let tokens = keys.optional_size(name)?.unwrap_or(max_positions);
+                u32::try_from(tokens).map_err(|_| invalid(&keys.name(name), tokens, "a 32-bit number"))?
+            },
+            beta_fast: metadata.f32(&keys.name("rope.scaling.yarn_beta_fast")).map_or(32.0, f64::from),
+            beta_slow: metadata.f32(&keys.name("rope.scaling.yarn_beta_slow")).map_or(1.0, f64::from),
             attention_factor: None,
             mscale: None,
             mscale_all_dim: None,

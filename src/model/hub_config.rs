@@ -46,7 +46,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
         heads,
         kv_heads: config.size("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads),
         head_dim,
-        rms_norm_eps: config.float("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps),
+        rms_norm_eps: config.float("rms_norm_eps")?.map_or(defaults.rms_norm_eps, |eps| eps as f32),
         rope: rope(&config, head_dim, max_position_embeddings)?,
         activation: activation(config.str("hidden_act")?.unwrap_or("silu"))?,
         tied_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(false),
@@ -107,7 +107,7 @@ fn rope(config: &Fields<'_>, head_dim: usize, max_positions: usize) -> Result<Ro
         theta: theta.unwrap_or(10_000.0),
         scaling: scaling.map_or(Ok(RopeScaling::Default), |map| rope_scaling(&Fields(map), max_positions))?,
         divisors: None,
-        dim: (head_dim as f32 * rotary_factor) as usize,
+        dim: (head_dim as f64 * rotary_factor) as usize,
         style: RopeStyle::Half,
     })
 }
@@ -117,8 +117,12 @@ fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScalin
     let need = |field: &str| {
         scaling.float(field)?.ok_or_else(|| ModelError::MissingField { field: format!("rope_scaling.{field}") })
     };
-    let original = || -> Result<usize, ModelError> {
-        Ok(scaling.size("original_max_position_embeddings")?.unwrap_or(max_positions))
+    let original = || -> Result<u32, ModelError> {
+        let tokens = scaling.size("original_max_position_embeddings")?.unwrap_or(max_positions);
+        u32::try_from(tokens)
+            .ok()
+            .filter(|tokens| *tokens > 0)
+            .ok_or_else(|| invalid("rope_scaling.original_max_position_embeddings", tokens, "a 32-bit number above 0"))
     };
     let factor = || {
         let factor = need("factor")?;
@@ -140,8 +144,8 @@ fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScalin
         "yarn" => Ok(RopeScaling::Yarn {
             factor: factor()?,
             original_max_position_embeddings: original()?,
-            beta_fast: scaling.float("beta_fast")?,
-            beta_slow: scaling.float("beta_slow")?,
+            beta_fast: scaling.float("beta_fast")?.unwrap_or(32.0),
+            beta_slow: scaling.float("beta_slow")?.unwrap_or(1.0),
             attention_factor: scaling.float("attention_factor")?,
             mscale: scaling.float("mscale")?,
             mscale_all_dim: scaling.float("mscale_all_dim")?,
@@ -221,8 +225,8 @@ impl<'a> Fields<'a> {
         self.typed(field, "a whole number of at least 0", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
-    fn float(&self, field: &str) -> Result<Option<f32>, ModelError> {
-        self.typed(field, "a number", |v| v.as_f64().map(|x| x as f32))
+    fn float(&self, field: &str) -> Result<Option<f64>, ModelError> {
+        self.typed(field, "a number", Value::as_f64)
     }
 
     fn bool(&self, field: &str) -> Result<Option<bool>, ModelError> {
