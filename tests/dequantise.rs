@@ -1,11 +1,14 @@
 //! Stored elements and floats: block layouts as GGML has them, and rounding within each type's bound.
 
+// Test data is made by wrapping and truncating on purpose.
+#![allow(clippy::cast_possible_truncation)]
+
 use std::path::Path;
 
 use ascend_llm::weights::convert::{dequantise, quantise};
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
-use ascend_llm::weights::{DType, WeightSource};
+use ascend_llm::weights::{DType, WeightSource as _};
 use half::f16;
 use proptest::prelude::*;
 
@@ -94,7 +97,7 @@ fn a_q8_0_block_by_hand() {
     }
 }
 
-/// Six-bit scales and minima of the eight sub-blocks, packed as Q4_K and Q5_K have them: the first four in the low six
+/// Six-bit scales and minima of the eight sub-blocks, packed as `Q4_K` and `Q5_K` have them: the first four in the low six
 /// bits of bytes 0..4 and 4..8; of the last four the low halves in bytes 8..12, the upper two bits on top of the first.
 fn packed_scales(scales: [u8; 8], mins: [u8; 8]) -> [u8; 12] {
     let mut out = [0; 12];

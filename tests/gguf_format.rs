@@ -2,7 +2,7 @@
 
 use ascend_llm::text::GgufText;
 use ascend_llm::weights::gguf::{Gguf, Value, ValueType};
-use ascend_llm::weights::{DType, WeightError, WeightSource};
+use ascend_llm::weights::{DType, WeightError, WeightSource as _};
 
 /// Writes a GGUF file piece by piece, sound or not.
 #[derive(Clone)]
@@ -38,7 +38,7 @@ impl Writer {
     }
 
     fn info(mut self, name: &str, dims: &[u64], ty: u32, offset: u64) -> Self {
-        let mut info = [&string(name)[..], &(dims.len() as u32).to_le_bytes()].concat();
+        let mut info = [&string(name)[..], &u32::try_from(dims.len()).unwrap().to_le_bytes()].concat();
         info.extend(dims.iter().flat_map(|dim| dim.to_le_bytes()));
         info.extend(ty.to_le_bytes());
         info.extend(offset.to_le_bytes());

@@ -1,5 +1,8 @@
 //! Weight files: sound ones give their values, unsound ones a typed error in bounded memory, and nothing panics.
 
+// Test data is made by wrapping and truncating on purpose.
+#![allow(clippy::cast_possible_truncation)]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
-//! Super-blocks of 256 elements: Q4_K, Q5_K, Q6_K.
+//! Super-blocks of 256 elements: `Q4_K`, `Q5_K`, `Q6_K`.
 //!
-//! Layout (source: `ggml-common.h`). Q4_K and Q5_K: `d` and `dmin` in f16, twelve bytes with a six-bit scale and a
-//! six-bit minimum for each of eight sub-blocks of 32, for Q5_K 32 bytes of fifth bits, 128 bytes of low bits. Q6_K:
+//! Layout (source: `ggml-common.h`). `Q4_K` and `Q5_K`: `d` and `dmin` in f16, twelve bytes with a six-bit scale and a
+//! six-bit minimum for each of eight sub-blocks of 32, for `Q5_K` 32 bytes of fifth bits, 128 bytes of low bits. `Q6_K`:
 //! 128 bytes of low bits, 64 of upper bits, sixteen signed scales for sub-blocks of 16, and `d` at the end.
 
 #![forbid(unsafe_code)]
@@ -63,7 +63,7 @@ fn scale_and_min(head: &[u8], j: usize) -> (f32, f32) {
     (half_at(head, 0) * f32::from(scale), half_at(head, 2) * f32::from(min))
 }
 
-/// Where the bits of one element of Q6_K stand: each half of 128 elements has 64 low bytes and 32 high bytes, and
+/// Where the bits of one element of `Q6_K` stand: each half of 128 elements has 64 low bytes and 32 high bytes, and
 /// byte `l` of the high ones serves the four elements `l`, `l + 32`, `l + 64`, `l + 96`.
 struct Q6Place {
     low: usize,

@@ -1,8 +1,8 @@
-//! Blocks of 32 elements: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+//! Blocks of 32 elements: `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`.
 //!
 //! Layout (source: `ggml-common.h`): scale `d` in f16; for the `_1` formats the minimum `m` in f16; for five bits a
 //! u32 with the fifth bit of each element; then the low bits, element `j` in the low half and `j + 16` in the high
-//! half of byte `j`; for Q8_0 one signed byte an element.
+//! half of byte `j`; for `Q8_0` one signed byte an element.
 
 #![forbid(unsafe_code)]
 
@@ -48,7 +48,7 @@ pub(super) fn q8_0_to_f32(block: &[u8; 34], out: &mut [f32; LEN]) {
 /// Calls `each` with every element's index and five bits.
 fn five_bits(rest: &[u8], mut each: impl FnMut(usize, u8)) {
     let high = u32::from_le_bytes([rest[0], rest[1], rest[2], rest[3]]);
-    let fifth = |j: usize| ((high >> j & 1) << 4) as u8;
+    let fifth = |j: usize| if high >> j & 1 == 1 { 0x10 } else { 0_u8 };
     for (j, byte) in rest[4..].iter().enumerate() {
         each(j, byte & 0xf | fifth(j));
         each(j + 16, byte >> 4 | fifth(j + 16));

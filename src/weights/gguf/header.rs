@@ -55,7 +55,7 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
     let version = reader.u32("version").map_err(corrupt)?;
     match version {
         2 | 3 => {}
-        _ if version & 0xffff == 0 && version != 0 => {
+        _ if version.trailing_zeros() >= 16 && version != 0 => {
             let version = version.swap_bytes();
             let what = format!("it is a big-endian GGUF file (version {version}); big-endian is not supported");
             return Err(unsupported(what));
@@ -84,8 +84,8 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
         },
     };
 
-    // The count was held against the bytes that are there.
-    let mut records = Vec::with_capacity(tensor_count as usize);
+    // The count was held against the bytes that are there, so it fits.
+    let mut records = Vec::with_capacity(usize::try_from(tensor_count).unwrap_or_default());
     for index in 0..tensor_count {
         records.push(Record::read(&mut reader, index).map_err(corrupt)?);
     }
@@ -157,7 +157,7 @@ impl Record {
         let Some(len) = len else {
             return Err(format!("has shape {shape:?}, which is larger than any file"));
         };
-        if self.offset % alignment != 0 {
+        if !self.offset.is_multiple_of(alignment) {
             return Err(format!("has offset {}, expected a multiple of the alignment {alignment}", self.offset));
         }
         let start = data_start.and_then(|data_start| data_start.checked_add(self.offset));

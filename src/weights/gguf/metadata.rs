@@ -39,7 +39,7 @@ impl Metadata {
             let left = reader.remaining();
             return Err(format!("header announces {count} metadata pairs, but {left} bytes are left"));
         }
-        let mut pairs = Vec::with_capacity(count as usize);
+        let mut pairs = Vec::with_capacity(usize::try_from(count).unwrap_or_default());
         for _ in 0..count {
             let key = reader.string("metadata key")?;
             let key_range = reader.at() - key.len()..reader.at();
@@ -59,7 +59,12 @@ impl Metadata {
     }
 
     fn key(&self, id: u32) -> &str {
-        let key = &self.file.bytes()[self.pairs[id as usize].key.clone()];
+        self.key_of(&self.pairs[id as usize])
+    }
+
+    fn key_of(&self, pair: &Pair) -> &str {
+        let key = &self.file.bytes()[pair.key.clone()];
+        // Checked when the file was opened.
         std::str::from_utf8(key).unwrap_or_default()
     }
 
@@ -70,7 +75,7 @@ impl Metadata {
 
     /// The keys in file order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
-        (0..self.pairs.len()).map(|id| self.key(id as u32))
+        self.pairs.iter().map(|pair| self.key_of(pair))
     }
 
     /// Number of keys.

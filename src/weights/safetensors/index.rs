@@ -20,8 +20,8 @@ pub(super) fn parse(text: &[u8]) -> Result<Vec<(String, String)>, String> {
     }
     let mut names: Vec<&String> = pairs.iter().map(|(tensor, _)| tensor).collect();
     names.sort_unstable();
-    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(format!("weight_map lists {:?} twice", twice[0]));
+    if let Some([twice, ..]) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("weight_map lists {twice:?} twice"));
     }
     pairs.shrink_to_fit();
     Ok(pairs)
