@@ -1,6 +1,5 @@
 //! The model on a device, behind [`Forward`]: stages a batch's buffers, launches the program, reads the logits back.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Forward, ForwardInput, LogitRows};
@@ -13,7 +12,7 @@ use crate::kv_cache::BlockId;
 /// Sizes that fix a runner's buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerShape {
-    /// Upper bounds of one launch; larger batches are run in several.
+    /// Upper bounds of one batch.
     pub bucket: Bucket,
     /// Most sequences a batch has.
     pub max_seqs: usize,
@@ -47,7 +46,6 @@ pub struct ModelRunner {
     host_tables: Vec<u32>,
     host_logits: Vec<f32>,
     host_status: Vec<u8>,
-    part: ForwardInput,
 }
 
 impl ModelRunner {
@@ -73,7 +71,6 @@ impl ModelRunner {
             host_tables: Vec::with_capacity(table_entries),
             host_logits: vec![0.0; logit_rows * shape.vocab_size],
             host_status: vec![0; logit_rows],
-            part: ForwardInput::default(),
             stream: device.stream()?,
             device,
             program,
@@ -82,14 +79,8 @@ impl ModelRunner {
         })
     }
 
-    fn fits(&self, input: &ForwardInput) -> bool {
-        input.tokens.len() <= self.shape.bucket.tokens
-            && input.logit_rows.len() <= self.shape.bucket.logit_rows
-            && input.q_lens.len() <= self.shape.max_seqs
-    }
-
-    /// One launch; logits and status land at `rows` of the host buffers.
-    fn launch(&mut self, input: &ForwardInput, rows: Range<usize>) -> Result<(), DeviceError> {
+    /// One launch; logits and status of `rows` rows land in the host buffers.
+    fn launch(&mut self, input: &ForwardInput, rows: usize) -> Result<(), DeviceError> {
         let seqs = input.q_lens.len();
         self.host_positions.clear();
         for (q, kv) in input.q_lens.iter().zip(&input.kv_lens) {
@@ -114,16 +105,15 @@ impl ModelRunner {
         write(&self.block_tables, &self.host_tables)?;
         write(&self.logit_rows, &input.logit_rows)?;
 
-        let shape = LaunchShape { tokens: input.tokens.len(), seqs, logit_rows: rows.len(), table_stride };
+        let shape = LaunchShape { tokens: input.tokens.len(), seqs, logit_rows: rows, table_stride };
         let io = self.bindings(&shape);
         let args = StepArgs { io, shape, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
         self.device.launch(self.program.id(), &args, self.stream)?;
 
-        if !rows.is_empty() {
-            let vocab = self.shape.vocab_size;
-            let logits = &mut self.host_logits[rows.start * vocab..rows.end * vocab];
+        if rows > 0 {
+            let logits = &mut self.host_logits[..rows * self.shape.vocab_size];
             self.device.read(io.logits, bytemuck::cast_slice_mut(logits))?;
-            self.device.read(io.row_status, &mut self.host_status[rows])?;
+            self.device.read(io.row_status, &mut self.host_status[..rows])?;
         }
         Ok(())
     }
@@ -148,69 +138,22 @@ impl ModelRunner {
     fn pool_span(&self) -> Span {
         self.pool.span()
     }
-
-    /// A batch larger than the bucket runs as several launches. Cutting between or inside sequences changes no bit,
-    /// since a row depends on its own sequence only and keys and values are read as stored.
-    fn launch_in_parts(&mut self, input: &ForwardInput) -> Result<(), DeviceError> {
-        let bucket = self.shape.bucket;
-        let mut part = std::mem::take(&mut self.part);
-        let (mut row, mut table, mut wanted, mut done) = (0usize, 0usize, 0usize, 0usize);
-        part.clear();
-        for (&q_len, &kv_len) in input.q_lens.iter().zip(&input.kv_lens) {
-            let blocks = &input.tables[table..table + self.blocks_of(kv_len)];
-            table += blocks.len();
-            let end = row + q_len as usize;
-            while row < end {
-                if part.tokens.len() == bucket.tokens
-                    || part.logit_rows.len() == bucket.logit_rows
-                    || part.q_lens.len() == self.shape.max_seqs
-                {
-                    self.launch(&part, done..done + part.logit_rows.len())?;
-                    done += part.logit_rows.len();
-                    part.clear();
-                }
-                // As many rows as still fit, ending before the first wanted row too many.
-                let mut take = (end - row).min(bucket.tokens - part.tokens.len());
-                let free = bucket.logit_rows - part.logit_rows.len();
-                if let Some(&beyond) = input.logit_rows.get(wanted + free) {
-                    take = take.min((beyond as usize).saturating_sub(row)).max(1);
-                }
-                let stop = row + take;
-                let base = part.tokens.len();
-                while let Some(&r) = input.logit_rows.get(wanted).filter(|&&r| (r as usize) < stop) {
-                    part.logit_rows.push((base + r as usize - row) as u32);
-                    wanted += 1;
-                }
-                let part_kv = kv_len - (end - stop) as u32;
-                part.tokens.extend_from_slice(&input.tokens[row..stop]);
-                part.q_lens.push(take as u32);
-                part.kv_lens.push(part_kv);
-                part.tables.extend_from_slice(&blocks[..self.blocks_of(part_kv)]);
-                row = stop;
-            }
-        }
-        let result = self.launch(&part, done..done + part.logit_rows.len());
-        self.part = part;
-        result
-    }
 }
 
 impl Forward for ModelRunner {
     fn forward(&mut self, input: &ForwardInput) -> Result<LogitRows<'_>, DeviceError> {
         let rows = input.logit_rows.len();
         let vocab = self.shape.vocab_size;
-        if self.host_status.len() < rows {
-            self.host_status.resize(rows, 0);
-            self.host_logits.resize(rows * vocab, 0.0);
-        }
         if input.tokens.is_empty() {
             return Ok(LogitRows { logits: &[], vocab, status: &[] });
         }
-        if self.fits(input) {
-            self.launch(input, 0..rows)?;
-        } else {
-            self.launch_in_parts(input)?;
+        let Bucket { tokens, logit_rows } = self.shape.bucket;
+        if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
+            let got = format!("{} rows, {rows} of them with logits, {} sequences", input.tokens.len(), input.q_lens.len());
+            let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);
+            return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }
+        self.launch(input, rows)?;
         Ok(LogitRows { logits: &self.host_logits[..rows * vocab], vocab, status: &self.host_status[..rows] })
     }
 

@@ -1,7 +1,6 @@
 //! The architectures this crate implements, with what a description leaves unsaid.
 
 use super::ModelError;
-use crate::graph::RopeStyle;
 
 /// A family of models with one graph shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,15 +66,6 @@ impl Architecture {
             Self::Mistral => "mistral",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
-        }
-    }
-
-    /// How a GGUF file of this architecture orders the rows of its query and key projections: converters permute those of
-    /// `llama`, and only those.
-    pub(super) const fn gguf_rope_style(self) -> RopeStyle {
-        match self {
-            Self::Llama | Self::Mistral => RopeStyle::Interleaved,
-            Self::Qwen2 | Self::Qwen3 => RopeStyle::Half,
         }
     }
 

@@ -3,7 +3,7 @@
 use super::config::{invalid, unsupported};
 use super::rope::RopeScaling;
 use super::{Architecture, ModelConfig, ModelError, RopeConfig};
-use crate::graph::ActivationKind;
+use crate::graph::{ActivationKind, RopeStyle};
 use crate::weights::WeightSource;
 use crate::weights::gguf::{Gguf, Metadata};
 
@@ -60,7 +60,8 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
             scaling: rope_scaling(&keys, max_position_embeddings)?,
             divisors: file.tensor("rope_freqs.weight").map(|tensor| tensor.to_f32()),
             dim: keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim),
-            style: architecture.gguf_rope_style(),
+            // The weight source hands out query and key rows in the hub's order.
+            style: RopeStyle::Half,
         },
         activation: ActivationKind::Silu,
         tied_embeddings: !has("lm_head.weight"),

@@ -19,3 +19,4 @@ pub use decoder::decoder_graph;
 pub use error::ModelError;
 pub use gguf_config::config_from_gguf;
 pub use hub_config::config_from_hub;
+pub(crate) use hub_config::eos_ids_of_generation_config;

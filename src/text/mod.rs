@@ -5,8 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+mod chat;
 mod detokenizer;
-#[cfg(feature = "text")]
 mod error;
 mod gguf_text;
 #[cfg(feature = "text")]
@@ -17,8 +17,8 @@ mod pre_tokenizer;
 mod tokenizer;
 mod vocabulary;
 
+pub use chat::{ChatMessage, ChatRender};
 pub use detokenizer::Detokenizer;
-#[cfg(feature = "text")]
 pub use error::TextError;
 pub use gguf_text::GgufText;
 #[cfg(feature = "text")]
