@@ -11,12 +11,12 @@ use super::error::BuildError;
 use super::runner::{ModelRunner, RunnerShape};
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
-use super::{ChatRender, Clock, Engine, SystemClock};
+use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedProgram, OwnedWeights};
-use crate::graph::{Bucket, Graph, Numerics, Plan, WeightRole, compile};
+use crate::graph::{Bucket, Graph, Numerics, Weight, WeightRole, compile};
 use crate::kv_cache::{KvDType, KvGeometry};
-use crate::model::{ModelConfig, ModelError, config_from_gguf, config_from_hub, decoder_graph};
+use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
 
@@ -141,6 +141,18 @@ impl EngineBuilder {
 
     /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
+        let clock = Arc::clone(&self.clock);
+        let Parts { config, runner, limits, text, info } = self.parts()?;
+        let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
+        Ok(core.with_info(info))
+    }
+
+    /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
+    pub fn build_runner(self) -> Result<ModelRunner, BuildError> {
+        Ok(self.parts()?.runner)
+    }
+
+    fn parts(self) -> Result<Parts, BuildError> {
         let mut config = self.config;
         config.validate()?;
         let files = weights::open(&self.model)?;
@@ -159,41 +171,65 @@ impl EngineBuilder {
         let max_model_len = settle_model_len(&mut config, &model)?;
         let geometry = settle_geometry(&mut config, &model, device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
+        let bucket =
+            Bucket { tokens: config.max_num_batched_tokens as usize, logit_rows: config.max_num_seqs as usize };
+        let plan = compile(&graph, device.caps().target, config.numerics, &config.compile, bucket)?;
 
-        let plan = compile(
-            &graph,
-            device.caps().target,
-            config.numerics,
-            &config.compile,
-            Bucket {
-                tokens: config.max_num_batched_tokens as usize,
-                logit_rows: config.max_num_seqs as usize,
-            },
-        )?;
         let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
         let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights)?);
-        let program = OwnedProgram::load(&device, &plan, &weights, &geometry)?;
         let taken_bytes = source.total_bytes + plan.arena_bytes as u64;
         let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
+        let program = OwnedProgram::load(&device, &plan, &weights, &geometry)?;
 
         let shape = RunnerShape {
-            bucket: plan.bucket,
+            bucket,
             max_seqs: config.max_num_seqs as usize,
             max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size),
             block_size: geometry.block_size,
             pool_blocks: pool_blocks as usize,
             vocab_size: graph.vocab_size,
         };
-        let runner = ModelRunner::new(Arc::clone(&device), program, layout.clone(), shape)?;
         let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
         limits.fingerprint = fingerprint(&graph, &layout, &config);
-        limits.max_logit_rows = to_u32(plan.bucket.logit_rows);
-        let info = info(&model, &graph, &plan, device.as_ref(), &geometry, &layout, pool_blocks, max_model_len);
-        let chat: Option<Arc<dyn ChatRender>> = text.chat;
-        let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, chat, self.clock)?;
-        Ok(core.with_info(info))
+        limits.max_logit_rows = to_u32(bucket.logit_rows);
+        let info = EngineInfo {
+            architecture: model.architecture.name().to_owned(),
+            parameters: model.parameters(),
+            weight_dtype: main_dtype(&graph),
+            vocab_size: limits.vocab_size,
+            max_model_len,
+            device: device.caps().description.clone(),
+            block_size: to_u32(geometry.block_size),
+            kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
+            pool_blocks,
+            pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
+            pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
+            arena_bytes: plan.arena_bytes as u64,
+            plan_steps: to_u32(plan.steps.len()),
+        };
+        let runner = ModelRunner::new(device, program, layout, shape)?;
+        Ok(Parts { config, runner, limits, text, info })
     }
+}
+
+/// What an engine is put together from.
+struct Parts {
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: ModelLimits,
+    text: TextFiles,
+    info: EngineInfo,
+}
+
+/// The type that most elements of the matrices are stored in.
+fn main_dtype(graph: &Graph) -> String {
+    let matrices = || graph.weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
+    let elements = |weight: &Weight| weight.shape.iter().product::<usize>();
+    let most = matrices()
+        .map(|weight| weight.dtype)
+        .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>());
+    most.map_or(String::new(), |dtype| dtype.name().to_owned())
 }
 
 fn to_u32(n: usize) -> u32 {
@@ -206,13 +242,7 @@ fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
         ModelKind::Folder(folder) => {
             let path = folder.join("config.json");
             let json = std::fs::read(&path).map_err(|source| WeightError::Io { path, source })?;
-            let mut config = config_from_hub(&json)?;
-            // Some folders say nothing of a table they tie, and some keep a head they do not use.
-            if !config.tied_embeddings && files.source.tensor("lm_head.weight").is_none() {
-                return Err(ModelError::MissingTensor { name: "lm_head.weight".into() }.into());
-            }
-            config.vocab_size = config.vocab_size.max(1);
-            Ok(config)
+            Ok(config_from_hub(&json)?)
         }
     }
 }
@@ -298,39 +328,6 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
     lane(1) << 64 | lane(2)
 }
 
-#[allow(clippy::too_many_arguments)]
-fn info(
-    model: &ModelConfig,
-    graph: &Graph,
-    plan: &Plan,
-    device: &dyn Device,
-    geometry: &KvGeometry,
-    layout: &KvLayout,
-    pool_blocks: u32,
-    max_model_len: u32,
-) -> EngineInfo {
-    let matrices = || graph.weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
-    let elements = |weight: &crate::graph::Weight| weight.shape.iter().product::<usize>();
-    let dtype = matrices().map(|weight| weight.dtype).max_by_key(|dtype| {
-        matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>()
-    });
-    EngineInfo {
-        architecture: model.architecture.name().to_owned(),
-        parameters: model.parameters(),
-        weight_dtype: dtype.map_or(String::new(), |dtype| dtype.name().to_owned()),
-        vocab_size: to_u32(graph.vocab_size),
-        max_model_len,
-        device: device.caps().description.clone(),
-        block_size: to_u32(geometry.block_size),
-        kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
-        pool_blocks,
-        pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
-        pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
-        arena_bytes: plan.arena_bytes as u64,
-        plan_steps: to_u32(plan.steps.len()),
-    }
-}
-
 /// A source that tells how far its reader has come: a tensor counts when it is released.
 struct Reported<'a> {
     source: &'a dyn WeightSource,
@@ -341,7 +338,7 @@ struct Reported<'a> {
 
 impl<'a> Reported<'a> {
     fn new(source: &'a dyn WeightSource, graph: &Graph, report: Option<&'a OnProgress>) -> Self {
-        let bytes = |weight: &crate::graph::Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
+        let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
         Self { source, report, total_bytes: graph.weights.iter().map(bytes).sum(), done_bytes: AtomicU64::new(0) }
     }
 }

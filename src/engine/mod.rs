@@ -50,6 +50,7 @@ pub use handle::RequestHandle;
 pub use output::{
     Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage,
 };
+pub use runner::{ModelRunner, RunnerShape};
 pub use request::{Prompt, Request, RequestId};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};

@@ -79,6 +79,11 @@ impl ModelRunner {
         })
     }
 
+    /// The sizes it was made for.
+    pub const fn shape(&self) -> &RunnerShape {
+        &self.shape
+    }
+
     /// One launch; logits and status of `rows` rows land in the host buffers.
     fn launch(&mut self, input: &ForwardInput, rows: usize) -> Result<(), DeviceError> {
         let seqs = input.q_lens.len();

@@ -6,16 +6,8 @@
 #![forbid(unsafe_code)]
 
 use super::Isa;
+use crate::graph::RopeStyle;
 use super::simd::lanes::{Kernel, Lanes, dispatch};
-
-/// Which elements of a head form a pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RopeStyle {
-    /// Element `i` and element `i + width / 2` (NeoX, hub checkpoints).
-    Half,
-    /// Elements `2i` and `2i + 1` (GPT-J, GGUF's llama).
-    Interleaved,
-}
 
 /// Cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
 ///

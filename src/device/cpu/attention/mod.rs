@@ -61,7 +61,7 @@ impl AttentionShape {
     }
 
     /// Floats of one query's state of one segment: weighted values, then largest score and sum.
-    const fn partial_len(&self) -> usize {
+    pub(super) const fn partial_len(&self) -> usize {
         self.padded_head() + LANES
     }
 

@@ -86,10 +86,9 @@ impl Frame<'_> {
         };
         let schedule = attention.schedule(team.count());
         let piece = shape.group() * shape.head_dim;
-        let rooms = |scratch| Parts::rows(scratch, 1, team.count(), 1);
         if !schedule.needs_merge() {
             let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
-            let rooms = rooms(&mut self.scratch.members);
+            let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
             team.run(&|member| {
                 let mut room = rooms.claim(member.index());
                 let Some(room) = &mut room.row_mut(0)[0].attention else { return };
@@ -110,7 +109,7 @@ impl Frame<'_> {
         let partials = self.scratch.partials.get_mut(..partials_len).ok_or_else(|| broken("no room for partials"))?;
         {
             let pieces = Pieces::new(partials, partial, &mut self.scratch.claims);
-            let rooms = rooms(&mut self.scratch.members);
+            let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
             team.run(&|member| {
                 let mut room = rooms.claim(member.index());
                 let Some(room) = &mut room.row_mut(0)[0].attention else { return };
@@ -123,7 +122,7 @@ impl Frame<'_> {
         }
         let partials = &*partials;
         let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
-        let rooms = rooms(&mut self.scratch.members);
+        let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
         team.run(&|member| {
             let mut room = rooms.claim(member.index());
             let Some(room) = &mut room.row_mut(0)[0].attention else { return };
