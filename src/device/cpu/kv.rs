@@ -70,6 +70,11 @@ impl KvLayout {
         LANES * self.geometry.head_dim * self.geometry.dtype.bytes()
     }
 
+    /// Bytes of one head (keys and values) of one layer of a block.
+    pub const fn head_bytes(&self) -> usize {
+        2 * self.part_bytes()
+    }
+
     const fn part_bytes(&self) -> usize {
         self.geometry.block_size * self.geometry.head_dim * self.geometry.dtype.bytes()
     }
@@ -175,12 +180,21 @@ pub struct KvRows<'a> {
     pub v_stride: usize,
 }
 
-/// Rounds the rows of one write to the stored type and puts them in their block. `layer_bytes` is the pool at
-/// [`KvLayout::layer_range`]. f16 clamps to ±65504; NaN stays NaN.
-pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, rows: KvRows<'_>, layer_bytes: &mut [u8]) {
+/// Rounds the rows of one write to the stored type and puts them in their block, for KV heads `heads` only.
+/// `bytes` are those heads' bytes in the pool: `heads.len() · head_bytes` from
+/// [`layer_range`](KvLayout::layer_range)` + `[`k_offset`](KvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN.
+pub fn kv_write(
+    isa: Isa,
+    layout: &KvLayout,
+    write: KvWrite,
+    heads: Range<usize>,
+    rows: KvRows<'_>,
+    bytes: &mut [u8],
+) {
     struct Body<'a> {
         layout: &'a KvLayout,
         write: KvWrite,
+        heads: Range<usize>,
         rows: KvRows<'a>,
         bytes: &'a mut [u8],
     }
@@ -188,35 +202,37 @@ pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, rows: KvRows<'_>, l
         type Output = ();
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) {
-            let KvGeometry { head_dim, kv_heads, dtype, .. } = *self.layout.geometry();
-            let width = kv_heads * head_dim;
-            for index in 0..self.write.rows {
-                let (row, slot) = (self.write.first_row + index, self.write.first_slot + index);
-                let k = &self.rows.k[row * self.rows.k_stride..][..width];
-                let v = &self.rows.v[row * self.rows.v_stride..][..width];
-                for head in 0..kv_heads {
-                    let k = &k[head * head_dim..][..head_dim];
-                    let v = &v[head * head_dim..][..head_dim];
-                    let tile = self.layout.k_offset(head) + slot / LANES * self.layout.tile_bytes();
-                    let keys = &mut self.bytes[tile..][..self.layout.tile_bytes()];
+            let KvGeometry { head_dim, dtype, .. } = *self.layout.geometry();
+            let row_bytes = head_dim * dtype.bytes();
+            for (head, bytes) in self.heads.zip(self.bytes.chunks_exact_mut(self.layout.head_bytes())) {
+                let (keys, values) = bytes.split_at_mut(self.layout.part_bytes());
+                for index in 0..self.write.rows {
+                    let (row, slot) = (self.write.first_row + index, self.write.first_slot + index);
+                    let k = &self.rows.k[row * self.rows.k_stride + head * head_dim..][..head_dim];
+                    let v = &self.rows.v[row * self.rows.v_stride + head * head_dim..][..head_dim];
+                    let tile = &mut keys[slot / LANES * self.layout.tile_bytes()..][..self.layout.tile_bytes()];
+                    let row = &mut values[slot * row_bytes..][..row_bytes];
+                    let lane = slot % LANES;
                     match dtype {
-                        KvDType::F32 => scatter(keys, slot % LANES, k, |x| x.map(f32::to_le_bytes)),
-                        KvDType::F16 => scatter(keys, slot % LANES, k, |x| half_bytes(l.to_f16(l.load(x)))),
-                        KvDType::BF16 => scatter(keys, slot % LANES, k, |x| half_bytes(l.to_bf16(l.load(x)))),
-                    }
-                    let row_bytes = head_dim * dtype.bytes();
-                    let values = &mut self.bytes[self.layout.v_offset(head) + slot * row_bytes..][..row_bytes];
-                    match dtype {
-                        KvDType::F32 => copy(values, v, |x| x.map(f32::to_le_bytes)),
-                        KvDType::F16 => copy(values, v, |x| half_bytes(l.to_f16(l.load(x)))),
-                        KvDType::BF16 => copy(values, v, |x| half_bytes(l.to_bf16(l.load(x)))),
+                        KvDType::F32 => {
+                            scatter(tile, lane, k, |x| x.map(f32::to_le_bytes));
+                            copy(row, v, |x| x.map(f32::to_le_bytes));
+                        }
+                        KvDType::F16 => {
+                            scatter(tile, lane, k, |x| half_bytes(l.to_f16(l.load(x))));
+                            copy(row, v, |x| half_bytes(l.to_f16(l.load(x))));
+                        }
+                        KvDType::BF16 => {
+                            scatter(tile, lane, k, |x| half_bytes(l.to_bf16(l.load(x))));
+                            copy(row, v, |x| half_bytes(l.to_bf16(l.load(x))));
+                        }
                     }
                 }
             }
         }
     }
-    debug_assert_eq!(layer_bytes.len(), layout.bytes_per_layer(), "one layer of one block");
-    dispatch(isa, Body { layout, write, rows, bytes: layer_bytes });
+    debug_assert_eq!(bytes.len(), heads.len() * layout.head_bytes(), "the heads' bytes of one layer of one block");
+    dispatch(isa, Body { layout, write, heads, rows, bytes });
 }
 
 #[inline(always)]

@@ -7,9 +7,9 @@
 //! depend on its own sequence only. Hidden tokens are masked lane by lane and their values are never multiplied: what
 //! stale memory holds, NaN included, cannot show.
 //!
-//! The driver only decides who does what: [`Attention::schedule`] cuts the step into items, [`Attention::attend`] runs one
-//! member's items and hands finished pieces to the caller, and when there are fewer units than members, segments go to
-//! different members and [`Attention::merge`] joins them after a barrier.
+//! The driver only decides who does what: [`Schedule::plan`] cuts the step, [`Attention::attend`] runs one member's share and
+//! hands finished pieces to the caller, and when a step has too few rows and heads for the team, segments go to different
+//! members and [`Attention::merge`] joins them after a barrier.
 
 #![forbid(unsafe_code)]
 
@@ -60,9 +60,20 @@ impl AttentionShape {
         self.head_dim.next_multiple_of(LANES)
     }
 
-    /// Floats of one query's state of one segment: weighted values, then largest score and sum.
-    pub(super) const fn partial_len(&self) -> usize {
+    /// Floats of one output piece: one row, all query heads of one KV head.
+    pub const fn piece_len(&self) -> usize {
+        self.group() * self.head_dim
+    }
+
+    /// Floats of one partial, the state of one query after one segment: weighted values, then largest score and sum.
+    pub const fn partial_len(&self) -> usize {
         self.padded_head() + LANES
+    }
+
+    /// Partials that any step of at most `max_kv_tokens` a sequence can need with a team of `members`.
+    pub const fn max_partials(&self, members: usize, max_kv_tokens: usize) -> usize {
+        // Steps of twice as many pieces as members are not split.
+        2 * members * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
     }
 
     /// Tokens that a row at `position` sees.
@@ -70,15 +81,6 @@ impl AttentionShape {
         let end = position + 1;
         self.window.map_or(0, |w| end.saturating_sub(w as usize))..end
     }
-}
-
-/// Where a finished piece goes. Pieces of one call never overlap, whoever computes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// From this element of the output (`rows × heads × head_dim`); one row and all query heads of one KV head.
-    Output(usize),
-    /// From this element of the partials.
-    Partial(usize),
 }
 
 /// One layer's attention over one step.
@@ -121,34 +123,25 @@ impl AttentionScratch {
         Self {
             block: kernel::BlockScratch::new(shape.partial_len()),
             state: vec![0.0; queries * shape.partial_len()],
-            out: vec![0.0; shape.group() * shape.head_dim],
+            out: vec![0.0; shape.piece_len()],
         }
     }
 }
 
-/// Floats of partials that any step of at most `max_kv` tokens a sequence can need, for `members` members.
-pub fn max_partials_len(shape: &AttentionShape, members: usize, max_kv: usize) -> usize {
-    schedule::max_split_units(members) * max_kv.div_ceil(SEGMENT_TOKENS) * shape.group() * shape.partial_len()
-}
-
 impl Attention<'_> {
-    /// How the step is cut for `members` members. It changes who computes, never what. The same for all layers of one
-    /// shape and window, so one a step is enough.
-    pub fn schedule(&self, members: usize) -> Schedule {
-        Schedule::new(&self.shape, self.rows, self.layout.geometry().block_size, members)
-    }
-
-    /// Runs the items of `member`. `store` gets each finished piece once: outputs, or partials if
-    /// [`Schedule::needs_merge`].
+    /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
+    /// `row · kv_heads + kv_head` of [`AttentionShape::piece_len`] floats, so that pieces in order are the output matrix
+    /// `rows × heads × head_dim`), or partials of [`AttentionShape::partial_len`] floats if [`Schedule::needs_merge`].
+    /// Indices are within the member's part of [`Schedule::bounds`].
     pub fn attend(
         &self,
         schedule: &Schedule,
         member: usize,
         scratch: &mut AttentionScratch,
-        store: &mut dyn FnMut(Place, &[f32]),
+        store: &mut dyn FnMut(usize, &[f32]),
     ) {
         schedule.for_member(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit, segments| {
-            let body = Item { attention: self, unit: &unit, segments, scratch, store, split: schedule.needs_merge() };
+            let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
             match self.layout.geometry().dtype {
                 KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
                 KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
@@ -157,20 +150,18 @@ impl Attention<'_> {
         });
     }
 
-    /// Joins the partials of all members into outputs, after a barrier. Only if [`Schedule::needs_merge`].
+    /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`Schedule::needs_merge`].
+    /// Indices are within the member's part of [`Schedule::merge_bounds`].
     pub fn merge(
         &self,
         schedule: &Schedule,
         member: usize,
         partials: &[f32],
         scratch: &mut AttentionScratch,
-        store: &mut dyn FnMut(Place, &[f32]),
+        store: &mut dyn FnMut(usize, &[f32]),
     ) {
-        if !schedule.needs_merge() {
-            return;
-        }
         schedule.for_merge(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit| {
-            dispatch(self.isa, Merge { attention: self, unit: &unit, partials, scratch, store });
+            dispatch(self.isa, Merge { attention: self, unit, partials, scratch, store });
         });
     }
 
@@ -202,7 +193,7 @@ impl Attention<'_> {
         row: usize,
         states: &mut [f32],
         out: &mut [f32],
-        store: &mut dyn FnMut(Place, &[f32]),
+        store: &mut dyn FnMut(usize, &[f32]),
     ) {
         let shape = &self.shape;
         let first_head = unit.kv_head * shape.group();
@@ -217,7 +208,7 @@ impl Attention<'_> {
                 *y = x * inverse;
             }
         }
-        store(Place::Output((row * shape.heads + first_head) * shape.head_dim), out);
+        store(row * shape.kv_heads + unit.kv_head, out);
     }
 }
 
@@ -270,8 +261,8 @@ struct Item<'a, 'b, 'c> {
     unit: &'a Unit<'b>,
     segments: Range<usize>,
     scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(Place, &[f32]) + 'c),
-    split: bool,
+    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
+    is_split: bool,
 }
 
 struct Typed<'a, 'b, 'c, E>(Item<'a, 'b, 'c>, E);
@@ -281,12 +272,12 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Item { attention, unit, segments, scratch, store, split } = self.0;
+        let Item { attention, unit, segments, scratch, store, is_split } = self.0;
         let shape = &attention.shape;
         let (group, padded, stride) = (shape.group(), shape.padded_head(), shape.partial_len());
         let queries = unit.rows * group;
         let states = &mut scratch.state[..queries * stride];
-        if !split {
+        if !is_split {
             state_clear(padded, states);
         }
         let first_head = unit.kv_head * group;
@@ -316,9 +307,8 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
                         continue;
                     }
                     let partial = scratch.block.partial(i);
-                    if split {
-                        let index = (segment - unit.segments.start) * queries + first + i;
-                        store(Place::Partial(unit.partial_start + index * stride), partial);
+                    if is_split {
+                        store(unit.first_partial + (segment - unit.segments.start) * queries + first + i, partial);
                     } else {
                         state_merge(l, padded, &mut states[(first + i) * stride..][..stride], partial);
                     }
@@ -326,7 +316,7 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
                 first += count;
             }
         }
-        if !split {
+        if !is_split {
             for (row, states) in states.chunks_exact_mut(group * stride).enumerate() {
                 attention.finish(l, unit, unit.first_row + row, states, &mut scratch.out, store);
             }
@@ -339,7 +329,7 @@ struct Merge<'a, 'b, 'c> {
     unit: &'a Unit<'b>,
     partials: &'a [f32],
     scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(Place, &[f32]) + 'c),
+    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
 }
 
 impl Kernel for Merge<'_, '_, '_> {
@@ -353,7 +343,8 @@ impl Kernel for Merge<'_, '_, '_> {
         let len = shape.group() * shape.partial_len();
         let states = &mut self.scratch.state[..len];
         state_clear(shape.padded_head(), states);
-        for partials in self.partials[unit.partial_start..][..unit.segments.len() * len].chunks_exact(len) {
+        let first = unit.first_partial * shape.partial_len();
+        for partials in self.partials[first..][..unit.segments.len() * len].chunks_exact(len) {
             for (state, partial) in
                 states.chunks_exact_mut(shape.partial_len()).zip(partials.chunks_exact(shape.partial_len()))
             {

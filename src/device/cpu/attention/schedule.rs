@@ -1,21 +1,17 @@
 //! Who computes which piece of attention.
 //!
-//! A unit is a few rows of one sequence under one KV head. Units, and their segments when a step has too few units, are
-//! dealt to the members in one fixed order, cut where the sum of costs passes each member's share. All of it is integer
-//! arithmetic over the step's lengths, and none of it can show in a result.
+//! Pieces stand in one order: sequence, row, KV head (and segment, when a step has too few of the former to keep a team
+//! busy). The order is cut once, where the sum of costs passes each member's share, so that every member's results are one
+//! contiguous range. All of it is integer arithmetic over the step's lengths, and none of it can show in a result.
 
 use std::ops::Range;
 
 use super::super::kv::{Rows, SeqRows};
 use super::{AttentionShape, SEGMENT_TOKENS};
 
-/// Rows of a unit at most: 16 rows share each tile that is read, and 512 rows of prompt still make 32 units a KV head.
+/// Rows of a unit at most: 16 rows share each tile that is read, and the tiles of a segment stay in the second-level cache
+/// meanwhile.
 pub(super) const ROWS_PER_UNIT: usize = 16;
-
-/// Units that a split step has at most; with two units a member or more, units alone keep everyone busy.
-pub(super) const fn max_split_units(members: usize) -> usize {
-    2 * members
-}
 
 /// A few rows of one sequence under one KV head.
 #[derive(Clone, Debug)]
@@ -29,8 +25,8 @@ pub(super) struct Unit<'a> {
     pub kv_head: usize,
     /// Segments of which some row sees a token.
     pub segments: Range<usize>,
-    /// Where its partials begin, if the step is split.
-    pub partial_start: usize,
+    /// Index of its first partial, if the step is split.
+    pub first_partial: usize,
 }
 
 impl Unit<'_> {
@@ -42,91 +38,133 @@ impl Unit<'_> {
         start..end
     }
 
-    fn partials_len(&self, shape: &AttentionShape) -> usize {
-        self.segments.len() * self.rows * shape.group() * shape.partial_len()
+    fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
+        // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
+        self.rows * (self.visible(shape, segment).len() + 8)
     }
 
-    fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
-        // Eight tokens' worth for a segment's fixed work: softmax ends, merge.
-        self.rows * (self.visible(shape, segment).len() + 8)
+    fn total_cost(&self, shape: &AttentionShape) -> usize {
+        self.segments.clone().map(|segment| self.cost(shape, segment)).sum()
+    }
+
+    fn partials(&self, shape: &AttentionShape) -> usize {
+        self.segments.len() * self.rows * shape.group()
     }
 }
 
-/// How a step is cut for a team.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How steps are cut for a team. Planned once a step for each attention shape (window) of a model; planning reuses its
+/// room.
+#[derive(Clone, Debug)]
 pub struct Schedule {
-    members: usize,
     rows_per_unit: usize,
-    split: bool,
-    total_cost: usize,
-    units: usize,
-    partials_len: usize,
+    is_split: bool,
+    bounds: Vec<usize>,
+    merge_bounds: Vec<usize>,
 }
 
 impl Schedule {
-    pub(super) fn new(shape: &AttentionShape, rows: Rows<'_>, block_size: usize, members: usize) -> Self {
-        let count = |rows_per_unit: usize| {
-            shape.kv_heads * rows.q_lens.iter().map(|q| (*q as usize).div_ceil(rows_per_unit)).sum::<usize>()
+    /// A schedule for teams of `members`, with nothing planned.
+    pub fn new(members: usize) -> Self {
+        Self {
+            rows_per_unit: ROWS_PER_UNIT,
+            is_split: false,
+            bounds: vec![0; members + 1],
+            merge_bounds: vec![0; members + 1],
+        }
+    }
+
+    /// Cuts a step.
+    pub fn plan(&mut self, shape: &AttentionShape, rows: Rows<'_>, block_size: usize) {
+        let members = self.members();
+        let groups = |rows_per_unit| rows.q_lens.iter().map(|q| (*q as usize).div_ceil(rows_per_unit)).sum::<usize>();
+        // With several rows a unit, cuts are between rows; four units a member keep the shares alike.
+        self.rows_per_unit = match members {
+            1 => ROWS_PER_UNIT,
+            _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * members).unwrap_or(1),
         };
-        // Fewer rows a unit reread the tiles more often but keep more members busy.
-        let enough = 2 * members;
-        let rows_per_unit =
-            if members == 1 { ROWS_PER_UNIT } else { [16, 4, 1].into_iter().find(|r| count(*r) >= enough).unwrap_or(1) };
-        let mut schedule =
-            Self { members, rows_per_unit, split: false, total_cost: 0, units: count(rows_per_unit), partials_len: 0 };
-        let (mut cost, mut most_segments, mut partials_len) = (0, 0, 0);
-        schedule.for_units(shape, rows, block_size, &mut |unit| {
-            cost += unit.segments.clone().map(|segment| unit.cost(shape, segment)).sum::<usize>();
+        let (mut cost, mut most_segments) = (0, 0);
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            cost += unit.total_cost(shape);
             most_segments = most_segments.max(unit.segments.len());
-            partials_len = unit.partial_start + unit.partials_len(shape);
         });
-        schedule.total_cost = cost;
-        schedule.split = members > 1 && schedule.units < enough && most_segments > 1;
-        schedule.partials_len = if schedule.split { partials_len } else { 0 };
-        schedule
+        let few = members > 1 && self.rows_per_unit == 1 && rows.total() * shape.kv_heads < 2 * members;
+        self.is_split = few && most_segments > 1;
+
+        let (is_split, rows_per_unit) = (self.is_split, self.rows_per_unit);
+        let mut bounds = std::mem::take(&mut self.bounds);
+        bounds.fill(0);
+        let mut before = 0;
+        let mut cut = |end: usize, piece: usize| {
+            // A piece goes to the member whose share holds its middle.
+            let owner = ((2 * before + piece) * members / (2 * cost).max(1)).min(members - 1);
+            bounds[owner + 1] = end;
+            before += piece;
+        };
+        let mut pending = 0;
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            if is_split {
+                for (index, segment) in unit.segments.clone().enumerate() {
+                    cut(unit.first_partial + (index + 1) * shape.group(), unit.cost(shape, segment));
+                }
+                return;
+            }
+            pending += unit.total_cost(shape);
+            if rows_per_unit == 1 || unit.kv_head + 1 == shape.kv_heads {
+                cut((unit.first_row + unit.rows - 1) * shape.kv_heads + unit.kv_head + 1, pending);
+                pending = 0;
+            }
+        });
+        for member in 0..members {
+            bounds[member + 1] = bounds[member + 1].max(bounds[member]);
+        }
+        self.bounds = bounds;
+        let pieces = rows.total() * shape.kv_heads;
+        for (member, bound) in self.merge_bounds.iter_mut().enumerate() {
+            *bound = if is_split { pieces * member / members } else { 0 };
+        }
     }
 
-    /// Whether segments are split among members, so that [`Attention::merge`](super::Attention::merge) must follow.
-    pub const fn needs_merge(&self) -> bool {
-        self.split
+    /// Members of the team.
+    pub fn members(&self) -> usize {
+        self.bounds.len() - 1
     }
 
-    /// Floats of partials this step writes; 0 without a merge.
-    pub const fn partials_len(&self) -> usize {
-        self.partials_len
+    /// Whether segments go to different members, so that [`Attention::merge`](super::Attention::merge) must follow.
+    pub fn needs_merge(&self) -> bool {
+        self.is_split
     }
 
-    /// The member whose share holds the middle of a piece that begins at `before`.
-    fn owner(&self, before: usize, cost: usize) -> usize {
-        (2 * before + cost) * self.members / (2 * self.total_cost).max(1)
+    /// Pieces that each member stores in [`Attention::attend`](super::Attention::attend): member `m` those from
+    /// `bounds[m]` to `bounds[m + 1]`. Outputs, or partials if [`needs_merge`](Self::needs_merge).
+    pub fn bounds(&self) -> &[usize] {
+        &self.bounds
     }
 
-    /// Calls `run` with each piece of `member`: a unit and the segments of it to compute.
+    /// Outputs that each member stores in [`Attention::merge`](super::Attention::merge).
+    pub fn merge_bounds(&self) -> &[usize] {
+        &self.merge_bounds
+    }
+
+    /// Calls `run` with what `member` computes: a unit and the segments of it.
     pub(super) fn for_member<'a>(
         &self,
         shape: &AttentionShape,
         rows: Rows<'a>,
         block_size: usize,
         member: usize,
-        run: &mut dyn FnMut(Unit<'a>, Range<usize>),
+        run: &mut dyn FnMut(&Unit<'a>, Range<usize>),
     ) {
-        let mut before = 0;
+        let mine = self.bounds[member]..self.bounds[member + 1];
         self.for_units(shape, rows, block_size, &mut |unit| {
-            if self.split {
-                for segment in unit.segments.clone() {
-                    let cost = unit.cost(shape, segment);
-                    if self.owner(before, cost) == member {
-                        run(unit.clone(), segment..segment + 1);
+            if self.is_split {
+                let first = |index: usize| unit.first_partial + index * shape.group();
+                for (index, segment) in unit.segments.clone().enumerate() {
+                    if mine.contains(&first(index)) {
+                        run(unit, segment..segment + 1);
                     }
-                    before += cost;
                 }
-            } else {
-                let cost = unit.segments.clone().map(|segment| unit.cost(shape, segment)).sum();
-                if self.owner(before, cost) == member {
-                    let segments = unit.segments.clone();
-                    run(unit, segments);
-                }
-                before += cost;
+            } else if mine.contains(&(unit.first_row * shape.kv_heads + unit.kv_head)) {
+                run(unit, unit.segments.clone());
             }
         });
     }
@@ -138,14 +176,13 @@ impl Schedule {
         rows: Rows<'a>,
         block_size: usize,
         member: usize,
-        run: &mut dyn FnMut(Unit<'a>),
+        run: &mut dyn FnMut(&Unit<'a>),
     ) {
-        let mut index = 0;
+        let mine = self.merge_bounds[member]..self.merge_bounds[member + 1];
         self.for_units(shape, rows, block_size, &mut |unit| {
-            if index * self.members / self.units == member {
+            if mine.contains(&(unit.first_row * shape.kv_heads + unit.kv_head)) {
                 run(unit);
             }
-            index += 1;
         });
     }
 
@@ -154,9 +191,9 @@ impl Schedule {
         shape: &AttentionShape,
         rows: Rows<'a>,
         block_size: usize,
-        run: &mut dyn FnMut(Unit<'a>),
+        run: &mut dyn FnMut(&Unit<'a>),
     ) {
-        let mut partial_start = 0;
+        let mut first_partial = 0;
         for seq in rows.sequences(block_size) {
             for first in (0..seq.rows).step_by(self.rows_per_unit) {
                 let count = self.rows_per_unit.min(seq.rows - first);
@@ -170,10 +207,10 @@ impl Schedule {
                         rows: count,
                         kv_head,
                         segments: seen.start / SEGMENT_TOKENS..seen.end.div_ceil(SEGMENT_TOKENS),
-                        partial_start,
+                        first_partial,
                     };
-                    partial_start += unit.partials_len(shape);
-                    run(unit);
+                    first_partial += unit.partials(shape);
+                    run(&unit);
                 }
             }
         }

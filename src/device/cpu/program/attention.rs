@@ -85,7 +85,7 @@ impl Frame<'_> {
             sinks: None,
         };
         let schedule = attention.schedule(team.count());
-        let piece = shape.group() * shape.head_dim;
+        let piece = shape.piece_len();
         if !schedule.needs_merge() {
             let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
             let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
