@@ -37,16 +37,14 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::core::{EngineCore, Health, ModelLimits, StepReport};
 pub use chat::{ChatMessage, ChatRender};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{CacheBudget, EngineConfig, Numerics};
+pub use core::{EngineCore, Health, ModelLimits, StepReport};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use forward::{Forward, ForwardInput, LogitRows};
 pub use handle::RequestHandle;
-pub use output::{
-    Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage,
-};
+pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
 pub use request::{Prompt, Request, RequestId};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};
@@ -121,7 +119,7 @@ impl Engine {
 
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
-        self::core::health(&self.inner.intake)
+        core::health(&self.inner.intake)
     }
 
     /// The configuration, with everything settled that may be left open.
