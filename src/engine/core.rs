@@ -361,6 +361,10 @@ impl EngineCore {
             check_shape(&logits, batch.wanted.len())?;
             draw.digest(logits, &batch.wanted, scheduler, roster, clock.now(), output);
         }
+        // What a request computed before it failed in this step is not to be found in the prefix cache.
+        for result in output.results.iter_mut().filter(|result| !result.finished && roster.get(result.seq).is_none()) {
+            *result = SeqResult { seq: result.seq, token: None, finished: true };
+        }
         let rows: u32 = chunks.iter().map(|chunk| chunk.len).sum();
         Counters::add(&self.counters.computed_rows, u64::from(rows));
         let count = |of: fn(&SeqResult) -> bool| {

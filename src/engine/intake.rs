@@ -129,8 +129,7 @@ impl Intake {
         let choices = request.sampling.n;
         let slot = Arc::new(Slot::new(choices as usize, request.sampling.logprobs.is_some()));
         let arrived = self.clock.now();
-        let handle =
-            RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(self));
+        let handle = RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(self));
         gate.arrivals.push(Arrival {
             id,
             slot,
@@ -205,10 +204,6 @@ impl Intake {
         }
         drop(gate);
         self.ring();
-    }
-
-    pub fn vocabulary(&self) -> Option<&Arc<dyn Vocabulary>> {
-        self.vocabulary.as_ref()
     }
 
     fn check(&self, request: &Request) -> Result<Checked, SubmitError> {

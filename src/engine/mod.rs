@@ -39,8 +39,7 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::core::health;
-pub use self::core::{EngineCore, Health, ModelLimits, StepReport};
+pub use core::{EngineCore, Health, ModelLimits, StepReport};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
 pub use config::{CacheBudget, EngineConfig};
@@ -128,7 +127,7 @@ impl Engine {
 
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
-        health(&self.inner.intake)
+        core::health(&self.inner.intake)
     }
 
     /// What the engine runs, and on what.

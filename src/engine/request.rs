@@ -108,8 +108,8 @@ impl Request {
         self
     }
 
-    /// Sets the priority; lower is served first, as in vLLM. Acts under the `Priority` policy, refused under `Fcfs`
-    /// unless it is 0.
+    /// Sets the priority: higher is served first under [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy).
+    /// Other policies take 0 only.
     #[must_use]
     pub fn priority(mut self, priority: i32) -> Self {
         self.priority = priority;

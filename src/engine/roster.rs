@@ -141,7 +141,9 @@ impl Roster {
     /// Takes a drawn token and publishes what it brings; `true` if the choice ended on it.
     pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: u32, now: Tick) -> bool {
         let Some(sequence) = self.sequences.get_mut(&seq) else { return true };
-        let Some(active) = self.requests.get_mut(&sequence.request).filter(|active| !active.failed) else { return true };
+        let Some(active) = self.requests.get_mut(&sequence.request).filter(|active| !active.failed) else {
+            return true;
+        };
         let rules = Rules {
             params: &active.params,
             eos_ids: if active.params.ignore_eos { &[] } else { &self.eos_ids },
@@ -187,10 +189,9 @@ impl Roster {
         if let Some(active) = self.requests.get(&sequence.request) {
             self.counters.finish(Ending::from(&reason));
             sequence.close();
-            active.slot.publish(
-                sequence.choice,
-                News { text: sequence.text(), finish: Some(reason), ..News::default() },
-            );
+            active
+                .slot
+                .publish(sequence.choice, News { text: sequence.text(), finish: Some(reason), ..News::default() });
         }
         self.leave(seq);
     }
