@@ -1,12 +1,13 @@
 //! Writing keys and values, and attention over them.
 
-use super::Frame;
-use super::operands::{broken, floats, floats_mut, overlap};
+use super::{Frame, MemberScratch, Scratch};
+use super::operands::{floats, floats_mut, overlap};
 use super::rows::rotate;
 use crate::device::DeviceError;
 use crate::device::cpu::arena::{Parts, Pieces};
-use crate::device::cpu::attention::{Attention, AttentionShape, Place};
+use crate::device::cpu::attention::{Attention, AttentionScratch, AttentionShape};
 use crate::device::cpu::kv::{KvRows, KvWrite, kv_write, kv_writes};
+use crate::device::cpu::pool::Team;
 use crate::graph::{self, NormSpec, RopeStyle, Step};
 
 pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
@@ -43,6 +44,7 @@ impl Frame<'_> {
 
         let pieces = Pieces::new(self.io.kv_pool, kv.bytes_per_block(), &mut self.scratch.claims);
         let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
+        let all_heads = 0..kv.geometry().kv_heads;
         let layer_bytes = kv.layer_range(crate::kv_cache::BlockId(0), layer);
         team.run(&|member| {
             let mut room = rooms.claim(member.index());
@@ -51,7 +53,7 @@ impl Frame<'_> {
                 let block = &mut pieces.take(write.block.0 as usize)[layer_bytes.clone()];
                 let Some((head_dim, style, norm)) = rotation else {
                     let rows = KvRows { k, k_stride: cols, v, v_stride: cols };
-                    kv_write(isa, &kv, write, rows, block);
+                    kv_write(isa, &kv, write, all_heads.clone(), rows, block);
                     continue;
                 };
                 for index in 0..write.rows {
@@ -60,7 +62,7 @@ impl Frame<'_> {
                     rotate(isa, room, head_dim, style, norm, &angles[row * angle_cols..][..angle_cols]);
                     let rows = KvRows { k: room, k_stride: cols, v: &v[row * cols..][..cols], v_stride: cols };
                     let one = KvWrite { first_row: 0, first_slot: write.first_slot + index, rows: 1, ..write };
-                    kv_write(isa, &kv, one, rows, block);
+                    kv_write(isa, &kv, one, all_heads.clone(), rows, block);
                 }
             }
         });
@@ -84,54 +86,59 @@ impl Frame<'_> {
             q_stride: width,
             sinks: None,
         };
-        let schedule = attention.schedule(team.count());
-        let piece = shape.piece_len();
-        if !schedule.needs_merge() {
-            let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
-            let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
-            team.run(&|member| {
-                let mut room = rooms.claim(member.index());
-                let Some(room) = &mut room.row_mut(0)[0].attention else { return };
-                attention.attend(&schedule, member.index(), room, &mut |place, values| {
-                    if let Place::Output(start) = place {
-                        outputs.put(start, values);
-                    }
+        let Scratch { members, schedule, partials, .. } = &mut *self.scratch;
+        // Layers of one window share a plan, but planning is cheap beside a layer and keeps no state between steps.
+        schedule.plan(&shape, self.batch, self.kv.geometry().block_size);
+        let schedule = &*schedule;
+        if schedule.needs_merge() {
+            let partial = shape.partial_len();
+            let needed = schedule.bounds().last().copied().unwrap_or(0) * partial;
+            if partials.len() < needed {
+                partials.resize(needed, 0.0);
+            }
+            let partials = &mut partials[..needed];
+            let parts = Parts::rows_at(partials, partial, schedule.bounds());
+            each_member(team, members, |member, room| {
+                let mut tile = parts.claim(member);
+                let first = tile.first();
+                attention.attend(schedule, member, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
                 });
             });
-            return Ok(());
-        }
-
-        let partial = shape.partial_len();
-        let partials_len = schedule.partials_len();
-        if self.scratch.partials.len() < partials_len {
-            self.scratch.partials.resize(partials_len, 0.0);
-        }
-        let partials = self.scratch.partials.get_mut(..partials_len).ok_or_else(|| broken("no room for partials"))?;
-        {
-            let pieces = Pieces::new(partials, partial, &mut self.scratch.claims);
-            let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
-            team.run(&|member| {
-                let mut room = rooms.claim(member.index());
-                let Some(room) = &mut room.row_mut(0)[0].attention else { return };
-                attention.attend(&schedule, member.index(), room, &mut |place, values| {
-                    if let Place::Partial(start) = place {
-                        pieces.put(start, values);
-                    }
+            let parts_out = Parts::rows_at(floats_mut(out), shape.piece_len(), schedule.merge_bounds());
+            let partials = parts.read();
+            each_member(team, members, |member, room| {
+                let mut tile = parts_out.claim(member);
+                let first = tile.first();
+                attention.merge(schedule, member, partials, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
+                });
+            });
+        } else {
+            let parts = Parts::rows_at(floats_mut(out), shape.piece_len(), schedule.bounds());
+            each_member(team, members, |member, room| {
+                let mut tile = parts.claim(member);
+                let first = tile.first();
+                attention.attend(schedule, member, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
                 });
             });
         }
-        let partials = &*partials;
-        let outputs = Pieces::new(floats_mut(out), piece, &mut self.scratch.claims);
-        let rooms = Parts::rows(&mut self.scratch.members, 1, team.count(), 1);
-        team.run(&|member| {
-            let mut room = rooms.claim(member.index());
-            let Some(room) = &mut room.row_mut(0)[0].attention else { return };
-            attention.merge(&schedule, member.index(), partials, room, &mut |place, values| {
-                if let Place::Output(start) = place {
-                    outputs.put(start, values);
-                }
-            });
-        });
         Ok(())
     }
+}
+
+/// Runs `body(member, its room)` on the team.
+fn each_member(
+    team: &Team,
+    members: &mut [MemberScratch],
+    body: impl Fn(usize, &mut AttentionScratch) + Sync,
+) {
+    let rooms = Parts::rows(members, 1, team.count(), 1);
+    team.run(&|member| {
+        let mut room = rooms.claim(member.index());
+        if let Some(room) = &mut room.row_mut(0)[0].attention {
+            body(member.index(), room);
+        }
+    });
 }

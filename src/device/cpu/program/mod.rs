@@ -16,7 +16,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::Isa;
 use super::arena::AlignedBytes;
-use super::attention::{AttentionScratch, AttentionShape};
+use super::attention::{AttentionScratch, AttentionShape, Schedule};
 use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::weight_set::WeightSet;
@@ -55,6 +55,7 @@ pub(super) struct Program {
 #[derive(Debug)]
 struct Scratch {
     members: Vec<MemberScratch>,
+    schedule: Schedule,
     /// Partial sums of attention over split segments.
     partials: Vec<f32>,
     /// A bit for each piece that members claim.
@@ -116,6 +117,7 @@ impl Program {
         let most_parts = plan.steps.iter().map(|step| step.outputs.len()).max().unwrap_or(0);
         let scratch = Scratch {
             members: (0..members).map(member).collect(),
+            schedule: Schedule::new(members),
             partials: Vec::new(),
             claims: Vec::new(),
             bounds: vec![Vec::with_capacity(members + 1); most_parts],

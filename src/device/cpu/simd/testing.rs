@@ -26,8 +26,4 @@ impl Noise {
     pub(crate) fn floats(&mut self, n: usize, amplitude: f32) -> Vec<f32> {
         (0..n).map(|_| self.float() * amplitude).collect()
     }
-
-    pub(crate) fn bytes(&mut self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| (self.next() >> 56) as u8).collect()
-    }
 }
