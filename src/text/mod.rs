@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "text")]
+mod chat_template;
 mod detokenizer;
 #[cfg(feature = "text")]
 mod error;
@@ -17,6 +19,8 @@ mod pre_tokenizer;
 mod tokenizer;
 mod vocabulary;
 
+#[cfg(feature = "text")]
+pub use chat_template::{ChatMessage, ChatOptions, ChatTemplate};
 pub use detokenizer::Detokenizer;
 #[cfg(feature = "text")]
 pub use error::TextError;
