@@ -6,6 +6,8 @@
 #![forbid(unsafe_code)]
 
 mod chat;
+#[cfg(feature = "text")]
+mod chat_template;
 mod detokenizer;
 mod error;
 mod gguf_text;
@@ -18,6 +20,8 @@ mod tokenizer;
 mod vocabulary;
 
 pub use chat::{ChatMessage, ChatRender};
+#[cfg(feature = "text")]
+pub use chat_template::{ChatOptions, ChatTemplate};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use gguf_text::GgufText;
