@@ -1,4 +1,5 @@
 //! Promise: a step without admission, finish or preemption allocates nothing in scheduler and block allocator.
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -57,6 +58,7 @@ struct Loop {
     scheduler: Scheduler,
     blocks: BlockAllocator,
     output: StepOutput,
+    token: u32,
     step: u64,
 }
 
@@ -70,7 +72,7 @@ impl Loop {
             policy: SchedulePolicy::Priority,
         };
         let output = StepOutput { results: Vec::with_capacity(16) };
-        Self { scheduler: Scheduler::new(config).unwrap(), blocks, output, step: 0 }
+        Self { scheduler: Scheduler::new(config).unwrap(), blocks, output, token: 1, step: 0 }
     }
 
     fn add(&mut self, id: u64, prompt: u32, max_tokens: u32) {
@@ -85,7 +87,7 @@ impl Loop {
         assert!(plan.preempted.is_empty() && plan.exhausted.is_empty());
         self.output.results.clear();
         for chunk in &plan.chunks {
-            let token = chunk.samples.then_some((self.step % 97) as u32);
+            let token = chunk.samples.then_some(self.token);
             self.output.results.push(SeqResult { seq: chunk.seq, token, finished: false });
         }
         let rows = plan.rows();
@@ -141,23 +143,46 @@ fn chunks_of_a_long_prompt_beside_decodes_allocate_nothing() {
 }
 
 #[test]
-fn a_blocked_queue_and_evictions_allocate_nothing() {
-    // 40 blocks of cached leftovers are eaten while a request too large for now waits at the head.
-    let mut engine = Loop::new(BlockAllocator::new(100, 4).with_prefix_cache(1), 512);
-    engine.add(50, 160, 1);
+fn a_blocked_queue_with_growing_hits_and_evictions_allocates_nothing() {
+    // The index is as full as its table gets (a hash table of 112 entries has no room to spare), and stays so while cached
+    // leftovers are given up for decodes. The head of the queue shares its prefix with the sequence that decodes, so it
+    // finds more in every block, and never fits.
+    let mut engine = Loop::new(BlockAllocator::new(112, 4).with_prefix_cache(1), 512);
+    engine.add(50, 440, 1);
     engine.step();
     assert!(engine.scheduler.abort(SeqId(50), &mut engine.blocks));
-    assert_eq!(engine.blocks.stats().cached_blocks, 40);
-    engine.add(0, 8, 300);
-    engine.add(1, 396, 5);
+    assert_eq!(engine.blocks.stats().cached_blocks, 110);
+    engine.add(0, 8, 440);
+    engine.step();
+    let shared = engine.scheduler.tokens(SeqId(0))[..8].iter().copied();
+    let prompt = shared.chain(std::iter::repeat_n(engine.token, 440)).collect();
+    let meta = SeqMeta { prompt, max_tokens: 5, salt: vec![1, 2].into(), ..SeqMeta::default() };
+    engine.scheduler.add(SeqId(1), meta, Tick(9), &engine.blocks).unwrap();
     engine.step();
     assert_eq!(engine.scheduler.waiting(), 1);
     let counted = allocations(|| {
-        for _ in 0..280 {
+        for _ in 0..400 {
             assert_eq!(engine.step(), 1);
         }
     });
     assert_eq!(engine.scheduler.waiting(), 1);
-    assert!(engine.blocks.stats().evicted_blocks > 5);
+    let stats = engine.blocks.stats();
+    assert!(stats.evicted_blocks > 90, "{stats:?}");
+    assert_eq!(counted, 0);
+}
+
+#[test]
+fn the_step_after_a_fork_allocates_nothing() {
+    let mut engine = Loop::new(BlockAllocator::new(100, 4), 64);
+    engine.add(0, 6, 20);
+    engine.step();
+    for child in 1..8 {
+        engine.scheduler.fork(SeqId(0), SeqId(child), 5, &mut engine.blocks).unwrap();
+    }
+    let counted = allocations(|| {
+        for _ in 0..15 {
+            assert_eq!(engine.step(), 8);
+        }
+    });
     assert_eq!(counted, 0);
 }

@@ -1,4 +1,5 @@
 //! Promise: blocks are never lost, never doubled, and a refused call changes nothing.
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -1,4 +1,5 @@
 //! Promise: the prefix cache changes what is computed, never what comes out.
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 mod fake_device;
 

@@ -1,4 +1,5 @@
 //! Promise: whatever arrives and leaves, each step keeps to its budget and every request gets through.
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 mod fake_device;
 
@@ -327,6 +328,21 @@ fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
     for id in 0..4 {
         assert_eq!(rig.finished(id).output, oracle_output(&[3; 7], b"", 9));
     }
+}
+
+#[test]
+fn admission_leaves_the_watermark_unless_it_is_alone() {
+    for (watermark_blocks, admitted) in [(0, 2), (2, 2), (3, 1)] {
+        let mut rig = rig(SchedulerConfig { watermark_blocks, ..config() }, 6, 4);
+        rig.add(0, meta(8, 1)).unwrap();
+        rig.add(1, meta(8, 1)).unwrap();
+        rig.step();
+        assert_eq!(rig.scheduler.plan().chunks.len(), admitted, "watermark {watermark_blocks}");
+        rig.drain();
+    }
+    let mut rig = rig(SchedulerConfig { watermark_blocks: 3, ..config() }, 6, 4);
+    rig.add(0, meta(24, 1)).unwrap();
+    assert_eq!(rig.step(), 1, "alone it may have the whole pool");
 }
 
 #[test]

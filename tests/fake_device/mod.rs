@@ -3,7 +3,8 @@
 //! Slot content = digest of (salt, every token up to and with that one). Each row checks, before it writes, that the slots
 //! of all earlier positions hold what they must; each sampled token is a function of the whole visible prefix. So a block
 //! that was evicted, shared, overwritten, copied or hit wrongly shows at once.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test that includes this uses a part of it")]
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::collections::{BTreeMap, BTreeSet};
 
