@@ -14,6 +14,7 @@ mod avx512_int;
 mod avx512_quant;
 #[cfg(target_arch = "x86_64")]
 mod avx512_words;
+pub mod lanes;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -70,6 +71,11 @@ impl Isa {
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512_vnni",
         }
+    }
+
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        Self::available().contains(&self)
     }
 
     /// # Panics
