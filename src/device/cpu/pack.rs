@@ -36,7 +36,7 @@ pub(crate) struct Scheme {
     /// Bits of a quant.
     pub(crate) bits: usize,
     /// What is subtracted from a stored quant.
-    pub(crate) offset: i32,
+    pub(crate) offset: i16,
     /// Integer scales for a 32-block and column: 0, 1 or (one for each 16 k) 2.
     pub(crate) sub_scales: usize,
     /// Whether there are minima (integer ones if there are integer scales).
@@ -129,7 +129,6 @@ impl PackedMatrix {
                 pack_panel(dtype, rows, row_bytes, tile.row_mut(local));
             }
         });
-        drop(parts);
         Ok(Self { dtype, n, k, panel_bytes, bytes })
     }
 
@@ -216,7 +215,7 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
             };
             low | high << 4
         };
-        *q = i16::from(stored) - scheme.offset as i16;
+        *q = i16::from(stored) - scheme.offset;
     }
     let half = |at: usize| f16::from_le_bytes([unit[at + 2 * column], unit[at + 2 * column + 1]]).to_f32();
     let scale = half(scheme.scales_at());
@@ -343,7 +342,7 @@ struct SuperBlock {
     scale_at: usize,
 }
 
-/// Unpacks a block of Q4_K, Q5_K or Q6_K (layouts: ggml `ggml-common.h`, `dequantize_row_q*_K` in `ggml-quants.c`).
+/// Unpacks a block of `Q4_K`, `Q5_K` or `Q6_K` (layouts: ggml `ggml-common.h`, `dequantize_row_q*_K` in `ggml-quants.c`).
 fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
     let mut out = SuperBlock { q: [0; 256], scales: [0; 16], minima: [0; 8], scale_at: 0 };
     if dtype == DType::Q6_K {

@@ -84,6 +84,7 @@ impl<'a> QuantRows<'a> {
     }
 
     /// Some of the rows.
+    #[must_use]
     pub fn slice(&self, rows: Range<usize>) -> Self {
         let row_bytes = self.layout.row_bytes();
         Self { layout: self.layout, bytes: &self.bytes[rows.start * row_bytes..rows.end * row_bytes] }

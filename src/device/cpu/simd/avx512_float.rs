@@ -5,6 +5,10 @@
 //! 1 activation in registers); between pieces the sums wait in `out`. All give the same additions in the same order.
 
 #![allow(unsafe_code)]
+// Loops over r and p run through several register arrays at once and must unroll completely.
+#![allow(clippy::needless_range_loop)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
 use super::super::matmul::{FloatRows, columns_of};
@@ -13,6 +17,7 @@ use super::super::quant::BLOCK;
 use super::avx512_words::{Format, minimum, scale, with_format, words};
 use crate::weights::DType;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Panels that one row passes over side by side: their chains hide the latency of the FMA.
@@ -31,12 +36,13 @@ const TALL: usize = 12;
 /// as those of a matrix do when K is a multiple of 1,024.
 const COPY_STRIDE: usize = PIECE + 16;
 
-/// Widened weights: 64 KiB, in the second-level cache.
+/// Widened weights: 64 KiB, in the second-level cache. Not initialised: a piece is written before it is read.
 #[repr(align(64))]
-struct Widened([f32; GROUP * PIECE * PANEL]);
+struct Widened(MaybeUninit<[f32; GROUP * PIECE * PANEL]>);
 
+/// Activations of a tile, likewise.
 #[repr(align(64))]
-struct Copied([f32; TALL * COPY_STRIDE]);
+struct Copied(MaybeUninit<[f32; TALL * COPY_STRIDE]>);
 
 /// How 16 weights are stored.
 trait Load {
@@ -191,8 +197,8 @@ unsafe fn as_stored<L: Load>(job: Job, rows: usize, panels: usize) {
 
 /// Widens a piece of K of a group of panels, then passes all rows over it.
 unsafe fn widened(job: Job, rows: usize, panels: usize, widen: unsafe fn(*const u8, Range<usize>, *mut f32)) {
-    let mut values = Widened([0.0; GROUP * PIECE * PANEL]);
-    let mut copy = Copied([0.0; TALL * COPY_STRIDE]);
+    let mut values = Widened(MaybeUninit::uninit());
+    let mut copy = Copied(MaybeUninit::uninit());
     for first in (0..panels).step_by(GROUP) {
         let group = GROUP.min(panels - first);
         for k in (0..job.depth).step_by(PIECE) {
@@ -202,7 +208,7 @@ unsafe fn widened(job: Job, rows: usize, panels: usize, widen: unsafe fn(*const 
                 let source = job.at(0, first);
                 for p in 0..group {
                     let panel = source.w.add(p * job.w_stride);
-                    widen(panel, k..end, values.0.as_mut_ptr().add(p * PIECE * PANEL));
+                    widen(panel, k..end, values.0.as_mut_ptr().cast::<f32>().add(p * PIECE * PANEL));
                 }
                 // The next piece of these panels, or the first of the next group.
                 let next = if end < job.depth { end * job.ahead_step } else { group * job.w_stride };
@@ -241,10 +247,10 @@ unsafe fn all_rows(mut job: Job, rows: usize, panels: usize, copy: &mut Copied) 
                 let mut tile = job.at(row, 0);
                 if height > 3 {
                     for r in 0..height {
-                        let to = copy.0.as_mut_ptr().add(r * COPY_STRIDE);
+                        let to = copy.0.as_mut_ptr().cast::<f32>().add(r * COPY_STRIDE);
                         std::ptr::copy_nonoverlapping(tile.x.add(r * tile.x_stride), to, tile.depth);
                     }
-                    (tile.x, tile.x_stride) = (copy.0.as_ptr(), COPY_STRIDE);
+                    (tile.x, tile.x_stride) = (copy.0.as_ptr().cast(), COPY_STRIDE);
                 }
                 over_panels(tile, panels, body);
             }
@@ -275,7 +281,7 @@ unsafe fn over_panels(job: Job, panels: usize, (width, wide, single): (usize, Bo
 unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
     // SAFETY: the job covers R rows, P panels and `depth` of K; masks keep to its columns. Prefetches read nothing.
     unsafe {
-        let mask = |p: usize| (0xffff_u32 >> (PANEL - PANEL.min(job.cols - p * PANEL))) as u16;
+        let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
         if !job.start {
             for p in 0..P {
@@ -347,7 +353,7 @@ unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *m
                     ];
                     for (j, shifted) in shifted.into_iter().enumerate() {
                         let stored = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
-                        let q = _mm512_sub_epi32(stored, _mm512_set1_epi32(F::SCHEME.offset));
+                        let q = _mm512_sub_epi32(stored, _mm512_set1_epi32(F::SCHEME.offset.into()));
                         let mut value = _mm512_mul_ps(_mm512_cvtepi32_ps(q), scales[part]);
                         if F::SCHEME.minima {
                             value = _mm512_add_ps(value, min);

@@ -6,6 +6,10 @@
 //! one output value are the same in every tile.
 
 #![allow(unsafe_code)]
+// Loops over r and p run through several register arrays at once and must unroll completely.
+#![allow(clippy::needless_range_loop)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
 use super::super::matmul::columns_of;
@@ -244,7 +248,7 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
     // SAFETY: the job covers R rows and P panels of whole units; offsets below stay within a row, a record or a unit.
     // Prefetched addresses are never read.
     unsafe {
-        let mask = |p: usize| (0xffff_u32 >> (PANEL - PANEL.min(job.cols - p * PANEL))) as u16;
+        let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
         if !job.start {
             for p in 0..P {
