@@ -348,10 +348,14 @@ fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
     if dtype == DType::Q6_K {
         // 128 bytes of low nibbles, 64 of high bit pairs, 16 scales, d; in halves of 128 weights.
         let (low, high) = block.split_at(128);
-        for (i, q) in out.q.iter_mut().enumerate() {
-            let (half, quarter, l) = (i / 128, i % 128 / 32, i % 32);
-            let nibble = low[64 * half + quarter % 2 * 32 + l] >> (quarter / 2 * 4) & 15;
-            *q = nibble | (high[32 * half + l] >> (2 * quarter) & 3) << 4;
+        for (half, q) in out.q.as_chunks_mut::<128>().0.iter_mut().enumerate() {
+            let (low, high) = (&low[64 * half..][..64], &high[32 * half..][..32]);
+            for l in 0..32 {
+                q[l] = low[l] & 15 | (high[l] & 3) << 4;
+                q[l + 32] = low[l + 32] & 15 | (high[l] >> 2 & 3) << 4;
+                q[l + 64] = low[l] >> 4 | (high[l] >> 4 & 3) << 4;
+                q[l + 96] = low[l + 32] >> 4 | (high[l] >> 6) << 4;
+            }
         }
         out.scales.copy_from_slice(&block[192..208]);
         out.scale_at = 208;
@@ -366,11 +370,17 @@ fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
         out.minima[j + 4] = packed[j + 8] >> 4 | packed[j + 4] >> 6 << 4;
     }
     let (high, nibbles) = block[16..].split_at(block.len() - 16 - 128);
-    for (i, q) in out.q.iter_mut().enumerate() {
-        let (sub, l) = (i / 32, i % 32);
-        *q = nibbles[sub / 2 * 32 + l] >> (sub % 2 * 4) & 15;
+    for (pair, q) in out.q.as_chunks_mut::<64>().0.iter_mut().enumerate() {
+        let nibbles = &nibbles[32 * pair..][..32];
+        for l in 0..32 {
+            q[l] = nibbles[l] & 15;
+            q[l + 32] = nibbles[l] >> 4;
+        }
         if dtype == DType::Q5_K {
-            *q |= (high[l] >> sub & 1) << 4;
+            for l in 0..32 {
+                q[l] |= (high[l] >> (2 * pair) & 1) << 4;
+                q[l + 32] |= (high[l] >> (2 * pair + 1) & 1) << 4;
+            }
         }
     }
     out
