@@ -261,16 +261,18 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
         let mut at = 0;
         while at < job.piece_bytes {
             let unit = job.w.add(at);
-            if job.ahead {
-                let skip = if at + AHEAD_BYTES < job.left { 0 } else { job.skip };
-                for p in 0..P {
-                    let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip);
-                    for line in 0..unit_bytes.div_ceil(64) {
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
+            let skip = if at + AHEAD_BYTES < job.left { 0 } else { job.skip };
+            for sub in 0..scheme.subs {
+                if job.ahead {
+                    // Each 32-block asks for its share of a unit: a burst would fill the queue of misses and wait.
+                    let share = unit_bytes / scheme.subs;
+                    for p in 0..P {
+                        let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip + sub * share);
+                        for line in 0..share.div_ceil(64) {
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
+                        }
                     }
                 }
-            }
-            for sub in 0..scheme.subs {
                 let mut lo = [[_mm512_setzero_si512(); R]; P];
                 let mut hi = [[_mm512_setzero_si512(); R]; P];
                 if scheme.offset != 0 {
