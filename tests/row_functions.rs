@@ -10,7 +10,8 @@ use ascend_llm::device::cpu::activation::{
 use ascend_llm::device::cpu::exp::exp_row;
 use ascend_llm::device::cpu::norm::{add_rms_norm_row, qk_norm_row, rms_norm_row};
 use ascend_llm::device::cpu::reference::{self, Activation};
-use ascend_llm::device::cpu::rope::{RopeStyle, rope_angles, rope_row};
+use ascend_llm::device::cpu::rope::{rope_angles, rope_row};
+use ascend_llm::graph::RopeStyle;
 use proptest::prelude::*;
 
 fn row() -> impl Strategy<Value = Vec<f32>> {

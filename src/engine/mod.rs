@@ -1,7 +1,160 @@
 //! The handle people hold, and the loop.
+//!
+//! [`Engine`] is what most programs want: it lives on a thread of its own, may be cloned and shared, and takes
+//! [`Request`]s from anywhere. [`EngineCore`] is the same engine without the thread, for hosts that want to drive every
+//! step; below it, hosts with a loop of their own use [`Forward`] and [`Sampler`](crate::sampler::Sampler) directly.
+//!
+//! The life of a request: `submit` checks it on the caller's thread and queues it ([`SubmitError`] says why not); each
+//! step schedules rows, runs the model, samples, and merges what came into the [`RequestHandle`]; the last [`Delta`] of a
+//! choice says why it ended. Dropping the handle takes the request out before the next step.
+//!
+//! A request without a seed gets one drawn from the engine's seed and its place in the order of submission: runs that
+//! submit in the same order repeat, and two equal requests in one engine still differ.
 
 #![forbid(unsafe_code)]
 
+mod batch;
+mod builder;
+mod clock;
+mod config;
+mod core;
+mod draw;
+mod error;
 mod forward;
+mod handle;
+mod intake;
+mod output;
+mod request;
+mod roster;
+mod runner;
+#[doc(hidden)]
+pub mod scripted;
+mod sequence;
+mod slot;
+mod stats;
+mod stop;
+mod text_files;
+mod worker;
 
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use config::{CacheBudget, EngineConfig};
+pub use core::{EngineCore, Health, ModelLimits, StepReport};
+pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use forward::{Forward, ForwardInput, LogitRows};
+pub use handle::RequestHandle;
+pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
+pub use request::{Prompt, Request, RequestId};
+pub use runner::{ModelRunner, RunnerShape};
+pub use stats::{Stats, TimeHistogram};
+pub use stop::{StopChecker, default_stop_ids};
+
+use crate::sampler::SamplingParams;
+use crate::scheduler::Tick;
+use crate::text::ChatMessage;
+use clock::micros;
+use intake::{Intake, Stage};
+use stats::Counters;
+use worker::Worker;
+
+/// How long dropping the last clone waits for the step that runs. A longer step (a device that hangs) is left to its
+/// thread, so that a drop never blocks for good.
+const DROP_WAIT: Duration = Duration::from_secs(1);
+
+/// An engine on a thread of its own; clones are the same engine.
+///
+/// Dropping the last clone stops it after the step that runs: open handles end with [`RequestError::Closed`].
+/// [`shutdown`](Self::shutdown) lets requests finish first.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    config: Arc<EngineConfig>,
+    info: Arc<EngineInfo>,
+    intake: Arc<Intake>,
+    counters: Arc<Counters>,
+    clock: Arc<dyn Clock>,
+    worker: Worker,
+}
+
+impl Engine {
+    /// Moves a core to a thread of its own.
+    pub fn spawn(core: EngineCore) -> Result<Self, BuildError> {
+        let (config, info, intake, counters, clock) = (
+            Arc::clone(core.shared_config()),
+            Arc::clone(core.shared_info()),
+            Arc::clone(core.intake()),
+            Arc::clone(core.counters()),
+            Arc::clone(core.clock()),
+        );
+        let worker = Worker::spawn(core).map_err(BuildError::Thread)?;
+        Ok(Self { inner: Arc::new(Inner { config, info, intake, counters, clock, worker }) })
+    }
+
+    /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
+    /// the caller's thread.
+    pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
+        self.inner.intake.submit(request)
+    }
+
+    /// Continues a text and waits for all of it. For one answer: `n` must be 1.
+    pub fn generate(&self, prompt: impl Into<Prompt>, params: &SamplingParams) -> Result<String, GenerateError> {
+        if params.n != 1 {
+            let expected = "1: submit the request to get several answers".to_owned();
+            return Err(SubmitError::Param(config::refuse("n", params.n, expected)).into());
+        }
+        let output = self.submit(Request::new(prompt).sampling(params.clone()))?.collect_output()?;
+        Ok(output.choices.into_iter().next().map(|choice| choice.text).unwrap_or_default())
+    }
+
+    /// Answers the last message of a conversation and waits for all of it. For one answer: `n` must be 1.
+    pub fn chat(&self, messages: &[ChatMessage], params: &SamplingParams) -> Result<String, GenerateError> {
+        self.generate(Prompt::Chat(messages.to_vec()), params)
+    }
+
+    /// The counters as they stand.
+    pub fn stats(&self) -> Stats {
+        self.inner.counters.snapshot(self.inner.intake.queued())
+    }
+
+    /// Whether the engine lives and takes requests.
+    pub fn health(&self) -> Health {
+        core::health(&self.inner.intake)
+    }
+
+    /// What the engine runs, and on what.
+    pub fn info(&self) -> &EngineInfo {
+        &self.inner.info
+    }
+
+    /// The configuration, with everything settled that may be left open.
+    pub fn config(&self) -> &EngineConfig {
+        &self.inner.config
+    }
+
+    /// Takes no more requests, lets those here finish for no longer than `grace` by the engine's clock, ends the others
+    /// with [`RequestError::Closed`], and waits for the thread. Other clones then refuse requests. The error is the one
+    /// that ended the engine, if it failed.
+    pub fn shutdown(self, grace: Duration) -> Result<(), EngineError> {
+        let until = self.inner.clock.now().0.saturating_add(micros(grace));
+        self.inner.intake.advance(Stage::Draining(Some(Tick(until))));
+        self.inner.worker.join(None);
+        match self.inner.intake.stage() {
+            Stage::Ended(Some(error)) => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.intake.advance(Stage::Stopping);
+        self.worker.join(Some(DROP_WAIT));
+    }
+}

@@ -2,9 +2,15 @@
 
 #![forbid(unsafe_code)]
 
+mod allocator;
 mod geometry;
+pub(crate) mod id_map;
+mod idle;
+mod prefix;
 
+pub use allocator::{BlockAllocator, BlockError, BlockStats};
 pub use geometry::{KvDType, KvGeometry};
+pub use prefix::{BlockDigest, PrefixHit, PrefixKeyer};
 
 /// One sequence the engine is generating (a request with `n` choices has `n` of them).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -13,3 +19,10 @@ pub struct SeqId(pub u64);
 /// One physical KV block, an index into the device's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
+
+/// A count of tokens, blocks or sequences as `u32`: pools and prompts are bounded by it where they are made.
+#[allow(clippy::cast_possible_truncation, reason = "bounded where it is made, see above")]
+pub(crate) const fn count(len: usize) -> u32 {
+    debug_assert!(len <= u32::MAX as usize);
+    len as u32
+}

@@ -1,1 +1,461 @@
-//! scheduler
+//! Decides what each step computes: which sequences, which rows of them, and who has to give blocks back.
+//!
+//! Continuous batching under a token budget. In each step running sequences come first: those with one row to go
+//! (decode), then those still in their prompt (chunks); what is left of the budget admits waiting sequences in order. A
+//! sequence is admitted only if all its known tokens fit beside a watermark of blocks (or if it is alone), so its prefill
+//! never runs out of room. When a decode cannot grow, the last sequence of the order is preempted: its blocks go back,
+//! its tokens stay, and it is computed again later.
+//!
+//! Pure: no clock, no I/O, no device; equal calls give equal plans. A step without admission, finish or preemption
+//! allocates nothing.
+//!
+//! Invariants ([`Scheduler::check`]): a sequence either waits (and holds no blocks), runs (and has room for all it has
+//! computed) or has just been reported exhausted; computed tokens are fewer than known ones; the order is strict.
+
+#![forbid(unsafe_code)]
+
+mod preempt;
+mod queue;
+mod step;
+
+pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
+pub use step::{Chunk, SeqResult, StepOutput, StepPlan};
+
+use crate::kv_cache::id_map::IdMap;
+use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};
+use queue::{Rank, WaitQueue};
+
+/// Limits of a scheduler.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Rows a step may hold, over all sequences. At least `max_num_seqs`, so that every running sequence can decode in
+    /// every step.
+    pub max_num_batched_tokens: u32,
+    /// Sequences that run at once.
+    pub max_num_seqs: u32,
+    /// Tokens a sequence may reach, prompt and output.
+    pub max_model_len: u32,
+    /// Blocks that an admission leaves available for the growth of those who run already.
+    pub watermark_blocks: u32,
+    /// Order of sequences.
+    pub policy: SchedulePolicy,
+}
+
+/// What the scheduler knows of a sequence when it arrives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeqMeta {
+    /// Token ids of the prompt.
+    pub prompt: Vec<u32>,
+    /// Tokens it may generate.
+    pub max_tokens: u32,
+    /// Higher goes first under [`SchedulePolicy::Priority`].
+    pub priority: i32,
+    /// Separates what may share cached prefixes (tenant, adapter).
+    pub salt: Box<[u8]>,
+    /// False computes the whole prompt (its log-probabilities are wanted); its blocks are published all the same.
+    pub read_prefix_cache: bool,
+}
+
+impl Default for SeqMeta {
+    /// No prompt and no output yet, priority 0, no salt, cached prefixes welcome.
+    fn default() -> Self {
+        Self { prompt: Vec::new(), max_tokens: 0, priority: 0, salt: Box::default(), read_prefix_cache: true }
+    }
+}
+
+/// Why a call was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// A limit of 0.
+    #[error("{field} is 0, expected at least 1")]
+    Zero {
+        /// Name of the limit.
+        field: &'static str,
+    },
+    /// Running sequences could not all decode in one step.
+    #[error(
+        "max_num_batched_tokens is {max_num_batched_tokens}, expected at least max_num_seqs ({max_num_seqs}): each \
+         running sequence needs a row a step"
+    )]
+    BudgetBelowSeqs {
+        /// The step's token budget.
+        max_num_batched_tokens: u32,
+        /// Sequences that run at once.
+        max_num_seqs: u32,
+    },
+    /// A prompt without tokens.
+    #[error("the prompt of {0:?} is empty, expected at least 1 token")]
+    EmptyPrompt(SeqId),
+    /// The id is in use.
+    #[error("{0:?} is scheduled already")]
+    SeqExists(SeqId),
+    /// The id is not in use, or not in the state that the call needs.
+    #[error("{0:?} is not running")]
+    NotRunning(SeqId),
+    /// The prompt leaves no room for a token under `max_model_len`.
+    #[error("the prompt has {prompt_tokens} tokens, expected fewer than max_model_len ({max_model_len})")]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        prompt_tokens: usize,
+        /// The limit.
+        max_model_len: u32,
+    },
+    /// The prompt does not fit into the pool even when it is alone.
+    #[error(
+        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} blocks of {block_size}, the whole pool has \
+         {pool_blocks}"
+    )]
+    NeverFits {
+        /// Tokens of the prompt.
+        prompt_tokens: u32,
+        /// Blocks they fill.
+        needed_blocks: u32,
+        /// Blocks there are.
+        pool_blocks: u32,
+        /// Tokens a block.
+        block_size: u32,
+    },
+    /// A step budget outside the configured limit.
+    #[error("the step budget is {tokens} tokens, expected 1..={max_num_batched_tokens}")]
+    StepBudget {
+        /// The budget asked for.
+        tokens: u32,
+        /// The configured limit.
+        max_num_batched_tokens: u32,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Waiting,
+    Running,
+    /// Reported in the last plan; kept readable until the next one.
+    Exhausted,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    /// Prompt and output.
+    tokens: Vec<u32>,
+    prompt_len: u32,
+    /// Length at which it ends whatever the engine says.
+    limit_tokens: u32,
+    rank: Rank,
+    salt: Box<[u8]>,
+    read_prefix_cache: bool,
+    state: State,
+    /// Leading tokens whose keys and values are in its blocks.
+    computed: u32,
+    /// Rows of it in the plan that has not been committed yet.
+    in_flight: u32,
+    cached_tokens: u32,
+}
+
+impl Entry {
+    fn len(&self) -> u32 {
+        count(self.tokens.len())
+    }
+
+    /// Rows until its next token can be sampled.
+    fn rows_left(&self) -> u32 {
+        self.len() - self.computed
+    }
+
+    /// Whether it can go no further: at its limit, or larger than the whole pool.
+    fn is_exhausted(&self, blocks: &BlockAllocator) -> bool {
+        let at_limit = self.len() >= self.limit_tokens && self.len() > self.prompt_len;
+        at_limit || blocks.blocks_for(self.len()) > blocks.capacity()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Seat {
+    rank: Rank,
+    seq: SeqId,
+}
+
+/// The continuous-batching scheduler.
+///
+/// `schedule` and `commit` alternate: a plan is run, its results are committed, the next plan is made.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    step_budget_tokens: u32,
+    entries: IdMap<SeqId, Entry>,
+    waiting: WaitQueue,
+    /// By rank.
+    running: Vec<Seat>,
+    plan: StepPlan,
+    /// Where admissions look prefixes up.
+    hit: PrefixHit,
+    clock: Tick,
+    arrivals: u64,
+    preemptions: u64,
+}
+
+impl Scheduler {
+    /// A scheduler without sequences.
+    pub fn new(config: SchedulerConfig) -> Result<Self, ScheduleError> {
+        let limits = [
+            ("max_num_batched_tokens", config.max_num_batched_tokens),
+            ("max_num_seqs", config.max_num_seqs),
+            ("max_model_len", config.max_model_len),
+        ];
+        if let Some(&(field, _)) = limits.iter().find(|(_, limit)| *limit == 0) {
+            return Err(ScheduleError::Zero { field });
+        }
+        let SchedulerConfig { max_num_batched_tokens, max_num_seqs, .. } = config;
+        if max_num_batched_tokens < max_num_seqs {
+            return Err(ScheduleError::BudgetBelowSeqs { max_num_batched_tokens, max_num_seqs });
+        }
+        Ok(Self {
+            step_budget_tokens: max_num_batched_tokens,
+            config,
+            entries: IdMap::default(),
+            waiting: WaitQueue::default(),
+            running: Vec::new(),
+            plan: StepPlan::default(),
+            hit: PrefixHit::default(),
+            clock: Tick(0),
+            arrivals: 0,
+            preemptions: 0,
+        })
+    }
+
+    /// Takes a sequence into the queue, or says why it can never run.
+    ///
+    /// A prompt that fills the pool to the last slot is taken: its first token is sampled from rows that fit, and that
+    /// token needs no slot unless another follows it.
+    pub fn add(&mut self, seq: SeqId, meta: SeqMeta, now: Tick, blocks: &BlockAllocator) -> Result<(), ScheduleError> {
+        self.require_unused(seq)?;
+        let SeqMeta { prompt, max_tokens, priority, salt, read_prefix_cache } = meta;
+        let max_model_len = self.config.max_model_len;
+        let prompt_len = match u32::try_from(prompt.len()) {
+            Ok(0) => return Err(ScheduleError::EmptyPrompt(seq)),
+            Ok(len) if len < max_model_len => len,
+            _ => return Err(ScheduleError::PromptTooLong { prompt_tokens: prompt.len(), max_model_len }),
+        };
+        let needed_blocks = blocks.blocks_for(prompt_len);
+        if needed_blocks > blocks.capacity() {
+            return Err(ScheduleError::NeverFits {
+                prompt_tokens: prompt_len,
+                needed_blocks,
+                pool_blocks: blocks.capacity(),
+                block_size: blocks.block_size(),
+            });
+        }
+        self.clock = self.clock.max(now);
+        let rank = Rank::new(self.config.policy, priority, self.clock, self.arrivals);
+        let entry = Entry {
+            tokens: prompt,
+            prompt_len,
+            limit_tokens: prompt_len.saturating_add(max_tokens).min(max_model_len),
+            rank,
+            salt,
+            read_prefix_cache,
+            state: State::Waiting,
+            computed: 0,
+            in_flight: 0,
+            cached_tokens: 0,
+        };
+        self.enqueue(seq, entry, blocks);
+        Ok(())
+    }
+
+    /// Adds `child`, which shares all that running `parent` has computed and goes on with `token` in place of the parent's
+    /// last one (the other choices of a request, or a beam). Call it between `commit` and `schedule`.
+    ///
+    /// Without a free seat the child waits, and computes the shared part again when its turn comes.
+    pub fn fork(
+        &mut self,
+        parent: SeqId,
+        child: SeqId,
+        token: u32,
+        blocks: &mut BlockAllocator,
+    ) -> Result<(), ScheduleError> {
+        self.require_unused(child)?;
+        let ready = |entry: &&Entry| entry.state == State::Running && entry.in_flight == 0 && entry.rows_left() == 1;
+        let mut entry = self.entries.get(&parent).filter(ready).ok_or(ScheduleError::NotRunning(parent))?.clone();
+        entry.rank = entry.rank.twin(self.arrivals);
+        if let Some(last) = entry.tokens.last_mut() {
+            *last = token;
+        }
+        let seated = self.running.len() < self.config.max_num_seqs as usize && blocks.fork(parent, child).is_ok();
+        if seated {
+            let tokens = reserved_tokens(&entry, blocks);
+            entry.tokens.reserve_exact((tokens as usize).saturating_sub(entry.tokens.len()));
+            // The child holds blocks since the line above, so its table is there.
+            let reserved = blocks.reserve_table(child, tokens);
+            debug_assert!(reserved.is_ok());
+            self.seat(child, entry.rank);
+            self.arrivals += 1;
+            self.entries.insert(child, entry);
+        } else {
+            entry.state = State::Waiting;
+            entry.computed = 0;
+            entry.cached_tokens = 0;
+            self.enqueue(child, entry, blocks);
+        }
+        Ok(())
+    }
+
+    /// Forgets a sequence at once, wherever it is, and gives its blocks back. False if it is not known (any more): aborting
+    /// twice, or after the end, does nothing.
+    ///
+    /// With a plan in flight that holds rows of the sequence, their results are ignored by `commit`; the blocks can be
+    /// given out again from the next `schedule` on.
+    pub fn abort(&mut self, seq: SeqId, blocks: &mut BlockAllocator) -> bool {
+        let Some(entry) = self.entries.remove(&seq) else { return false };
+        match entry.state {
+            State::Waiting => self.waiting.remove(entry.rank),
+            State::Running => self.leave_seat(seq, entry.rank, blocks),
+            State::Exhausted => {}
+        }
+        true
+    }
+
+    /// Prompt and output so far; empty for a sequence that is not known.
+    pub fn tokens(&self, seq: SeqId) -> &[u32] {
+        self.entries.get(&seq).map_or(&[], |entry| &entry.tokens)
+    }
+
+    /// Tokens of the prompt; 0 for a sequence that is not known.
+    pub fn prompt_len(&self, seq: SeqId) -> u32 {
+        self.entries.get(&seq).map_or(0, |entry| entry.prompt_len)
+    }
+
+    /// Prompt tokens that the prefix cache served when the sequence was last admitted.
+    pub fn cached_tokens(&self, seq: SeqId) -> u32 {
+        self.entries.get(&seq).map_or(0, |entry| entry.cached_tokens)
+    }
+
+    /// Sequences that hold blocks.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Sequences in the queue, preempted ones included.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Whether nothing runs and nothing waits.
+    pub fn is_idle(&self) -> bool {
+        self.running.is_empty() && self.waiting.len() == 0
+    }
+
+    /// Preemptions since the start.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    /// The limits it was made with.
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Rows the next steps may hold.
+    pub fn step_budget_tokens(&self) -> u32 {
+        self.step_budget_tokens
+    }
+
+    /// Lowers (or raises again) the rows a step may hold, within the configured limit. Below the number of running
+    /// sequences the first of the order decode and the others sit out.
+    pub fn set_step_budget_tokens(&mut self, tokens: u32) -> Result<(), ScheduleError> {
+        let max_num_batched_tokens = self.config.max_num_batched_tokens;
+        if !(1..=max_num_batched_tokens).contains(&tokens) {
+            return Err(ScheduleError::StepBudget { tokens, max_num_batched_tokens });
+        }
+        self.step_budget_tokens = tokens;
+        Ok(())
+    }
+
+    /// Every invariant named at the head of this module; the error says which one broke.
+    pub fn check(&self, blocks: &BlockAllocator) -> Result<(), String> {
+        if !self.running.windows(2).all(|pair| pair[0].rank < pair[1].rank) {
+            return Err(format!("the running sequences are out of order: {:?}", self.running));
+        }
+        if self.running.len() > self.config.max_num_seqs as usize {
+            return Err(format!("{} run, max_num_seqs is {}", self.running.len(), self.config.max_num_seqs));
+        }
+        let (mut waiting, mut running) = (0, 0);
+        for (seq, entry) in &self.entries {
+            let table = count(blocks.table(*seq).len());
+            let room = table * blocks.block_size();
+            match entry.state {
+                State::Waiting => {
+                    waiting += 1;
+                    if self.waiting.get(entry.rank) != Some(*seq) {
+                        return Err(format!("{seq:?} waits outside of the queue"));
+                    }
+                }
+                State::Running => {
+                    running += 1;
+                    if !self.running.iter().any(|seat| seat.seq == *seq && seat.rank == entry.rank) {
+                        return Err(format!("{seq:?} runs without a seat"));
+                    }
+                    if entry.computed + entry.in_flight > room || entry.computed >= entry.len() {
+                        return Err(format!("{seq:?} has room for {room} tokens: {entry:?}"));
+                    }
+                }
+                State::Exhausted => {}
+            }
+            if entry.state != State::Running && (table > 0 || entry.computed + entry.in_flight > 0) {
+                return Err(format!("{seq:?} does not run and holds {table} blocks: {entry:?}"));
+            }
+        }
+        if (waiting, running) != (self.waiting.len(), self.running.len()) {
+            return Err(format!("{waiting} wait and {running} run, lists say {:?}", (self.waiting(), self.running())));
+        }
+        let rows: u64 = self.plan.chunks.iter().map(|chunk| u64::from(chunk.len)).sum();
+        if rows > u64::from(self.config.max_num_batched_tokens) {
+            return Err(format!("the plan has {rows} rows, the budget is {}", self.config.max_num_batched_tokens));
+        }
+        Ok(())
+    }
+
+    fn require_unused(&mut self, seq: SeqId) -> Result<(), ScheduleError> {
+        match self.entries.get(&seq).map(|entry| entry.state) {
+            None => Ok(()),
+            Some(State::Exhausted) => {
+                self.entries.remove(&seq);
+                Ok(())
+            }
+            Some(State::Waiting | State::Running) => Err(ScheduleError::SeqExists(seq)),
+        }
+    }
+
+    fn enqueue(&mut self, seq: SeqId, entry: Entry, blocks: &BlockAllocator) {
+        // A blocked head is looked up in every step: its hit must not allocate.
+        let tokens = reserved_tokens(&entry, blocks);
+        self.hit.reserve(blocks.blocks_for(tokens) as usize, entry.salt.len());
+        self.arrivals += 1;
+        self.waiting.push(entry.rank, seq);
+        self.entries.insert(seq, entry);
+    }
+
+    fn seat(&mut self, seq: SeqId, rank: Rank) {
+        let at = self.running.partition_point(|seat| seat.rank < rank);
+        self.running.insert(at, Seat { rank, seq });
+        // A step plans a running sequence once and copies at most its last block.
+        let StepPlan { chunks, copies, .. } = &mut self.plan;
+        chunks.reserve(self.running.len().saturating_sub(chunks.len()));
+        copies.reserve(self.running.len().saturating_sub(copies.len()));
+    }
+
+    /// Takes a sequence off its seat and its blocks back.
+    fn leave_seat(&mut self, seq: SeqId, rank: Rank, blocks: &mut BlockAllocator) {
+        if let Ok(at) = self.running.binary_search_by_key(&rank, |seat| seat.rank) {
+            self.running.remove(at);
+        }
+        let released = blocks.release(seq);
+        debug_assert!(released.is_ok(), "{seq:?} ran without blocks");
+    }
+}
+
+/// Tokens a sequence can come to hold: its limit, or one more than the pool has slots for.
+fn reserved_tokens(entry: &Entry, blocks: &BlockAllocator) -> u32 {
+    let slots = blocks.capacity() * blocks.block_size();
+    entry.limit_tokens.min(slots.saturating_add(1)).max(entry.len())
+}

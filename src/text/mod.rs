@@ -5,6 +5,26 @@
 
 #![forbid(unsafe_code)]
 
+mod chat;
+#[cfg(feature = "text")]
+mod chat_template;
+mod detokenizer;
+mod error;
+mod gguf_text;
+#[cfg(feature = "text")]
+mod pieces;
+#[cfg(feature = "text")]
+mod pre_tokenizer;
+#[cfg(feature = "text")]
+mod tokenizer;
 mod vocabulary;
 
+pub use chat::{ChatMessage, ChatRender};
+#[cfg(feature = "text")]
+pub use chat_template::{ChatOptions, ChatTemplate};
+pub use detokenizer::Detokenizer;
+pub use error::TextError;
+pub use gguf_text::GgufText;
+#[cfg(feature = "text")]
+pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;

@@ -114,7 +114,7 @@ impl AlignedBytes {
         &mut self,
         reads: [Range<usize>; R],
         writes: [Range<usize>; W],
-    ) -> Option<([&[u8]; R], [&mut [u8]; W])> {
+    ) -> Option<Views<'_, R, W>> {
         let inside = |range: &Range<usize>| range.start <= range.end && range.end <= self.len;
         let apart =
             |a: &Range<usize>, b: &Range<usize>| a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start;
@@ -133,6 +133,9 @@ impl AlignedBytes {
         Some((reads, writes))
     }
 }
+
+/// Ranges of one buffer: those read and those written.
+pub type Views<'a, const R: usize, const W: usize> = ([&'a [u8]; R], [&'a mut [u8]; W]);
 
 /// Gives empty buffers an aligned address.
 #[repr(align(64))]
@@ -156,7 +159,7 @@ impl Drop for AlignedBytes {
 }
 
 /// Memory the system could still give, for the error message; 0 if it does not say.
-fn available_bytes() -> u64 {
+pub(super) fn available_bytes() -> u64 {
     let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return 0 };
     text.lines()
         .find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
@@ -370,6 +373,65 @@ impl<T> Drop for Tile<'_, T> {
     }
 }
 
+/// A slice cut into pieces of one length, which members write in any order, each piece once.
+///
+/// Where rows or columns do not fit the way work is shared: one head of one row, one block of the KV pool.
+#[derive(Debug)]
+pub struct Pieces<'a, T> {
+    base: NonNull<T>,
+    piece_len: usize,
+    count: usize,
+    /// A bit for each piece taken so far.
+    taken: &'a [AtomicU64],
+    life: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: a shared `Pieces` hands out `&mut` to disjoint pieces, each to one thread.
+unsafe impl<T: Send> Sync for Pieces<'_, T> {}
+// SAFETY: it is a `&mut [T]` in other words.
+unsafe impl<T: Send> Send for Pieces<'_, T> {}
+
+impl<'a, T: Copy> Pieces<'a, T> {
+    /// Cuts `data` into pieces of `piece_len`; what is left over belongs to none. `claims` is room for a bit a piece and
+    /// grows as needed.
+    pub fn new(data: &'a mut [T], piece_len: usize, claims: &'a mut Vec<AtomicU64>) -> Self {
+        let count = data.len() / piece_len;
+        let words = count.div_ceil(64);
+        if claims.len() < words {
+            claims.resize_with(words, AtomicU64::default);
+        }
+        for word in &mut claims[..words] {
+            *word.get_mut() = 0;
+        }
+        Self { base: NonNull::from(data).cast(), piece_len, count, taken: &claims[..words], life: PhantomData }
+    }
+
+    /// One piece, to write.
+    ///
+    /// # Panics
+    /// If there is no such piece or it was taken before.
+    #[allow(clippy::mut_from_ref)] // each piece leaves once
+    pub fn take(&self, piece: usize) -> &mut [T] {
+        assert!(piece < self.count, "piece {piece} of {}", self.count);
+        let bit = 1 << (piece % 64);
+        let before = self.taken[piece / 64].fetch_or(bit, Ordering::Relaxed);
+        assert!(before & bit == 0, "piece {piece} was taken before");
+        // SAFETY: the piece lies within the `&'a mut [T]` this was made from, and the bit says that nobody else has it.
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(piece * self.piece_len).as_ptr(), self.piece_len) }
+    }
+
+    /// Copies whole pieces to element `start`, the first of a piece.
+    ///
+    /// # Panics
+    /// As [`take`](Self::take), or if `start` or the length is no whole number of pieces.
+    pub fn put(&self, start: usize, values: &[T]) {
+        assert!(start.is_multiple_of(self.piece_len) && values.len().is_multiple_of(self.piece_len), "whole pieces");
+        for (index, values) in values.chunks_exact(self.piece_len).enumerate() {
+            self.take(start / self.piece_len + index).copy_from_slice(values);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::pool::Team;
@@ -400,12 +462,13 @@ mod tests {
         let mut bytes = AlignedBytes::zeroed(64).unwrap();
         let (reads, writes) = bytes.views([0..16, 8..24], [24..32, 40..64]).unwrap();
         assert_eq!(reads.map(<[u8]>::len), [16, 16]);
-        writes.into_iter().for_each(|part| part.fill(1));
+        for part in writes {
+            part.fill(1);
+        }
         assert_eq!(bytes.as_slice().iter().map(|&byte| usize::from(byte)).sum::<usize>(), 32);
-        assert!(bytes.views([0..16], [15..20]).is_none());
+        let mut one = |read, write| bytes.views([read], [write]).is_some();
+        assert!(!one(0..16, 15..20) && !one(0..65, 0..0) && one(10..10, 0..64));
         assert!(bytes.views([], [0..16, 15..20]).is_none());
-        assert!(bytes.views([0..65], []).is_none());
-        assert!(bytes.views([10..10], [0..64]).is_some());
     }
 
     #[test]
@@ -430,6 +493,23 @@ mod tests {
     }
 
     #[test]
+    fn pieces_are_taken_once_by_whoever_comes() {
+        let team = Team::new(Some(3)).unwrap();
+        let (mut data, mut claims) = (vec![0usize; 203], Vec::new());
+        for round in 1..3 {
+            let pieces = Pieces::new(&mut data, 2, &mut claims);
+            team.run(&|member| {
+                for piece in (member.index()..101).step_by(3) {
+                    pieces.put(2 * piece, &[round * piece, round]);
+                }
+            });
+            assert!(catch_unwind(AssertUnwindSafe(|| pieces.take(7).len())).is_err());
+            assert!(catch_unwind(AssertUnwindSafe(|| pieces.take(101).len())).is_err());
+            assert!((0..101).all(|piece| data[2 * piece..][..2] == [round * piece, round]) && data[202] == 0);
+        }
+    }
+
+    #[test]
     fn claiming_twice_reading_early_and_claiming_late_are_refused() {
         let mut data = [0u8; 12];
         let parts = Parts::rows_at(&mut data, 4, &[0, 1, 1, 3]);
@@ -446,7 +526,7 @@ mod tests {
         let parts = Parts::columns(&mut data, 4, 2, 1);
         assert_eq!(parts.read().len(), 12);
         assert!(refused(&|| drop(parts.claim(0))));
-        assert!(refused(&|| drop(Parts::rows_at(&mut [0u8; 4], 2, &[0, 3]))));
-        assert!(refused(&|| drop(Parts::rows_at(&mut [0u8; 4], 2, &[1, 0]))));
+        assert!(refused(&|| _ = Parts::rows_at(&mut [0u8; 4], 2, &[0, 3])));
+        assert!(refused(&|| _ = Parts::rows_at(&mut [0u8; 4], 2, &[1, 0])));
     }
 }

@@ -1,4 +1,11 @@
-//! The CPU device.
+//! The CPU device: runs plans on a fixed team of threads.
+//!
+//! Reading order: [`CpuDevice`] (buffers, weights, programs), `program` (one step of a plan on the team), then the kernels:
+//! `matmul` over `pack`ed panels, `attention` over the `kv` pool, and the row functions (`norm`, `rope`, `activation`,
+//! `quant`). `pool` is the team, `arena` the memory that its members share; `simd` holds the instruction sets. `reference`
+//! defines every operation in plain Rust.
+//!
+//! Promise: a row's bits depend on its own sequence only, whatever the batch, the chunks, the blocks and the threads.
 
 #[doc(hidden)]
 pub mod activation;
@@ -6,6 +13,7 @@ pub mod activation;
 pub mod arena;
 #[doc(hidden)]
 pub mod attention;
+mod device;
 #[doc(hidden)]
 pub mod exp;
 #[doc(hidden)]
@@ -18,6 +26,7 @@ pub mod norm;
 pub mod pack;
 #[doc(hidden)]
 pub mod pool;
+mod program;
 #[doc(hidden)]
 pub mod quant;
 #[doc(hidden)]
@@ -26,5 +35,7 @@ pub mod reference;
 pub mod rope;
 #[doc(hidden)]
 pub mod simd;
+mod weight_set;
 
+pub use device::{CpuDevice, CpuOptions};
 pub use simd::Isa;

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::rope::RopeStyle;
+use crate::graph::RopeStyle;
 use crate::graph::RowStatus;
 use crate::weights::DType;
 

@@ -7,15 +7,7 @@
 
 use super::Isa;
 use super::simd::lanes::{Kernel, Lanes, dispatch};
-
-/// Which elements of a head form a pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RopeStyle {
-    /// Element `i` and element `i + width / 2` (hub checkpoints).
-    Half,
-    /// Elements `2i` and `2i + 1` (GGUF's llama).
-    Interleaved,
-}
+use crate::graph::RopeStyle;
 
 /// Cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
 ///

@@ -73,6 +73,11 @@ impl Isa {
         }
     }
 
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        Self::available().contains(&self)
+    }
+
     /// # Panics
     /// If this machine lacks it: running on would be undefined behaviour.
     fn assert_available(self) {

@@ -1,0 +1,177 @@
+//! What an engine may use and how it schedules: plain data, checked once when the engine is built.
+//!
+//! Every field acts. Unknown keys are refused when a configuration is read from a file, and nothing is clamped.
+
+use serde::{Deserialize, Serialize};
+
+use crate::graph::{CompileOptions, Numerics};
+use crate::kv_cache::KvDType;
+use crate::sampler::ParamError;
+use crate::scheduler::SchedulePolicy;
+
+/// How much memory keys and values get.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum CacheBudget {
+    /// That many blocks.
+    Blocks(u32),
+    /// As many whole blocks as fit in that many bytes.
+    Bytes(u64),
+    /// What the device has free once weights and buffers are in place, up to what `max_num_seqs` sequences of
+    /// `max_model_len` could use.
+    #[default]
+    Auto,
+}
+
+/// Configuration of an engine; start from `default()` and assign fields.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[non_exhaustive]
+pub struct EngineConfig {
+    /// Most token rows in one step, prefill and decode together.
+    pub max_num_batched_tokens: u32,
+    /// Most sequences in one step; a request of `n` choices counts `n`.
+    pub max_num_seqs: u32,
+    /// Longest sequence, prompt and output together; `None` = the model's own limit.
+    pub max_model_len: Option<u32>,
+    /// Tokens a KV block, a multiple of 16; `None` = the device's preference.
+    pub block_size: Option<u32>,
+    /// Memory for keys and values.
+    pub kv_cache: CacheBudget,
+    /// Type of stored keys and values; `None` = what `numerics` says.
+    pub kv_dtype: Option<KvDType>,
+    /// Arithmetic of the device. Results are the same whoever shares the batch in either mode.
+    pub numerics: Numerics,
+    /// Options of the graph compiler.
+    pub compile: CompileOptions,
+    /// Whether computed prompts are kept and shared.
+    pub prefix_caching: bool,
+    /// Which waiting request comes next.
+    pub policy: SchedulePolicy,
+    /// Most requests that wait for their first step; more are refused with `SubmitError::QueueFull`.
+    pub max_queue: u32,
+    /// Most log-probabilities a token that a request may ask for.
+    pub max_logprobs: u32,
+    /// Seed that requests without one of their own draw theirs from.
+    pub seed: u64,
+    /// Threads of the CPU device; `None` = the cores this process may use.
+    pub threads: Option<usize>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            // vLLM's defaults for online serving: 2048 rows keep a mixed step short, 256 sequences fill it with decode.
+            max_num_batched_tokens: 2048,
+            max_num_seqs: 256,
+            max_model_len: None,
+            block_size: None,
+            kv_cache: CacheBudget::Auto,
+            kv_dtype: None,
+            numerics: Numerics::Fast,
+            compile: CompileOptions::default(),
+            prefix_caching: true,
+            policy: SchedulePolicy::Fcfs,
+            // Four full batches: beyond that a request waits longer than it runs.
+            max_queue: 1024,
+            // vLLM's default.
+            max_logprobs: 20,
+            seed: 0,
+            threads: None,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// Checks every field that can be checked without a model.
+    pub fn validate(&self) -> Result<(), ParamError> {
+        at_least("max_num_seqs", self.max_num_seqs, 1)?;
+        if self.max_num_batched_tokens < self.max_num_seqs {
+            return Err(refuse(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                format!("at least max_num_seqs ({}), so that every sequence gets a row a step", self.max_num_seqs),
+            ));
+        }
+        if let Some(len) = self.max_model_len {
+            at_least("max_model_len", len, 2)?;
+        }
+        if let Some(size) = self.block_size
+            && (size == 0 || size % 16 != 0)
+        {
+            return Err(refuse("block_size", size, "a multiple of 16".to_owned()));
+        }
+        match self.kv_cache {
+            CacheBudget::Blocks(blocks) => at_least("kv_cache.blocks", blocks, 1)?,
+            CacheBudget::Bytes(0) => return Err(refuse("kv_cache.bytes", 0, "at least one block".to_owned())),
+            CacheBudget::Bytes(_) | CacheBudget::Auto => {}
+        }
+        if self.numerics == Numerics::Exact
+            && let Some(dtype) = self.kv_dtype
+            && dtype != KvDType::F32
+        {
+            return Err(refuse("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
+        }
+        at_least("max_queue", self.max_queue, 1)?;
+        if let Some(threads) = self.threads {
+            at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
+        }
+        Ok(())
+    }
+}
+
+fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamError> {
+    if value < least { Err(refuse(field, value, format!("at least {least}"))) } else { Ok(()) }
+}
+
+/// A [`ParamError`] about a field.
+pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: String) -> ParamError {
+    ParamError { field, value: value.to_string(), expected }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut EngineConfig)) -> &'static str {
+        let mut config = EngineConfig::default();
+        change(&mut config);
+        config.validate().expect_err("must be refused").field
+    }
+
+    #[test]
+    fn defaults_are_valid_and_survive_serde() {
+        let config = EngineConfig::default();
+        config.validate().unwrap();
+        let json = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<EngineConfig>(&json).unwrap(), config);
+        assert_eq!(serde_json::from_str::<EngineConfig>("{}").unwrap(), config);
+    }
+
+    #[test]
+    fn each_bad_field_is_named() {
+        assert_eq!(refused(|c| c.max_num_seqs = 0), "max_num_seqs");
+        assert_eq!(refused(|c| c.max_num_batched_tokens = 255), "max_num_batched_tokens");
+        assert_eq!(refused(|c| c.max_model_len = Some(1)), "max_model_len");
+        assert_eq!(refused(|c| c.block_size = Some(0)), "block_size");
+        assert_eq!(refused(|c| c.block_size = Some(24)), "block_size");
+        assert_eq!(refused(|c| c.kv_cache = CacheBudget::Blocks(0)), "kv_cache.blocks");
+        assert_eq!(refused(|c| c.kv_cache = CacheBudget::Bytes(0)), "kv_cache.bytes");
+        assert_eq!(refused(|c| c.max_queue = 0), "max_queue");
+        assert_eq!(refused(|c| c.threads = Some(0)), "threads");
+        assert_eq!(
+            refused(|c| {
+                c.numerics = Numerics::Exact;
+                c.kv_dtype = Some(KvDType::F16);
+            }),
+            "kv_dtype"
+        );
+    }
+
+    #[test]
+    fn unknown_keys_are_refused() {
+        let error = serde_json::from_str::<EngineConfig>(r#"{"max_num_seq": 4}"#).unwrap_err();
+        assert!(error.to_string().contains("max_num_seq"), "{error}");
+    }
+}

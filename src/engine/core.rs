@@ -1,0 +1,518 @@
+//! The engine as a step function: no thread, no clock of its own, no I/O.
+//!
+//! [`EngineCore::step`] looks at what callers want, plans, runs the model, samples, publishes and commits, in this order.
+//! A host that drives it has the whole engine under its own control; [`Engine`](super::Engine) is a thread around it.
+//!
+//! Promises: a request that was cancelled or whose handle was dropped is gone, with its blocks, before the next plan; a
+//! request's failure ends that request only; a failed engine tells every open handle once and takes no more requests;
+//! a step in which nothing is admitted, ends or is preempted allocates nothing (log-probabilities apart).
+
+use std::sync::Arc;
+
+use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
+use crate::sampler::ParamLimits;
+use crate::scheduler::{Chunk, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
+use crate::text::{ChatRender, Vocabulary};
+
+use super::batch::Batch;
+use super::builder::EngineInfo;
+use super::clock::{Clock, elapsed_us};
+use super::config::{CacheBudget, EngineConfig, refuse};
+use super::draw::Draw;
+use super::error::{BuildError, EngineError, RequestError, SubmitError};
+use super::forward::{Forward, LogitRows};
+use super::handle::RequestHandle;
+use super::intake::{Arrival, Intake, Limits, Stage};
+use super::output::FinishReason;
+use super::request::{Request, RequestId};
+use super::roster::Roster;
+use super::stats::{Counters, Stats};
+
+/// Tokens a KV block if the configuration leaves it open: attention's tile.
+const DEFAULT_BLOCK_SIZE: u32 = 16;
+
+/// One block in that many stays free when a sequence is admitted, so that running ones can grow (vLLM's 1 %).
+const WATERMARK_SHARE: u32 = 100;
+
+/// What the engine must know of the model behind its [`Forward`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ModelLimits {
+    /// Ids the model knows.
+    pub vocab_size: u32,
+    /// Longest sequence the model takes.
+    pub max_model_len: u32,
+    /// Ids that end a sequence unless a request says `ignore_eos`.
+    pub eos_ids: Vec<u32>,
+    /// Names the model and all else that changes what a KV block holds; keys of the prefix cache begin with it.
+    pub fingerprint: u128,
+    /// Most rows of logits that one call of the model may be asked for; a step that wants more is cut into several
+    /// calls.
+    pub max_logit_rows: u32,
+}
+
+impl ModelLimits {
+    /// Limits of a model without end-of-sequence ids, whose runner has room for any number of logits.
+    #[must_use]
+    pub fn new(vocab_size: u32, max_model_len: u32) -> Self {
+        Self { vocab_size, max_model_len, eos_ids: Vec::new(), fingerprint: 0, max_logit_rows: u32::MAX }
+    }
+}
+
+/// Whether an engine lives and takes requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Health {
+    /// It runs and takes requests.
+    Ready,
+    /// It runs, but takes no request just now: the queue is full, or it is shutting down.
+    Live,
+    /// It does not run any more: it has failed or has been shut down.
+    Failed,
+}
+
+/// What one step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepReport {
+    /// Sequences that had rows in the step; 0 if there was nothing to compute.
+    pub sequences: u32,
+    /// Rows computed.
+    pub rows: u32,
+    /// Tokens drawn.
+    pub drawn_tokens: u32,
+    /// Choices that ended on the step's own results.
+    pub finished: u32,
+    /// Sequences that lost their blocks and will be computed again.
+    pub preempted: u32,
+}
+
+/// The engine without a thread; see the head of this module's file for what it promises.
+pub struct EngineCore {
+    config: Arc<EngineConfig>,
+    info: Arc<EngineInfo>,
+    intake: Arc<Intake>,
+    counters: Arc<Counters>,
+    clock: Arc<dyn Clock>,
+    forward: Box<dyn Forward>,
+    max_logit_rows: u32,
+    scheduler: Scheduler,
+    blocks: BlockAllocator,
+    roster: Roster,
+    step: StepBuffers,
+    draw: Draw,
+    arrivals: Vec<Arrival>,
+    /// Plans in a row that held nothing although there was work.
+    empty_plans: u32,
+    failed: Option<EngineError>,
+}
+
+/// The plan of the step at hand, copied out of the scheduler, and what comes of it.
+#[derive(Debug, Default)]
+struct StepBuffers {
+    chunks: Vec<Chunk>,
+    copies: Vec<(BlockId, BlockId)>,
+    exhausted: Vec<SeqId>,
+    preempted: usize,
+    batch: Batch,
+    output: StepOutput,
+}
+
+impl EngineCore {
+    /// Puts an engine together around a model that is ready to run.
+    ///
+    /// `config.kv_cache` must be settled to `Blocks`: how many fit is the business of whoever owns the device's memory.
+    pub fn from_parts(
+        config: EngineConfig,
+        forward: Box<dyn Forward>,
+        model: ModelLimits,
+        vocabulary: Option<Arc<dyn Vocabulary>>,
+        chat: Option<Arc<dyn ChatRender>>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, BuildError> {
+        let config = settle(config, &model)?;
+        if forward.vocab_size() != model.vocab_size as usize {
+            return Err(BuildError::VocabSize { model: model.vocab_size, runner: forward.vocab_size() });
+        }
+        let CacheBudget::Blocks(pool_blocks) = config.kv_cache else {
+            let expected = "a number of blocks: only the builder of a device can settle bytes or `auto`".to_owned();
+            return Err(refuse("kv_cache", format!("{:?}", config.kv_cache), expected).into());
+        };
+        let block_size = config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE);
+        let max_model_len = config.max_model_len.unwrap_or(model.max_model_len);
+        if pool_blocks.checked_mul(block_size).is_none() {
+            let expected = format!("at most {} blocks of {block_size} tokens", u32::MAX / block_size);
+            return Err(refuse("kv_cache.blocks", pool_blocks, expected).into());
+        }
+
+        let scheduler = Scheduler::new(SchedulerConfig {
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            max_num_seqs: config.max_num_seqs,
+            max_model_len,
+            watermark_blocks: pool_blocks / WATERMARK_SHARE,
+            policy: config.policy,
+        })?;
+        let mut blocks = BlockAllocator::new(pool_blocks, block_size);
+        if config.prefix_caching {
+            blocks = blocks.with_prefix_cache(model.fingerprint);
+        }
+        let params = ParamLimits {
+            vocab_size: model.vocab_size,
+            max_model_len,
+            max_logprobs: config.max_logprobs,
+            has_vocabulary: vocabulary.is_some(),
+        };
+        let limits = Limits {
+            params,
+            block_size,
+            pool_blocks,
+            max_queue: config.max_queue,
+            policy: config.policy,
+            seed: config.seed,
+        };
+        let info = Arc::new(EngineInfo {
+            vocab_size: model.vocab_size,
+            max_model_len,
+            block_size,
+            pool_blocks,
+            pool_tokens: u64::from(pool_blocks) * u64::from(block_size),
+            ..EngineInfo::default()
+        });
+        let counters = Arc::new(Counters::default());
+        let mut core = Self {
+            step: StepBuffers::with_room(&config, max_model_len, block_size, pool_blocks, model.max_logit_rows),
+            draw: Draw::new(model.vocab_size as usize, config.max_num_seqs as usize),
+            roster: Roster::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
+            intake: Arc::new(Intake::new(limits, vocabulary, chat, Arc::clone(&clock))),
+            config: Arc::new(config),
+            info,
+            counters,
+            clock,
+            forward,
+            max_logit_rows: model.max_logit_rows,
+            scheduler,
+            blocks,
+            arrivals: Vec::new(),
+            empty_plans: 0,
+            failed: None,
+        };
+        core.show_gauges();
+        Ok(core)
+    }
+
+    /// Checks a request and takes it in; it joins the next step that has room. Never runs the model.
+    pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
+        self.intake.submit(request)
+    }
+
+    /// Whether there is nothing to do: no request waits or runs.
+    pub fn is_idle(&self) -> bool {
+        self.roster.is_empty() && !self.intake.is_rung()
+    }
+
+    pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
+        self.info = Arc::new(info);
+        self
+    }
+
+    pub(super) fn shared_info(&self) -> &Arc<EngineInfo> {
+        &self.info
+    }
+
+    /// What the engine runs, and on what; what only a builder knows is empty without one.
+    pub fn info(&self) -> &EngineInfo {
+        &self.info
+    }
+
+    /// The configuration, with everything settled that may be left open.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// The counters as they stand.
+    pub fn stats(&self) -> Stats {
+        self.counters.snapshot(self.intake.queued())
+    }
+
+    /// Whether the engine lives and takes requests.
+    pub fn health(&self) -> Health {
+        health(&self.intake)
+    }
+
+    /// Runs one step. An error has ended the engine: every open handle has heard it, and each further call repeats it.
+    pub fn step(&mut self) -> Result<StepReport, EngineError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        self.run_step().inspect_err(|error| self.fail(error))
+    }
+
+    /// Every invariant of the engine and of the parts it owns; for tests.
+    pub fn check(&self) -> Result<(), String> {
+        self.blocks.check()?;
+        self.scheduler.check(&self.blocks)?;
+        self.roster.check()?;
+        let scheduled = self.scheduler.running() + self.scheduler.waiting();
+        if self.failed.is_none() && scheduled != self.roster.sequences() {
+            return Err(format!("{scheduled} sequences are scheduled, {} are open", self.roster.sequences()));
+        }
+        Ok(())
+    }
+
+    fn run_step(&mut self) -> Result<StepReport, EngineError> {
+        let start = self.clock.now();
+        self.attend(start);
+        self.plan(start);
+        let mut report = StepReport::default();
+        if !self.step.chunks.is_empty() {
+            report = self.compute()?;
+            self.scheduler.commit(&self.step.output, &mut self.blocks);
+            self.dismiss_failed();
+            Counters::add(&self.counters.steps, 1);
+            self.counters.step_time.record(elapsed_us(start, self.clock.now()));
+        }
+        report.preempted = u32::try_from(self.step.preempted).unwrap_or(u32::MAX);
+        self.require_progress()?;
+        self.show_gauges();
+        Ok(report)
+    }
+
+    /// Takes in what callers have asked for since the last step, and what the clock brings.
+    fn attend(&mut self, now: Tick) {
+        if self.intake.answer() {
+            let mut arrivals = std::mem::take(&mut self.arrivals);
+            self.intake.fetch(&mut arrivals);
+            for arrival in arrivals.drain(..) {
+                self.enter(arrival, now);
+            }
+            self.arrivals = arrivals;
+            while let Some(request) = self.roster.next_cancelled() {
+                self.end(request, &FinishReason::Cancelled);
+            }
+        }
+        while let Some(request) = self.roster.next_expired(now) {
+            self.end(request, &FinishReason::Deadline);
+        }
+    }
+
+    fn enter(&mut self, arrival: Arrival, now: Tick) {
+        let request = arrival.id;
+        let mut meta = SeqMeta {
+            prompt: arrival.prompt.to_vec(),
+            max_tokens: arrival.max_tokens,
+            priority: arrival.priority,
+            salt: arrival.salt.clone(),
+            // Cached rows have no logits.
+            read_prefix_cache: arrival.params.prompt_logprobs.is_none(),
+        };
+        for seq in self.roster.enter(arrival) {
+            if let Err(error) = self.scheduler.add(SeqId(seq), meta.clone(), now, &self.blocks) {
+                // What was checked at submission is refused all the same: say so rather than let it wait for ever.
+                self.roster.fail(request, RequestError::Schedule(error));
+                self.intake.leave_queue();
+                self.dismiss_failed();
+                return;
+            }
+            meta.read_prefix_cache = true;
+        }
+    }
+
+    /// Ends a request from outside, with all its choices and their blocks.
+    fn end(&mut self, request: RequestId, reason: &FinishReason) {
+        let (open, queued) = self.roster.open_of(request);
+        if queued {
+            self.intake.leave_queue();
+        }
+        for seq in open {
+            self.scheduler.abort(seq, &mut self.blocks);
+            self.roster.end_choice(seq, reason.clone());
+        }
+    }
+
+    fn plan(&mut self, now: Tick) {
+        let plan = self.scheduler.schedule(now, &mut self.blocks);
+        refill(&mut self.step.chunks, &plan.chunks);
+        refill(&mut self.step.copies, &plan.copies);
+        refill(&mut self.step.exhausted, &plan.exhausted);
+        self.step.preempted = plan.preempted.len();
+        Counters::add(&self.counters.preemptions, plan.preempted.len() as u64);
+        for &seq in &self.step.exhausted {
+            self.roster.end_choice(seq, FinishReason::Length);
+        }
+        for chunk in &self.step.chunks {
+            if self.roster.start(chunk.seq) {
+                self.intake.leave_queue();
+            }
+        }
+    }
+
+    /// Runs the plan through the model, in one call or in several, and draws the tokens.
+    fn compute(&mut self) -> Result<StepReport, EngineError> {
+        let Self { step, scheduler, blocks, roster, draw, forward, clock, .. } = self;
+        let StepBuffers { chunks, copies, batch, output, .. } = step;
+        output.results.clear();
+        output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
+        if !copies.is_empty() {
+            forward.copy_blocks(copies)?;
+        }
+        batch.rewind();
+        while batch.fill(chunks, self.max_logit_rows, scheduler, blocks, |seq| roster.prompt_rows_from(seq)) {
+            let logits = forward.forward(&batch.input)?;
+            check_shape(&logits, batch.wanted.len())?;
+            draw.digest(logits, &batch.wanted, scheduler, roster, clock.now(), output);
+        }
+        // What a request computed before it failed in this step is not to be found in the prefix cache.
+        for result in output.results.iter_mut().filter(|result| !result.finished && roster.get(result.seq).is_none()) {
+            *result = SeqResult { seq: result.seq, token: None, finished: true };
+        }
+        let rows: u32 = chunks.iter().map(|chunk| chunk.len).sum();
+        Counters::add(&self.counters.computed_rows, u64::from(rows));
+        let count = |of: fn(&SeqResult) -> bool| {
+            u32::try_from(output.results.iter().filter(|result| of(result)).count()).unwrap_or(u32::MAX)
+        };
+        Ok(StepReport {
+            sequences: count(|_| true),
+            rows,
+            drawn_tokens: count(|result| result.token.is_some()),
+            finished: count(|result| result.finished),
+            preempted: 0,
+        })
+    }
+
+    /// Lets requests go that failed in this step.
+    fn dismiss_failed(&mut self) {
+        while let Some(open) = self.roster.next_failed() {
+            for seq in open {
+                self.scheduler.abort(seq, &mut self.blocks);
+            }
+        }
+    }
+
+    /// A plan may be empty once, when its room went to ending or preempting sequences; not twice with work to do.
+    fn require_progress(&mut self) -> Result<(), EngineError> {
+        let idle = self.scheduler.is_idle();
+        let moved = !self.step.chunks.is_empty() || !self.step.exhausted.is_empty();
+        self.empty_plans = if moved || idle { 0 } else { self.empty_plans + 1 };
+        if self.empty_plans < 2 {
+            return Ok(());
+        }
+        Err(EngineError::Stalled { waiting: self.scheduler.waiting(), running: self.scheduler.running() })
+    }
+
+    fn show_gauges(&mut self) {
+        let (stats, counters) = (self.blocks.stats(), &self.counters);
+        Counters::set(&counters.running, self.scheduler.running() as u64);
+        Counters::set(&counters.waiting, self.scheduler.waiting() as u64);
+        Counters::set(&counters.live_blocks, u64::from(stats.live_blocks));
+        Counters::set(&counters.cached_blocks, u64::from(stats.cached_blocks));
+        Counters::set(&counters.free_blocks, u64::from(stats.free_blocks));
+        Counters::set(&counters.prefix_queries, stats.queried_tokens);
+        Counters::set(&counters.prefix_hits, stats.hit_tokens);
+    }
+
+    /// Ends the engine: no more requests are taken, and every open handle hears the error.
+    pub(crate) fn fail(&mut self, error: &EngineError) {
+        self.failed = Some(error.clone());
+        self.intake.advance(Stage::Ended(Some(error.clone())));
+        self.end_all(&RequestError::Engine(error.clone()));
+    }
+
+    pub(crate) fn intake(&self) -> &Arc<Intake> {
+        &self.intake
+    }
+
+    pub(crate) fn counters(&self) -> &Arc<Counters> {
+        &self.counters
+    }
+
+    pub(crate) fn shared_config(&self) -> &Arc<EngineConfig> {
+        &self.config
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
+        &self.clock
+    }
+
+    fn end_all(&mut self, error: &RequestError) {
+        self.intake.fetch(&mut self.arrivals);
+        for arrival in self.arrivals.drain(..) {
+            arrival.slot.fail(error.clone());
+        }
+        self.roster.clear(error);
+    }
+}
+
+/// Handles that are still open hear that the engine is gone.
+impl Drop for EngineCore {
+    fn drop(&mut self) {
+        self.intake.advance(Stage::Ended(None));
+        self.end_all(&RequestError::Closed);
+    }
+}
+
+impl std::fmt::Debug for EngineCore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EngineCore")
+            .field("config", &self.config)
+            .field("running", &self.scheduler.running())
+            .field("waiting", &self.scheduler.waiting())
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
+}
+
+impl StepBuffers {
+    fn with_room(config: &EngineConfig, max_model_len: u32, block_size: u32, pool_blocks: u32, max_rows: u32) -> Self {
+        let seqs = config.max_num_seqs as usize;
+        let rows = config.max_num_batched_tokens as usize;
+        // A table entry a block; with shared prefixes the tables of a step may name a block more than once.
+        let longest = max_model_len.div_ceil(block_size).min(pool_blocks) as usize;
+        let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
+        Self {
+            chunks: Vec::with_capacity(seqs),
+            output: StepOutput { results: Vec::with_capacity(seqs) },
+            batch: Batch::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
+            ..Self::default()
+        }
+    }
+}
+
+/// Checks the configuration and fills in what the model settles.
+fn settle(mut config: EngineConfig, model: &ModelLimits) -> Result<EngineConfig, BuildError> {
+    config.validate()?;
+    if model.max_logit_rows == 0 {
+        return Err(refuse("max_logit_rows", 0, "at least 1".to_owned()).into());
+    }
+    let asked = config.max_model_len.unwrap_or(model.max_model_len);
+    if asked > model.max_model_len || asked < 2 {
+        let expected = format!("2..={}, the model's own limit", model.max_model_len);
+        return Err(refuse("max_model_len", asked, expected).into());
+    }
+    config.max_model_len = Some(asked);
+    config.block_size = Some(config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE));
+    Ok(config)
+}
+
+pub(crate) fn health(intake: &Intake) -> Health {
+    match intake.stage() {
+        Stage::Open if !intake.is_full() => Health::Ready,
+        Stage::Open | Stage::Draining(_) | Stage::Stopping => Health::Live,
+        Stage::Ended(_) => Health::Failed,
+    }
+}
+
+fn check_shape(logits: &LogitRows<'_>, wanted: usize) -> Result<(), EngineError> {
+    let bad = |what, got, expected| Err(EngineError::BadAnswer { what, got, expected });
+    if logits.status.len() != wanted {
+        return bad("status bytes", logits.status.len(), wanted);
+    }
+    if logits.logits.len() != wanted * logits.vocab {
+        return bad("logits", logits.logits.len(), wanted * logits.vocab);
+    }
+    Ok(())
+}
+
+fn refill<T: Copy>(into: &mut Vec<T>, from: &[T]) {
+    into.clear();
+    into.extend_from_slice(from);
+}

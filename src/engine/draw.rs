@@ -1,0 +1,154 @@
+//! From the logits of one call to tokens: who is sampled how, and the prompt's log-probabilities.
+//!
+//! Keeps the buffers of a step's sampling. What it finds is told to the [`Roster`] row by row; a row that cannot be
+//! sampled fails its own request and no other.
+
+use crate::kv_cache::SeqId;
+use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
+use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
+
+use super::batch::{Purpose, WantedRow};
+use super::error::RequestError;
+use super::forward::LogitRows;
+use super::roster::Roster;
+
+#[derive(Debug)]
+pub(crate) struct Draw {
+    sampler: Sampler,
+    /// Empty between calls; kept for its room.
+    rows: Vec<SampleRow<'static>>,
+    /// Index into the wanted rows of each of `rows`.
+    of: Vec<usize>,
+    sampled: Vec<Result<Sampled, SampleError>>,
+}
+
+impl Draw {
+    pub fn new(vocab_size: usize, max_rows: usize) -> Self {
+        Self {
+            sampler: Sampler::new(vocab_size),
+            rows: Vec::with_capacity(max_rows),
+            of: Vec::with_capacity(max_rows),
+            sampled: Vec::with_capacity(max_rows),
+        }
+    }
+
+    /// Reads one call's logits and enters what they give into `output`, which has a result a chunk.
+    pub fn digest(
+        &mut self,
+        logits: LogitRows<'_>,
+        wanted: &[WantedRow],
+        scheduler: &Scheduler,
+        roster: &mut Roster,
+        now: Tick,
+        output: &mut StepOutput,
+    ) {
+        for (row, want) in wanted.iter().enumerate() {
+            if want.purpose == Purpose::PromptLogprob {
+                self.prompt_logprob(logits, row, *want, scheduler, roster);
+            }
+        }
+        self.sample(logits, wanted, scheduler, roster);
+        for (&row, sampled) in self.of.iter().zip(&self.sampled) {
+            let want = wanted[row];
+            output.results[want.chunk] = settle(want, sampled, scheduler, roster, now);
+        }
+    }
+
+    fn prompt_logprob(
+        &mut self,
+        logits: LogitRows<'_>,
+        row: usize,
+        want: WantedRow,
+        scheduler: &Scheduler,
+        roster: &mut Roster,
+    ) {
+        let Some((sequence, active)) = roster.get(want.seq) else { return };
+        let (request, choice) = (sequence.request, sequence.choice);
+        let top = active.params.prompt_logprobs.unwrap_or(0);
+        let next = scheduler.tokens(want.seq)[want.position as usize + 1];
+        let answer = if logits.status[row] == 0 {
+            self.sampler.prompt_logprobs(&logits.logits[row * logits.vocab..][..logits.vocab], next, top)
+        } else {
+            Err(SampleError::NonFinite { row, token: None })
+        };
+        match answer {
+            Ok((logprob, rank, top)) => {
+                roster.prompt_logprob(want.seq, TokenLogprob { token: next, logprob }, rank, &top);
+            }
+            Err(error) => roster.fail(request, failure(error, choice, want.position, 0)),
+        }
+    }
+
+    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[WantedRow], scheduler: &Scheduler, roster: &Roster) {
+        self.of.clear();
+        let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut self.rows);
+        for (row, want) in wanted.iter().enumerate().filter(|(_, want)| want.purpose == Purpose::Sample) {
+            let Some((sequence, active)) = roster.get(want.seq) else { continue };
+            let tokens = scheduler.tokens(want.seq);
+            let (prompt, output) = tokens.split_at(active.prompt_tokens as usize);
+            self.of.push(row);
+            rows.push(SampleRow {
+                row,
+                params: &active.params,
+                prompt,
+                output,
+                eos_ids: roster.eos_of(&active.params),
+                bad_words: &active.bad_words,
+                seed: active.seed,
+                choice: sequence.choice,
+            });
+        }
+        self.sampler.sample(logits, &rows, &mut self.sampled);
+        self.rows = emptied(rows);
+    }
+}
+
+/// What one drawn token means for its sequence.
+fn settle(
+    want: WantedRow,
+    sampled: &Result<Sampled, SampleError>,
+    scheduler: &Scheduler,
+    roster: &mut Roster,
+    now: Tick,
+) -> SeqResult {
+    let seq: SeqId = want.seq;
+    match sampled {
+        Ok(sampled) => {
+            let finished = roster.accept(seq, sampled, scheduler.cached_tokens(seq), now);
+            SeqResult { seq, token: Some(sampled.token), finished }
+        }
+        Err(error) => {
+            if let Some((sequence, _)) = roster.get(seq) {
+                let (request, choice, done) = (sequence.request, sequence.choice, sequence.generated_tokens());
+                roster.fail(request, failure(error.clone(), choice, want.position, done));
+            }
+            SeqResult { seq, token: None, finished: true }
+        }
+    }
+}
+
+fn failure(error: SampleError, choice: u32, position: u32, generated_tokens: u32) -> RequestError {
+    match error {
+        SampleError::NonFinite { .. } => RequestError::NonFinite { choice, position },
+        source => RequestError::Sample { choice, generated_tokens, source },
+    }
+}
+
+/// The same vector without its rows, free of what they borrowed. The collection happens in place, so the room stays.
+fn emptied(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
+    rows.clear();
+    rows.into_iter().filter_map(|_| None).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn emptied_keeps_the_room() {
+        let rows: Vec<SampleRow<'_>> = Vec::with_capacity(64);
+        let at = rows.as_ptr() as usize;
+        let rows = emptied(rows);
+        assert_eq!((rows.capacity(), rows.as_ptr() as usize), (64, at));
+    }
+}

@@ -1,0 +1,357 @@
+//! The engine's front door: checks requests on the caller's thread and hands them to the loop.
+//!
+//! Shared by the loop, every `Engine` clone and every handle. It owns the gate (whether requests are taken, and the ones
+//! not fetched yet), the count of requests that wait, and the bell by which callers get the loop's attention. It never
+//! touches the device, the scheduler or a running request.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::sampler::{ParamLimits, SamplingParams};
+use crate::scheduler::{SchedulePolicy, Tick};
+use crate::text::Vocabulary;
+
+use super::clock::{Clock, micros};
+use super::config::refuse;
+use super::error::{EngineError, SubmitError};
+use super::handle::RequestHandle;
+use super::request::{Prompt, Request, RequestId};
+use super::slot::Slot;
+use crate::text::ChatRender;
+
+/// Longest piece of a refused value that an error repeats, in characters.
+const QUOTED_CHARS: usize = 40;
+
+/// A request that has passed every check, on its way to the loop.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    pub id: RequestId,
+    pub slot: Arc<Slot>,
+    pub prompt: Arc<[u32]>,
+    pub params: SamplingParams,
+    /// Tokens a choice may generate: what was asked for, up to the model's length.
+    pub max_tokens: u32,
+    /// `bad_words` as token sequences.
+    pub bad_words: Vec<Vec<u32>>,
+    pub seed: u64,
+    pub priority: i32,
+    pub salt: Box<[u8]>,
+    pub arrived: Tick,
+    pub deadline: Option<Tick>,
+}
+
+/// How far the engine is in its life.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Open,
+    /// No new requests; those here go on, at the latest until the tick.
+    Draining(Option<Tick>),
+    /// Stop before the next step.
+    Stopping,
+    /// The loop is gone; `Some` if it failed.
+    Ended(Option<EngineError>),
+}
+
+/// What requests are checked against.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub params: ParamLimits,
+    pub block_size: u32,
+    pub pool_blocks: u32,
+    pub max_queue: u32,
+    pub policy: SchedulePolicy,
+    pub seed: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Intake {
+    limits: Limits,
+    vocabulary: Option<Arc<dyn Vocabulary>>,
+    chat: Option<Arc<dyn ChatRender>>,
+    clock: Arc<dyn Clock>,
+    gate: Mutex<Gate>,
+    bell: Condvar,
+    /// Something changed that the loop has not looked at: an arrival, a cancellation, the stage.
+    rung: AtomicBool,
+    /// Requests that wait for their first step.
+    queued: AtomicU32,
+    next_id: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Gate {
+    stage: Stage,
+    arrivals: Vec<Arrival>,
+}
+
+impl Intake {
+    pub fn new(
+        limits: Limits,
+        vocabulary: Option<Arc<dyn Vocabulary>>,
+        chat: Option<Arc<dyn ChatRender>>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self {
+            limits,
+            vocabulary,
+            chat,
+            clock,
+            gate: Mutex::new(Gate { stage: Stage::Open, arrivals: Vec::new() }),
+            bell: Condvar::new(),
+            rung: AtomicBool::new(false),
+            queued: AtomicU32::new(0),
+            next_id: AtomicU64::new(0),
+        }
+    }
+
+    /// Checks a request and puts it where the loop will find it.
+    pub fn submit(self: &Arc<Self>, request: Request) -> Result<RequestHandle, SubmitError> {
+        if let Some(refusal) = closed(&self.gate.lock().stage) {
+            return Err(refusal.of(request));
+        }
+        let place = |queued: u32| (queued < self.limits.max_queue).then_some(queued + 1);
+        if self.queued.fetch_update(Ordering::AcqRel, Ordering::Acquire, place).is_err() {
+            return Err(SubmitError::QueueFull(Box::new(request)));
+        }
+        let checked = self.check(&request).inspect_err(|_| self.leave_queue())?;
+
+        let mut gate = self.gate.lock();
+        if let Some(refusal) = closed(&gate.stage) {
+            drop(gate);
+            self.leave_queue();
+            return Err(refusal.of(request));
+        }
+        // Under the gate, so that ids, seeds and the order of arrival agree.
+        let ordinal = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let id = RequestId(ordinal);
+        let choices = request.sampling.n;
+        let slot = Arc::new(Slot::new(choices as usize, request.sampling.logprobs.is_some()));
+        let arrived = self.clock.now();
+        let handle = RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(self));
+        gate.arrivals.push(Arrival {
+            id,
+            slot,
+            prompt: checked.prompt,
+            max_tokens: checked.max_tokens,
+            bad_words: checked.bad_words,
+            seed: request.sampling.seed.unwrap_or_else(|| drawn_seed(self.limits.seed, ordinal)),
+            params: request.sampling,
+            priority: request.priority,
+            salt: request.cache_salt,
+            arrived,
+            deadline: request.deadline.map(|after| Tick(arrived.0.saturating_add(micros(after)))),
+        });
+        drop(gate);
+        self.ring();
+        Ok(handle)
+    }
+
+    /// Gets the loop's attention.
+    pub fn ring(&self) {
+        self.rung.store(true, Ordering::Release);
+        // Taking the gate orders this ring against a loop that is just about to wait.
+        drop(self.gate.lock());
+        self.bell.notify_all();
+    }
+
+    /// Whether the bell has rung since the last call.
+    pub fn answer(&self) -> bool {
+        self.rung.load(Ordering::Acquire) && self.rung.swap(false, Ordering::AcqRel)
+    }
+
+    /// Whether the bell has rung and nobody has answered.
+    pub fn is_rung(&self) -> bool {
+        self.rung.load(Ordering::Acquire)
+    }
+
+    /// Waits for the bell.
+    pub fn wait(&self) {
+        let mut gate = self.gate.lock();
+        while !self.rung.load(Ordering::Acquire) {
+            self.bell.wait(&mut gate);
+        }
+    }
+
+    /// Moves the requests not fetched yet to `into`, in the order they came.
+    pub fn fetch(&self, into: &mut Vec<Arrival>) {
+        into.append(&mut self.gate.lock().arrivals);
+    }
+
+    /// One request less waits for its first step.
+    pub fn leave_queue(&self) {
+        self.queued.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    pub fn queued(&self) -> u32 {
+        self.queued.load(Ordering::Acquire)
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.queued() >= self.limits.max_queue
+    }
+
+    pub fn stage(&self) -> Stage {
+        self.gate.lock().stage.clone()
+    }
+
+    /// Moves on to a later stage; an earlier one is ignored.
+    pub fn advance(&self, to: Stage) {
+        let mut gate = self.gate.lock();
+        if order(&to) >= order(&gate.stage) && !matches!(gate.stage, Stage::Ended(_)) {
+            gate.stage = to;
+        }
+        drop(gate);
+        self.ring();
+    }
+
+    fn check(&self, request: &Request) -> Result<Checked, SubmitError> {
+        let params = &request.sampling;
+        let limits = &self.limits;
+        params.validate(&limits.params)?;
+        if request.priority != 0 && limits.policy != SchedulePolicy::Priority {
+            let expected = "0: the engine's policy is first come, first served".to_owned();
+            return Err(refuse("priority", request.priority, expected).into());
+        }
+        let prompt = self.encode(&request.prompt)?;
+        let prompt_tokens = self.check_prompt(&prompt, params)?;
+        let room = limits.params.max_model_len - prompt_tokens;
+        Ok(Checked {
+            max_tokens: params.max_tokens.map_or(room, |asked| asked.min(room)),
+            bad_words: self.bad_words(&params.bad_words)?,
+            prompt: prompt.into(),
+        })
+    }
+
+    fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, SubmitError> {
+        let vocabulary = || {
+            let expected = "token ids: the engine has no vocabulary".to_owned();
+            self.vocabulary.as_deref().ok_or_else(|| refuse("prompt", "text", expected))
+        };
+        let encode = |text: &str, add_special| {
+            let failed = |reason| SubmitError::Encode { reason };
+            vocabulary()?.encode(text, add_special).map_err(failed)
+        };
+        match prompt {
+            Prompt::Tokens(tokens) => Ok(tokens.clone()),
+            Prompt::Text(text) => encode(text, true),
+            Prompt::Chat(messages) => {
+                let expected = "token ids or text: the engine has no chat template".to_owned();
+                let chat = self.chat.as_deref().ok_or_else(|| refuse("prompt", "chat messages", expected))?;
+                let text = chat.render(messages).map_err(|reason| SubmitError::Render { reason })?;
+                // The template spells out the special tokens itself.
+                let failed = |reason| SubmitError::Encode { reason };
+                vocabulary()?.encode_chat(&text).map_err(failed)
+            }
+        }
+    }
+
+    /// The prompt's length, if it can be served at all.
+    fn check_prompt(&self, prompt: &[u32], params: &SamplingParams) -> Result<u32, SubmitError> {
+        let limits = &self.limits;
+        let vocab_size = limits.params.vocab_size;
+        if prompt.is_empty() {
+            return Err(refuse("prompt", "no tokens", "at least one token".to_owned()).into());
+        }
+        if let Some(id) = prompt.iter().find(|&&id| id >= vocab_size) {
+            let expected = format!("ids below {vocab_size}, the size of the model's vocabulary");
+            return Err(refuse("prompt", id, expected).into());
+        }
+        let limit_tokens = limits.params.max_model_len - 1;
+        let prompt_tokens = match u32::try_from(prompt.len()) {
+            Ok(tokens) if tokens <= limit_tokens => tokens,
+            _ => return Err(SubmitError::TooLong { prompt_tokens: prompt.len(), limit_tokens }),
+        };
+        let room = limits.params.max_model_len - prompt_tokens;
+        if params.min_tokens > room {
+            let expected = format!("at most {room}, the room behind a prompt of {prompt_tokens} tokens");
+            return Err(refuse("min_tokens", params.min_tokens, expected).into());
+        }
+        let needed_blocks = prompt_tokens.div_ceil(limits.block_size);
+        if needed_blocks > limits.pool_blocks {
+            let (block_size, pool_blocks) = (limits.block_size, limits.pool_blocks);
+            return Err(SubmitError::NeverFits { prompt_tokens, needed_blocks, pool_blocks, block_size });
+        }
+        Ok(prompt_tokens)
+    }
+
+    /// Each bad word as it reads at the start of a text and behind a blank.
+    fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, SubmitError> {
+        let Some(vocabulary) = self.vocabulary.as_deref() else { return Ok(Vec::new()) };
+        let mut sequences = Vec::new();
+        for word in words {
+            for text in [word.clone(), format!(" {}", word.trim_start())] {
+                let ids = vocabulary.encode(&text, false).map_err(|reason| SubmitError::Encode { reason })?;
+                if ids.is_empty() {
+                    let quoted = word.chars().take(QUOTED_CHARS).collect::<String>();
+                    return Err(refuse("bad_words", quoted, "texts of at least one token".to_owned()).into());
+                }
+                if !sequences.contains(&ids) {
+                    sequences.push(ids);
+                }
+            }
+        }
+        Ok(sequences)
+    }
+}
+
+struct Checked {
+    prompt: Arc<[u32]>,
+    max_tokens: u32,
+    bad_words: Vec<Vec<u32>>,
+}
+
+enum Refusal {
+    Closed,
+    Failed(EngineError),
+}
+
+impl Refusal {
+    fn of(self, request: Request) -> SubmitError {
+        let request = Box::new(request);
+        match self {
+            Self::Closed => SubmitError::Closed(request),
+            Self::Failed(source) => SubmitError::Failed { request, source },
+        }
+    }
+}
+
+fn closed(stage: &Stage) -> Option<Refusal> {
+    match stage {
+        Stage::Open => None,
+        Stage::Draining(_) | Stage::Stopping | Stage::Ended(None) => Some(Refusal::Closed),
+        Stage::Ended(Some(error)) => Some(Refusal::Failed(error.clone())),
+    }
+}
+
+fn order(stage: &Stage) -> u8 {
+    match stage {
+        Stage::Open => 0,
+        Stage::Draining(_) => 1,
+        Stage::Stopping => 2,
+        Stage::Ended(_) => 3,
+    }
+}
+
+/// The seed of the engine's `ordinal`-th request: a bijection of the ordinal under a given engine seed (splitmix64's
+/// output function), so that no two requests of an engine share a seed and a run can be repeated.
+fn drawn_seed(engine_seed: u64, ordinal: u64) -> u64 {
+    let mut bits = engine_seed.wrapping_add((ordinal.wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::drawn_seed;
+
+    #[test]
+    fn drawn_seeds_differ_within_an_engine_and_repeat_across_runs() {
+        let seeds: std::collections::HashSet<u64> = (0..10_000).map(|ordinal| drawn_seed(7, ordinal)).collect();
+        assert_eq!(seeds.len(), 10_000);
+        assert_eq!(drawn_seed(7, 3), drawn_seed(7, 3));
+        assert_ne!(drawn_seed(7, 3), drawn_seed(8, 3));
+    }
+}

@@ -1,0 +1,294 @@
+//! Who is in the engine: requests, their choices, and which choice is which sequence of the scheduler.
+//!
+//! Owns what the loop knows of a request and tells its slot what happens. A request is here from the moment the loop
+//! fetched it until its last choice has ended.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::kv_cache::SeqId;
+use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
+use crate::scheduler::Tick;
+use crate::text::Vocabulary;
+
+use super::clock::elapsed_us;
+use super::error::RequestError;
+use super::intake::Arrival;
+use super::output::{FinishReason, PromptInfo};
+use super::request::RequestId;
+use super::sequence::{Rules, Sequence};
+use super::slot::{News, Slot};
+use super::stats::{Counters, Ending};
+
+#[derive(Debug)]
+pub(crate) struct Active {
+    pub slot: Arc<Slot>,
+    pub params: SamplingParams,
+    pub prompt_tokens: u32,
+    pub max_tokens: u32,
+    pub bad_words: Vec<Vec<u32>>,
+    pub seed: u64,
+    pub arrived: Tick,
+    pub deadline: Option<Tick>,
+    /// Whether it still counts as waiting for its first step.
+    pub queued: bool,
+    /// Choices that have not ended.
+    open: Vec<SeqId>,
+    /// Failed in this step; its choices leave once the step is committed.
+    failed: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Roster {
+    requests: BTreeMap<RequestId, Active>,
+    sequences: BTreeMap<SeqId, Sequence>,
+    next_seq: u64,
+    next_deadline: Option<Tick>,
+    failed: Vec<RequestId>,
+    eos_ids: Vec<u32>,
+    vocabulary: Option<Arc<dyn Vocabulary>>,
+    counters: Arc<Counters>,
+}
+
+impl Roster {
+    pub fn new(eos_ids: Vec<u32>, vocabulary: Option<Arc<dyn Vocabulary>>, counters: Arc<Counters>) -> Self {
+        Self {
+            requests: BTreeMap::new(),
+            sequences: BTreeMap::new(),
+            next_seq: 0,
+            next_deadline: None,
+            failed: Vec::new(),
+            eos_ids,
+            vocabulary,
+            counters,
+        }
+    }
+
+    /// Takes a request in; its choices get these sequence ids, in order of their index.
+    pub fn enter(&mut self, arrival: Arrival) -> std::ops::Range<u64> {
+        let ids = self.next_seq..self.next_seq + u64::from(arrival.params.n);
+        self.next_seq = ids.end;
+        for (choice, seq) in (0..).zip(ids.clone()) {
+            let sequence = Sequence::new(arrival.id, choice, &arrival.params, self.vocabulary.is_some());
+            self.sequences.insert(SeqId(seq), sequence);
+        }
+        self.next_deadline = earlier(self.next_deadline, arrival.deadline);
+        let active = Active {
+            slot: arrival.slot,
+            params: arrival.params,
+            prompt_tokens: u32::try_from(arrival.prompt.len()).unwrap_or(u32::MAX),
+            max_tokens: arrival.max_tokens,
+            bad_words: arrival.bad_words,
+            seed: arrival.seed,
+            arrived: arrival.arrived,
+            deadline: arrival.deadline,
+            queued: true,
+            open: ids.clone().map(SeqId).collect(),
+            failed: false,
+        };
+        self.requests.insert(arrival.id, active);
+        ids
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    pub fn sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    pub fn eos_of(&self, params: &SamplingParams) -> &[u32] {
+        if params.ignore_eos { &[] } else { &self.eos_ids }
+    }
+
+    /// The choice behind a sequence and its request; `None` once either has ended or failed.
+    pub fn get(&self, seq: SeqId) -> Option<(&Sequence, &Active)> {
+        let sequence = self.sequences.get(&seq)?;
+        let active = self.requests.get(&sequence.request).filter(|active| !active.failed)?;
+        Some((sequence, active))
+    }
+
+    /// Position of the first prompt row whose logits the sequence still wants.
+    pub fn prompt_rows_from(&self, seq: SeqId) -> Option<u32> {
+        self.get(seq)?.0.prompt_rows_from()
+    }
+
+    /// Notes that a sequence is part of a step. At its first one its buffers are reserved; `true` if its request was
+    /// waiting until then.
+    pub fn start(&mut self, seq: SeqId) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&seq).filter(|sequence| !sequence.started) else { return false };
+        let Some(active) = self.requests.get_mut(&sequence.request) else { return false };
+        sequence.started = true;
+        let top = |asked: Option<u32>| asked.map(|top| top as usize);
+        if let Some(top) = top(active.params.prompt_logprobs) {
+            sequence.reserve_prompt_logprobs(active.prompt_tokens.saturating_sub(1) as usize, top);
+        }
+        let with_text = self.vocabulary.is_some();
+        let logprobs = top(active.params.logprobs);
+        active.slot.reserve(sequence.choice, active.max_tokens as usize, with_text, logprobs);
+        std::mem::take(&mut active.queued)
+    }
+
+    /// Records the log-probability of the prompt token behind `sequence`'s last recorded one.
+    pub fn prompt_logprob(&mut self, seq: SeqId, logprob: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
+        if let Some(sequence) = self.sequences.get_mut(&seq) {
+            sequence.push_prompt_logprob(logprob, rank, top);
+        }
+    }
+
+    /// Takes a drawn token and publishes what it brings; `true` if the choice ended on it.
+    pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: u32, now: Tick) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return true };
+        let Some(active) = self.requests.get_mut(&sequence.request).filter(|active| !active.failed) else {
+            return true;
+        };
+        let rules = Rules {
+            params: &active.params,
+            eos_ids: if active.params.ignore_eos { &[] } else { &self.eos_ids },
+            max_tokens: active.max_tokens,
+            vocabulary: self.vocabulary.as_deref(),
+        };
+        let is_first = sequence.choice == 0 && sequence.prompt_is_news();
+        let accepted = sequence.accept(&rules, sampled);
+        let prompt = is_first.then(|| {
+            let waited_us = elapsed_us(active.arrived, now);
+            self.counters.time_to_first_token.record(waited_us);
+            Counters::add(&self.counters.prompt_tokens, u64::from(active.prompt_tokens));
+            Counters::add(&self.counters.cached_tokens, u64::from(cached_tokens));
+            PromptInfo {
+                prompt_tokens: active.prompt_tokens,
+                cached_tokens,
+                time_to_first_token: Duration::from_micros(waited_us),
+                logprobs: sequence.take_prompt_logprobs(),
+            }
+        });
+        if accepted.token.is_some() {
+            Counters::add(&self.counters.generated_tokens, 1);
+        }
+        let ended = accepted.finish.as_ref().map(Ending::from);
+        let news = News {
+            text: sequence.text(),
+            token: accepted.token,
+            logprobs: active.params.logprobs.is_some().then_some(sequence.logprobs()),
+            finish: accepted.finish,
+            prompt,
+        };
+        active.slot.publish(sequence.choice, news);
+        if let Some(ending) = ended {
+            self.counters.finish(ending);
+            self.leave(seq);
+        }
+        ended.is_some()
+    }
+
+    /// Ends one choice from outside and publishes what was held back.
+    pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason) {
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        if let Some(active) = self.requests.get(&sequence.request) {
+            self.counters.finish(Ending::from(&reason));
+            sequence.close();
+            active
+                .slot
+                .publish(sequence.choice, News { text: sequence.text(), finish: Some(reason), ..News::default() });
+        }
+        self.leave(seq);
+    }
+
+    /// Ends a request with an error. Its choices stay until [`next_failed`](Self::next_failed) hands them out, since the
+    /// scheduler may be between a plan and its commit.
+    pub fn fail(&mut self, request: RequestId, error: RequestError) {
+        let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return };
+        active.failed = true;
+        active.slot.fail(error);
+        for _ in &active.open {
+            self.counters.finish(Ending::Error);
+        }
+        self.failed.push(request);
+    }
+
+    /// Lets the next failed request go; the sequences it had open.
+    pub fn next_failed(&mut self) -> Option<Vec<SeqId>> {
+        let request = self.failed.pop()?;
+        let open = self.requests.remove(&request).map(|active| active.open).unwrap_or_default();
+        for seq in &open {
+            self.sequences.remove(seq);
+        }
+        Some(open)
+    }
+
+    /// Sequences of a request that have not ended, and whether the request still waits for its first step.
+    pub fn open_of(&self, request: RequestId) -> (Vec<SeqId>, bool) {
+        self.requests.get(&request).map(|active| (active.open.clone(), active.queued)).unwrap_or_default()
+    }
+
+    /// A request whose caller has cancelled it.
+    pub fn next_cancelled(&self) -> Option<RequestId> {
+        self.requests.iter().find(|(_, active)| active.slot.is_cancelled()).map(|(&id, _)| id)
+    }
+
+    /// A request whose deadline has passed.
+    pub fn next_expired(&mut self, now: Tick) -> Option<RequestId> {
+        if self.next_deadline.is_none_or(|deadline| deadline > now) {
+            return None;
+        }
+        let expired = self.requests.iter().find(|(_, active)| active.deadline.is_some_and(|deadline| deadline <= now));
+        let expired = expired.map(|(&id, _)| id);
+        if expired.is_none() {
+            self.next_deadline = self.requests.values().filter_map(|active| active.deadline).min();
+        }
+        expired
+    }
+
+    /// Tells every open request of an error and forgets them all.
+    pub fn clear(&mut self, error: &RequestError) {
+        for active in self.requests.values() {
+            if !active.failed {
+                active.slot.fail(error.clone());
+                for _ in &active.open {
+                    self.counters.finish(Ending::Error);
+                }
+            }
+        }
+        self.requests.clear();
+        self.sequences.clear();
+        self.failed.clear();
+    }
+
+    /// That requests and sequences name each other, and nothing else is here.
+    pub fn check(&self) -> Result<(), String> {
+        let open = self.requests.values().map(|active| active.open.len()).sum::<usize>();
+        if open != self.sequences.len() {
+            return Err(format!("requests name {open} open sequences, there are {}", self.sequences.len()));
+        }
+        for (id, active) in &self.requests {
+            if active.open.is_empty() {
+                return Err(format!("request {id} has no open choice"));
+            }
+            for seq in &active.open {
+                if self.sequences.get(seq).map(|sequence| sequence.request) != Some(*id) {
+                    return Err(format!("request {id} names {seq:?}, which is not its own"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self, seq: SeqId) {
+        let Some(sequence) = self.sequences.remove(&seq) else { return };
+        if let Some(active) = self.requests.get_mut(&sequence.request) {
+            active.open.retain(|&open| open != seq);
+            if active.open.is_empty() {
+                self.requests.remove(&sequence.request);
+            }
+        }
+    }
+}
+
+fn earlier(a: Option<Tick>, b: Option<Tick>) -> Option<Tick> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}

@@ -1,0 +1,208 @@
+//! What one choice of a request has put out, and when it ends.
+//!
+//! Takes the drawn tokens one by one and says what of them may be published: text with whole characters only, nothing
+//! that may still become a stop string, nothing of the token a choice ends on. Rules, in this order:
+//!
+//! 1. a model's end-of-sequence token ends it, unless `ignore_eos`;
+//! 2. one of `stop_token_ids` ends it;
+//! 3. a stop string that ends in text of a token after the first `min_tokens` ends it;
+//! 4. the length ends it.
+//!
+//! Text that was held back is flushed at every end except a matched stop string, which cuts it.
+
+use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
+use crate::text::{Detokenizer, Vocabulary};
+
+use super::output::{FinishReason, Logprobs, StopMatch};
+use super::request::RequestId;
+use super::stop::StopChecker;
+
+/// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
+const TOKEN_TEXT_BYTES: usize = 256;
+
+/// What decides over a sequence's end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules<'a> {
+    pub params: &'a SamplingParams,
+    /// The model's own end-of-sequence tokens; none if the request ignores them.
+    pub eos_ids: &'a [u32],
+    pub max_tokens: u32,
+    pub vocabulary: Option<&'a dyn Vocabulary>,
+}
+
+/// What of a drawn token is published, beside the text in [`Sequence::text`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Accepted {
+    pub token: Option<u32>,
+    pub finish: Option<FinishReason>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub request: RequestId,
+    pub choice: u32,
+    /// Whether it has been part of a step.
+    pub started: bool,
+    /// Tokens published.
+    generated_tokens: u32,
+    /// Whether no token has been drawn yet.
+    untouched: bool,
+    text: Option<TextEnd>,
+    logprobs: Logprobs,
+    prompt_logprobs: Option<Logprobs>,
+}
+
+/// The end of the text: what is decoded but not published.
+#[derive(Debug)]
+struct TextEnd {
+    detokenizer: Detokenizer,
+    stops: StopChecker,
+    decoded: String,
+    fresh: String,
+}
+
+impl Sequence {
+    pub fn new(request: RequestId, choice: u32, params: &SamplingParams, with_text: bool) -> Self {
+        Self {
+            request,
+            choice,
+            started: false,
+            generated_tokens: 0,
+            untouched: true,
+            text: with_text.then(|| TextEnd {
+                detokenizer: Detokenizer::new(params.skip_special_tokens),
+                stops: StopChecker::new(&params.stop, params.include_stop_str_in_output),
+                decoded: String::with_capacity(TOKEN_TEXT_BYTES),
+                fresh: String::with_capacity(TOKEN_TEXT_BYTES),
+            }),
+            logprobs: Logprobs::default(),
+            // Every choice has the same prompt: one of them looks at it.
+            prompt_logprobs: (choice == 0 && params.prompt_logprobs.is_some()).then(Logprobs::default),
+        }
+    }
+
+    pub fn generated_tokens(&self) -> u32 {
+        self.generated_tokens
+    }
+
+    /// Whether the next token is the first, with which the prompt's own results are published.
+    pub fn prompt_is_news(&self) -> bool {
+        self.untouched
+    }
+
+    /// Position of the first prompt row whose logits are still wanted; `None` if none are.
+    pub fn prompt_rows_from(&self) -> Option<u32> {
+        self.prompt_logprobs.as_ref().map(|done| u32::try_from(done.len()).unwrap_or(u32::MAX))
+    }
+
+    pub fn reserve_prompt_logprobs(&mut self, tokens: usize, top: usize) {
+        if let Some(logprobs) = &mut self.prompt_logprobs {
+            logprobs.reserve(tokens, top);
+        }
+    }
+
+    /// Records the prompt's next log-probability.
+    pub fn push_prompt_logprob(&mut self, chosen: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
+        if let Some(logprobs) = &mut self.prompt_logprobs {
+            logprobs.push(chosen, rank, top);
+        }
+    }
+
+    /// The prompt's log-probabilities, once all of them are there.
+    pub fn take_prompt_logprobs(&mut self) -> Option<Logprobs> {
+        self.prompt_logprobs.take()
+    }
+
+    /// Text to publish now.
+    pub fn text(&self) -> &str {
+        self.text.as_ref().map_or("", |text| &text.fresh)
+    }
+
+    /// Log-probabilities of the token to publish now.
+    pub fn logprobs(&self) -> &Logprobs {
+        &self.logprobs
+    }
+
+    /// Takes the next drawn token.
+    pub fn accept(&mut self, rules: &Rules<'_>, sampled: &Sampled) -> Accepted {
+        self.untouched = false;
+        self.logprobs.clear();
+        self.clear_text();
+        let token = sampled.token;
+        if rules.eos_ids.contains(&token) {
+            self.flush();
+            return Accepted { token: None, finish: Some(FinishReason::Stop { matched: StopMatch::Eos(token) }) };
+        }
+        if rules.params.stop_token_ids.contains(&token) {
+            let finish = Some(FinishReason::Stop { matched: StopMatch::Token(token) });
+            if !rules.params.include_stop_str_in_output {
+                self.flush();
+                return Accepted { token: None, finish };
+            }
+            self.keep(sampled, rules);
+            if let Some(text) = &mut self.text {
+                text.bypass();
+            }
+            self.flush();
+            return Accepted { token: Some(token), finish };
+        }
+
+        self.keep(sampled, rules);
+        let mut finish = None;
+        if let Some(text) = &mut self.text {
+            if self.generated_tokens <= rules.params.min_tokens {
+                text.bypass();
+            } else if let Some(index) = text.stops.push(&text.decoded, &mut text.fresh) {
+                let matched = StopMatch::Text(rules.params.stop[index].clone());
+                return Accepted { token: Some(token), finish: Some(FinishReason::Stop { matched }) };
+            }
+        }
+        if self.generated_tokens >= rules.max_tokens {
+            finish = Some(FinishReason::Length);
+            self.flush();
+        }
+        Accepted { token: Some(token), finish }
+    }
+
+    /// Ends the sequence from outside: what was held back becomes publishable.
+    pub fn close(&mut self) {
+        self.logprobs.clear();
+        self.clear_text();
+        self.flush();
+    }
+
+    fn keep(&mut self, sampled: &Sampled, rules: &Rules<'_>) {
+        self.generated_tokens += 1;
+        if let Some(logprob) = sampled.logprob.filter(|_| rules.params.logprobs.is_some()) {
+            self.logprobs.push(TokenLogprob { token: sampled.token, logprob }, sampled.rank, &sampled.top);
+        }
+        if let (Some(text), Some(vocabulary)) = (&mut self.text, rules.vocabulary) {
+            text.detokenizer.push(vocabulary, sampled.token, &mut text.decoded);
+        }
+    }
+
+    fn clear_text(&mut self) {
+        if let Some(text) = &mut self.text {
+            text.decoded.clear();
+            text.fresh.clear();
+        }
+    }
+
+    fn flush(&mut self) {
+        if let Some(text) = &mut self.text {
+            text.decoded.clear();
+            text.detokenizer.flush(&mut text.decoded);
+            // A match here would cut what is flushed; the reason to end stays the one that was found first.
+            if text.stops.push(&text.decoded, &mut text.fresh).is_none() {
+                text.stops.flush(&mut text.fresh);
+            }
+        }
+    }
+}
+
+impl TextEnd {
+    /// Lets decoded text through without looking for stops in it.
+    fn bypass(&mut self) {
+        self.stops.pass(&self.decoded, &mut self.fresh);
+    }
+}

@@ -1,0 +1,256 @@
+//! The one place where a request's news wait for their reader.
+//!
+//! The engine *merges* what it publishes into the slot, the reader takes all that has gathered. So a slow reader costs
+//! memory bounded by its own output (reserved at admission) and never holds up a step, and a quick one sees every token.
+//!
+//! State of a choice: open → (news)* → finished. An error ends all choices of the request; news that came before it are
+//! read before it.
+
+use std::time::{Duration, Instant};
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::error::RequestError;
+use super::output::{Delta, FinishReason, Logprobs, PromptInfo};
+
+/// Bytes of unread text that a choice has room for, a token. Byte-level vocabularies average 4 bytes a token on English
+/// text; longer unread text costs a reallocation, nothing else.
+const TEXT_BYTES_PER_TOKEN: usize = 8;
+
+/// What the engine adds to one choice in one step.
+#[derive(Debug, Default)]
+pub(crate) struct News<'a> {
+    pub text: &'a str,
+    pub token: Option<u32>,
+    pub logprobs: Option<&'a Logprobs>,
+    pub finish: Option<FinishReason>,
+    pub prompt: Option<PromptInfo>,
+}
+
+/// What a reader finds.
+#[derive(Debug)]
+pub(crate) enum Found {
+    Delta(Delta),
+    Error(RequestError),
+    Nothing,
+    Ended,
+}
+
+#[derive(Debug)]
+pub(crate) struct Slot {
+    state: Mutex<State>,
+    arrived: Condvar,
+    cancelled: AtomicBool,
+    unread: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State {
+    choices: Vec<Pending>,
+    /// The choice that is looked at first, so that no choice is read twice before another is read once.
+    turn: usize,
+    open: usize,
+    prompt: Option<PromptInfo>,
+    error: Option<RequestError>,
+    #[cfg(feature = "async")]
+    waker: Option<std::task::Waker>,
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    text: String,
+    token_ids: Vec<u32>,
+    logprobs: Logprobs,
+    wants_logprobs: bool,
+    finish: Option<FinishReason>,
+    closed: bool,
+    fresh: bool,
+}
+
+impl Slot {
+    pub fn new(choices: usize, wants_logprobs: bool) -> Self {
+        let choices = (0..choices).map(|_| Pending { wants_logprobs, ..Pending::default() }).collect::<Vec<_>>();
+        Self {
+            state: Mutex::new(State {
+                open: choices.len(),
+                choices,
+                turn: 0,
+                prompt: None,
+                error: None,
+                #[cfg(feature = "async")]
+                waker: None,
+            }),
+            arrived: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+            unread: AtomicBool::new(false),
+        }
+    }
+
+    /// Makes room for all a choice may publish, so that publishing allocates nothing.
+    pub fn reserve(&self, choice: u32, tokens: usize, with_text: bool, top: Option<usize>) {
+        if self.unread.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut state = self.state.lock();
+        let pending = &mut state.choices[choice as usize];
+        pending.token_ids.reserve(tokens);
+        if with_text {
+            pending.text.reserve(tokens.saturating_mul(TEXT_BYTES_PER_TOKEN));
+        }
+        if let Some(top) = top {
+            pending.logprobs.reserve(tokens, top);
+        }
+    }
+
+    /// Asks the engine to end the request before its next step.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Nobody will read: what is published from now on is dropped.
+    pub fn detach(&self) {
+        self.unread.store(true, Ordering::Release);
+    }
+
+    /// Merges news into a choice. News for a choice that has ended are dropped.
+    pub fn publish(&self, choice: u32, news: News<'_>) {
+        if self.unread.load(Ordering::Acquire) {
+            return;
+        }
+        let mut state = self.state.lock();
+        if news.prompt.is_some() {
+            state.prompt = news.prompt;
+        }
+        let pending = &mut state.choices[choice as usize];
+        if pending.closed {
+            return;
+        }
+        pending.text.push_str(news.text);
+        pending.token_ids.extend(news.token);
+        if let Some(logprobs) = news.logprobs {
+            pending.logprobs.append(logprobs);
+        }
+        pending.fresh = true;
+        if news.finish.is_some() {
+            pending.finish = news.finish;
+            pending.closed = true;
+            state.open -= 1;
+        }
+        self.announce(state);
+    }
+
+    /// Ends every choice that is still open with an error.
+    pub fn fail(&self, error: RequestError) {
+        let mut state = self.state.lock();
+        if state.open == 0 {
+            return;
+        }
+        for pending in &mut state.choices {
+            pending.closed = true;
+        }
+        state.open = 0;
+        state.error = Some(error);
+        self.announce(state);
+    }
+
+    #[cfg(not(feature = "async"))]
+    fn announce(&self, state: parking_lot::MutexGuard<'_, State>) {
+        drop(state);
+        self.arrived.notify_all();
+    }
+
+    #[cfg(feature = "async")]
+    fn announce(&self, mut state: parking_lot::MutexGuard<'_, State>) {
+        let waker = state.waker.take();
+        drop(state);
+        self.arrived.notify_all();
+        if let Some(waker) = waker {
+            // A waker is code of the host's: its panic is its own affair and must not end the other requests.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake()));
+        }
+    }
+
+    /// Takes what has gathered.
+    pub fn take(&self) -> Found {
+        self.state.lock().take()
+    }
+
+    /// Takes what has gathered, waiting for it until `deadline` (for ever if `None`).
+    pub fn wait(&self, deadline: Option<Instant>) -> Found {
+        let mut state = self.state.lock();
+        loop {
+            match state.take() {
+                Found::Nothing => {}
+                found => return found,
+            }
+            match deadline {
+                None => self.arrived.wait(&mut state),
+                Some(deadline) if self.arrived.wait_until(&mut state, deadline).timed_out() => return state.take(),
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Takes what has gathered, or keeps the waker and wakes it when something comes.
+    #[cfg(feature = "async")]
+    pub fn poll(&self, context: &mut std::task::Context<'_>) -> Found {
+        let mut state = self.state.lock();
+        let found = state.take();
+        if matches!(found, Found::Nothing) {
+            match &mut state.waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                none => *none = Some(context.waker().clone()),
+            }
+        }
+        found
+    }
+}
+
+impl State {
+    fn take(&mut self) -> Found {
+        let count = self.choices.len();
+        for step in 0..count {
+            let index = (self.turn + step) % count;
+            if self.choices[index].fresh {
+                self.turn = (index + 1) % count;
+                let prompt = if index == 0 { self.prompt.take() } else { None };
+                return Found::Delta(self.choices[index].take(index, prompt));
+            }
+        }
+        match self.error.take() {
+            Some(error) => Found::Error(error),
+            None if self.open == 0 => Found::Ended,
+            None => Found::Nothing,
+        }
+    }
+}
+
+impl Pending {
+    /// Copies out rather than moving, so that the room reserved at admission stays with the engine.
+    fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
+        let delta = Delta {
+            index: u32::try_from(index).unwrap_or(u32::MAX),
+            text: self.text.clone(),
+            token_ids: self.token_ids.clone(),
+            logprobs: self.wants_logprobs.then(|| self.logprobs.clone()),
+            finish_reason: self.finish.take(),
+            prompt,
+        };
+        self.text.clear();
+        self.token_ids.clear();
+        self.logprobs.clear();
+        self.fresh = false;
+        delta
+    }
+}
+
+/// A moment that far ahead, `None` when it lies beyond what the clock can tell.
+pub(crate) fn after(timeout: Duration) -> Option<Instant> {
+    Instant::now().checked_add(timeout)
+}

@@ -1,0 +1,315 @@
+//! What the engine counts, and how it is read.
+//!
+//! The loop adds to atomic counters and never waits for a reader; a [`Stats`] is a copy taken field by field, so its
+//! numbers may be one step apart from each other while the engine runs.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::output::FinishReason;
+
+/// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
+/// longest, which also resolve steps from a millisecond on.
+const TIME_BOUNDS_US: [u64; 18] = [
+    1_000, 5_000, 10_000, 20_000, 40_000, 60_000, 80_000, 100_000, 250_000, 500_000, 750_000, 1_000_000, 2_500_000,
+    5_000_000, 7_500_000, 10_000_000, 20_000_000, 40_000_000,
+];
+
+/// How a request ended, as counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    Stop,
+    Length,
+    Cancelled,
+    Deadline,
+    Error,
+}
+
+impl Ending {
+    const ALL: [Self; 5] = [Self::Stop, Self::Length, Self::Cancelled, Self::Deadline, Self::Error];
+
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Cancelled => "cancelled",
+            Self::Deadline => "deadline",
+            Self::Error => "error",
+        }
+    }
+}
+
+impl From<&FinishReason> for Ending {
+    fn from(reason: &FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop { .. } => Self::Stop,
+            FinishReason::Length => Self::Length,
+            FinishReason::Cancelled => Self::Cancelled,
+            FinishReason::Deadline => Self::Deadline,
+        }
+    }
+}
+
+/// The engine's side: counters that only grow, and gauges set after each step.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub running: AtomicU64,
+    pub waiting: AtomicU64,
+    pub live_blocks: AtomicU64,
+    pub cached_blocks: AtomicU64,
+    pub free_blocks: AtomicU64,
+    pub prompt_tokens: AtomicU64,
+    pub cached_tokens: AtomicU64,
+    pub generated_tokens: AtomicU64,
+    pub computed_rows: AtomicU64,
+    pub prefix_queries: AtomicU64,
+    pub prefix_hits: AtomicU64,
+    pub preemptions: AtomicU64,
+    pub steps: AtomicU64,
+    finished: [AtomicU64; 5],
+    pub time_to_first_token: TimeCounter,
+    pub step_time: TimeCounter,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct TimeCounter {
+    buckets: [AtomicU64; TIME_BOUNDS_US.len() + 1],
+    sum_us: AtomicU64,
+}
+
+impl TimeCounter {
+    pub fn record(&self, us: u64) {
+        let bucket = TIME_BOUNDS_US.partition_point(|&bound| bound < us);
+        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        self.sum_us.fetch_add(us, Ordering::Relaxed);
+    }
+
+    fn snapshot(&self) -> TimeHistogram {
+        TimeHistogram {
+            counts: std::array::from_fn(|bucket| self.buckets[bucket].load(Ordering::Relaxed)),
+            sum_us: self.sum_us.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Counters {
+    pub fn add(counter: &AtomicU64, by: u64) {
+        counter.fetch_add(by, Ordering::Relaxed);
+    }
+
+    pub fn set(gauge: &AtomicU64, to: u64) {
+        gauge.store(to, Ordering::Relaxed);
+    }
+
+    pub fn finish(&self, ending: Ending) {
+        self.finished[ending as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn snapshot(&self, queued: u32) -> Stats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let finished = |ending: Ending| read(&self.finished[ending as usize]);
+        Stats {
+            queued_requests: u64::from(queued),
+            running: read(&self.running),
+            waiting: read(&self.waiting),
+            live_blocks: read(&self.live_blocks),
+            cached_blocks: read(&self.cached_blocks),
+            free_blocks: read(&self.free_blocks),
+            prompt_tokens: read(&self.prompt_tokens),
+            cached_tokens: read(&self.cached_tokens),
+            generated_tokens: read(&self.generated_tokens),
+            computed_rows: read(&self.computed_rows),
+            prefix_queries: read(&self.prefix_queries),
+            prefix_hits: read(&self.prefix_hits),
+            preemptions: read(&self.preemptions),
+            steps: read(&self.steps),
+            finished_stop: finished(Ending::Stop),
+            finished_length: finished(Ending::Length),
+            finished_cancelled: finished(Ending::Cancelled),
+            finished_deadline: finished(Ending::Deadline),
+            finished_error: finished(Ending::Error),
+            time_to_first_token: self.time_to_first_token.snapshot(),
+            step_time: self.step_time.snapshot(),
+        }
+    }
+}
+
+/// A histogram of times in fixed buckets from 1 ms to 40 s.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TimeHistogram {
+    counts: [u64; TIME_BOUNDS_US.len() + 1],
+    sum_us: u64,
+}
+
+impl TimeHistogram {
+    /// Number of times recorded.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// Sum of all times, in microseconds.
+    pub fn sum_us(&self) -> u64 {
+        self.sum_us
+    }
+
+    /// `(upper bound in microseconds, times up to that bound)` a bucket; times above the last bound are in
+    /// [`count`](Self::count) only.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> {
+        TIME_BOUNDS_US.iter().zip(&self.counts).scan(0, |below, (&bound, &count)| {
+            *below += count;
+            Some((bound, *below))
+        })
+    }
+}
+
+/// A copy of the engine's counters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Requests that wait for their first step.
+    pub queued_requests: u64,
+    /// Sequences that hold blocks, after the last step.
+    pub running: u64,
+    /// Sequences that wait for blocks or for a place, after the last step.
+    pub waiting: u64,
+    /// Blocks that sequences hold.
+    pub live_blocks: u64,
+    /// Blocks that hold computed prompts nobody uses just now.
+    pub cached_blocks: u64,
+    /// Blocks that hold nothing.
+    pub free_blocks: u64,
+    /// Tokens of the prompts that have been computed.
+    pub prompt_tokens: u64,
+    /// Of these, tokens from the prefix cache.
+    pub cached_tokens: u64,
+    /// Tokens published.
+    pub generated_tokens: u64,
+    /// Rows that went through the model, recomputed ones included.
+    pub computed_rows: u64,
+    /// Tokens looked up in the prefix cache.
+    pub prefix_queries: u64,
+    /// Tokens found there.
+    pub prefix_hits: u64,
+    /// Sequences that lost their blocks to others and were computed again.
+    pub preemptions: u64,
+    /// Steps that ran.
+    pub steps: u64,
+    /// Choices that ended on an end-of-sequence token, stop token or stop string.
+    pub finished_stop: u64,
+    /// Choices that used up their length.
+    pub finished_length: u64,
+    /// Choices whose caller cancelled or went away.
+    pub finished_cancelled: u64,
+    /// Choices whose deadline passed.
+    pub finished_deadline: u64,
+    /// Choices that ended with an error.
+    pub finished_error: u64,
+    /// From submission to the first token.
+    pub time_to_first_token: TimeHistogram,
+    /// Steps from plan to publication.
+    pub step_time: TimeHistogram,
+}
+
+impl Stats {
+    fn finished(&self, ending: Ending) -> u64 {
+        match ending {
+            Ending::Stop => self.finished_stop,
+            Ending::Length => self.finished_length,
+            Ending::Cancelled => self.finished_cancelled,
+            Ending::Deadline => self.finished_deadline,
+            Ending::Error => self.finished_error,
+        }
+    }
+
+    /// Writes the counters in Prometheus' text format, under vLLM's names with the prefix `ascend_llm_`.
+    pub fn write_prometheus(&self, out: &mut impl fmt::Write) -> fmt::Result {
+        let used = self.live_blocks as f64 / (self.live_blocks + self.cached_blocks + self.free_blocks).max(1) as f64;
+        gauge(out, "num_requests_running", "Sequences that hold KV blocks.", self.running)?;
+        gauge(out, "num_requests_waiting", "Sequences that wait.", self.waiting)?;
+        gauge(out, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)?;
+        counter(out, "prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)?;
+        counter(out, "prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)?;
+        counter(out, "num_preemptions", "Sequences computed again.", self.preemptions)?;
+        counter(out, "prompt_tokens", "Tokens of computed prompts.", self.prompt_tokens)?;
+        counter(out, "prompt_tokens_cached", "Prompt tokens from the prefix cache.", self.cached_tokens)?;
+        counter(out, "generation_tokens", "Tokens generated.", self.generated_tokens)?;
+        counter(out, "computed_rows", "Rows through the model.", self.computed_rows)?;
+        counter(out, "steps", "Steps run.", self.steps)?;
+        head(out, "request_success_total", "Choices that ended, by reason.", "counter")?;
+        for ending in Ending::ALL {
+            let (label, count) = (ending.label(), self.finished(ending));
+            writeln!(out, "ascend_llm_request_success_total{{finished_reason=\"{label}\"}} {count}")?;
+        }
+        histogram(out, "time_to_first_token_seconds", "Submission to first token.", &self.time_to_first_token)?;
+        histogram(out, "step_time_seconds", "One step of the loop.", &self.step_time)
+    }
+}
+
+fn head(out: &mut impl fmt::Write, name: &str, help: &str, kind: &str) -> fmt::Result {
+    writeln!(out, "# HELP ascend_llm_{name} {help}\n# TYPE ascend_llm_{name} {kind}")
+}
+
+fn gauge(out: &mut impl fmt::Write, name: &str, help: &str, value: impl fmt::Display) -> fmt::Result {
+    head(out, name, help, "gauge")?;
+    writeln!(out, "ascend_llm_{name} {value}")
+}
+
+fn counter(out: &mut impl fmt::Write, name: &str, help: &str, value: u64) -> fmt::Result {
+    head(out, &format!("{name}_total"), help, "counter")?;
+    writeln!(out, "ascend_llm_{name}_total {value}")
+}
+
+fn histogram(out: &mut impl fmt::Write, name: &str, help: &str, times: &TimeHistogram) -> fmt::Result {
+    head(out, name, help, "histogram")?;
+    for (bound_us, below) in times.buckets() {
+        writeln!(out, "ascend_llm_{name}_bucket{{le=\"{}\"}} {below}", seconds(bound_us))?;
+    }
+    writeln!(out, "ascend_llm_{name}_bucket{{le=\"+Inf\"}} {}", times.count())?;
+    writeln!(out, "ascend_llm_{name}_sum {}", seconds(times.sum_us()))?;
+    writeln!(out, "ascend_llm_{name}_count {}", times.count())
+}
+
+fn seconds(us: u64) -> f64 {
+    us as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn histogram_buckets_are_cumulative_and_bounds_inclusive() {
+        let times = TimeCounter::default();
+        for us in [0, 1_000, 1_001, 40_000_000, 40_000_001] {
+            times.record(us);
+        }
+        let histogram = times.snapshot();
+        let buckets: Vec<_> = histogram.buckets().collect();
+        assert_eq!(buckets[0], (1_000, 2));
+        assert_eq!(buckets[1], (5_000, 3));
+        assert_eq!(buckets.last(), Some(&(40_000_000, 4)));
+        assert_eq!(histogram.count(), 5);
+        assert_eq!(histogram.sum_us(), 80_002_002);
+    }
+
+    #[test]
+    fn prometheus_text_has_one_value_a_sample_line() {
+        let counters = Counters::default();
+        Counters::set(&counters.live_blocks, 1);
+        Counters::set(&counters.free_blocks, 3);
+        counters.finish(Ending::Length);
+        counters.time_to_first_token.record(2_000);
+        let mut text = String::new();
+        counters.snapshot(0).write_prometheus(&mut text).unwrap();
+        assert!(text.contains("\nascend_llm_kv_cache_usage_perc 0.25\n"), "{text}");
+        assert!(text.contains("\nascend_llm_request_success_total{finished_reason=\"length\"} 1\n"), "{text}");
+        assert!(text.contains("ascend_llm_time_to_first_token_seconds_bucket{le=\"0.001\"} 0\n"), "{text}");
+        assert!(text.contains("ascend_llm_time_to_first_token_seconds_bucket{le=\"0.005\"} 1\n"), "{text}");
+        assert!(text.contains("ascend_llm_time_to_first_token_seconds_sum 0.002\n"), "{text}");
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            assert!(name.starts_with("ascend_llm_"), "{line}");
+            assert!(value.parse::<f64>().is_ok(), "{line}");
+        }
+    }
+}

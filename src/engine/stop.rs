@@ -1,0 +1,348 @@
+//! Stop strings over a stream of text, and the set of ids that end a sequence.
+//!
+//! [`StopChecker`] holds back only text that may still grow into a stop: the longest suffix of the text so far that is
+//! a proper prefix of some stop. The text is cut at the earliest position at which any stop is complete (of stops
+//! complete at the same position, the one that began first), so the cut does not depend on how the text was cut into
+//! pieces. It looks at generated text only; it never sees the prompt and knows nothing of tokens.
+//!
+//! ```text
+//! text so far      .................. <EN
+//!                  sent              held      state = length of the held suffix, as a node of the trie
+//! ```
+
+/// A node of the trie over all stops; node 0 is the root (nothing matched).
+#[derive(Clone, Debug, Default)]
+struct Node {
+    /// Next byte and the node it leads to.
+    children: Vec<(u8, u32)>,
+    /// Node of the longest proper suffix that is itself in the trie.
+    fallback: u32,
+    /// Bytes from the root.
+    depth_bytes: usize,
+    /// The stop that ends here: this node's own, or the longest one that is a suffix of it.
+    ends: Option<u32>,
+}
+
+/// Cuts a stream of text at stop strings.
+#[derive(Clone, Debug)]
+pub struct StopChecker {
+    nodes: Vec<Node>,
+    lens_bytes: Vec<usize>,
+    include: bool,
+    state: u32,
+    held: String,
+    matched: Option<usize>,
+}
+
+impl StopChecker {
+    /// A checker for these stops; `include` sends the stop itself too. Empty strings never match (parameters refuse
+    /// them before they come here).
+    pub fn new(stops: &[String], include: bool) -> Self {
+        let mut nodes = vec![Node::default()];
+        for (index, stop) in stops.iter().enumerate() {
+            let mut at = 0;
+            for &byte in stop.as_bytes() {
+                at = match child(&nodes, at, byte) {
+                    Some(next) => next,
+                    None => {
+                        let next = index_u32(nodes.len());
+                        let depth_bytes = nodes[at as usize].depth_bytes + 1;
+                        nodes.push(Node { depth_bytes, ..Node::default() });
+                        nodes[at as usize].children.push((byte, next));
+                        next
+                    }
+                };
+            }
+            if at != 0 && nodes[at as usize].ends.is_none() {
+                nodes[at as usize].ends = Some(index_u32(index));
+            }
+        }
+        link_fallbacks(&mut nodes);
+        let lens_bytes: Vec<usize> = stops.iter().map(String::len).collect();
+        let longest = lens_bytes.iter().copied().max().unwrap_or(0);
+        // Room for what is held plus the text of an ordinary token, so that steady decoding allocates nothing.
+        let held = String::with_capacity(longest + 256);
+        Self { nodes, lens_bytes, include, state: 0, held, matched: None }
+    }
+
+    /// Takes the next piece of text and appends to `out` what may be sent. Returns the index of the stop once one has
+    /// matched; from then on nothing more is sent.
+    pub fn push(&mut self, text: &str, out: &mut String) -> Option<usize> {
+        if self.matched.is_some() {
+            return self.matched;
+        }
+        if self.nodes.len() == 1 {
+            out.push_str(text);
+            return None;
+        }
+        let held_before = self.held.len();
+        self.held.push_str(text);
+        for (offset, &byte) in text.as_bytes().iter().enumerate() {
+            self.state = step(&self.nodes, self.state, byte);
+            if let Some(stop) = self.nodes[self.state as usize].ends {
+                let stop = stop as usize;
+                let end = held_before + offset + 1;
+                let cut = if self.include { end } else { end - self.lens_bytes[stop] };
+                out.push_str(&self.held[..cut]);
+                self.held.clear();
+                self.matched = Some(stop);
+                return self.matched;
+            }
+        }
+        let sendable = self.held.len() - self.nodes[self.state as usize].depth_bytes;
+        out.push_str(&self.held[..sendable]);
+        self.held.drain(..sendable);
+        None
+    }
+
+    /// Takes text in which no stop may match (before `min_tokens`): sends it, with what was held, and starts anew.
+    pub fn pass(&mut self, text: &str, out: &mut String) {
+        if self.matched.is_none() {
+            self.flush(out);
+            out.push_str(text);
+        }
+    }
+
+    /// Sends what is held: the sequence has ended (end of sequence, length, cancelled) and no stop can complete.
+    pub fn flush(&mut self, out: &mut String) {
+        out.push_str(&self.held);
+        self.held.clear();
+        self.state = 0;
+    }
+
+    /// The stop that matched.
+    pub fn matched(&self) -> Option<usize> {
+        self.matched
+    }
+
+    /// Characters held back at the moment.
+    pub fn held_chars(&self) -> usize {
+        self.held.chars().count()
+    }
+}
+
+/// Ids that end a sequence unless the request ignores them: those of the generation config where it names any, else
+/// those of the model's config; and the tokenizer's own in every case. Sorted, each once.
+pub fn default_stop_ids(generation: &[u32], config: &[u32], tokenizer: &[u32]) -> Vec<u32> {
+    let named = if generation.is_empty() { config } else { generation };
+    let mut ids: Vec<u32> = named.iter().chain(tokenizer).copied().collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+fn index_u32(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
+
+fn child(nodes: &[Node], at: u32, byte: u8) -> Option<u32> {
+    nodes[at as usize].children.iter().find(|(edge, _)| *edge == byte).map(|(_, next)| *next)
+}
+
+/// The node of the longest suffix of (node's text + byte) that is in the trie.
+fn step(nodes: &[Node], mut at: u32, byte: u8) -> u32 {
+    loop {
+        match child(nodes, at, byte) {
+            Some(next) => return next,
+            None if at == 0 => return 0,
+            None => at = nodes[at as usize].fallback,
+        }
+    }
+}
+
+/// Fills `fallback` and inherits `ends`, breadth first: a node's fallback is shallower than the node.
+fn link_fallbacks(nodes: &mut [Node]) {
+    let mut queue = std::collections::VecDeque::from([0_u32]);
+    while let Some(at) = queue.pop_front() {
+        for (byte, next) in nodes[at as usize].children.clone() {
+            let fallback = if at == 0 { 0 } else { step(nodes, nodes[at as usize].fallback, byte) };
+            let inherited = nodes[fallback as usize].ends;
+            let node = &mut nodes[next as usize];
+            node.fallback = fallback;
+            node.ends = node.ends.or(inherited);
+            queue.push_back(next);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    use super::*;
+
+    fn cases(file: &str) -> Value {
+        let path = format!("{}/tests/data/cases/{file}", env!("CARGO_MANIFEST_DIR"));
+        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    }
+
+    fn strings(value: &Value) -> Vec<String> {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    fn run(stops: &[String], include: bool, pieces: &[&str]) -> (String, Option<usize>) {
+        let mut checker = StopChecker::new(stops, include);
+        let mut sent = String::new();
+        for piece in pieces {
+            if checker.push(piece, &mut sent).is_some() {
+                break;
+            }
+        }
+        checker.flush(&mut sent);
+        (sent, checker.matched())
+    }
+
+    /// The plain twin: looks at every end position, and at every stop there.
+    fn cut_plainly(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
+        for end in 1..=text.len() {
+            let ending = stops
+                .iter()
+                .enumerate()
+                .filter(|(_, stop)| !stop.is_empty() && text.as_bytes()[..end].ends_with(stop.as_bytes()))
+                .max_by_key(|(index, stop)| (stop.len(), std::cmp::Reverse(*index)));
+            if let Some((index, stop)) = ending {
+                let cut = if include { end } else { end - stop.len() };
+                return (text[..cut].to_owned(), Some(index));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    #[test]
+    fn golden_cases_send_exactly_the_expected_text() {
+        let file = cases("stop_strings.json");
+        let all = file["cases"].as_array().unwrap().iter().chain(file["prompt_cases"].as_array().unwrap());
+        let mut seen = 0;
+        for case in all {
+            let (id, stops, pieces) = (&case["id"], strings(&case["stop"]), strings(&case["pieces"]));
+            let limit = case["max_tokens"].as_u64().map_or(pieces.len(), |limit| usize::try_from(limit).unwrap());
+            let held: Option<Vec<usize>> =
+                case.get("max_chars_held_after_each_piece").map(|value| serde_json::from_value(value.clone()).unwrap());
+            let mut checker = StopChecker::new(&stops, case["include"].as_bool().unwrap_or(false));
+            let (mut sent, mut used) = (String::new(), 0_u64);
+            let expected = case["expect"]["text"].as_str().unwrap();
+            for (index, piece) in pieces.iter().take(limit).enumerate() {
+                used += 1;
+                let matched = checker.push(piece, &mut sent);
+                assert!(expected.starts_with(&sent), "{id}: sent {sent:?} beyond {expected:?}");
+                if let Some(held) = &held {
+                    assert!(checker.held_chars() <= held[index], "{id}: held {} at {index}", checker.held_chars());
+                }
+                if matched.is_some() {
+                    break;
+                }
+            }
+            checker.flush(&mut sent);
+            assert_eq!(sent, expected, "{id}");
+            let wanted = case["expect"]["matched_stop"].as_str();
+            assert_eq!(checker.matched().map(|index| stops[index].as_str()), wanted, "{id}");
+            if let Some(count) = case["expect"]["completion_tokens"].as_u64() {
+                assert_eq!(used, count, "{id}: tokens used");
+            }
+            seen += 1;
+        }
+        assert_eq!(seen, 10);
+    }
+
+    #[test]
+    fn an_empty_stop_never_matches() {
+        let limits = cases("stop_strings.json")["limits"].clone();
+        let stops = strings(&limits[0]["stop"]);
+        assert_eq!(run(&stops, false, &["any", " text"]), ("any text".to_owned(), None));
+    }
+
+    #[test]
+    fn a_stop_is_matched_as_text_whatever_token_it_comes_in() {
+        for piece in ["T", " T", "CAT", "\u{a0}T", "日T"] {
+            let (sent, matched) = run(&["T".to_owned()], false, &["x", piece, "y"]);
+            assert_eq!(sent, format!("x{}", &piece[..piece.len() - 1]));
+            assert_eq!(matched, Some(0));
+        }
+    }
+
+    #[test]
+    fn a_long_stop_does_not_delay_ordinary_text() {
+        let mut checker = StopChecker::new(&["#".repeat(400)], false);
+        let mut sent = String::new();
+        for piece in ["ordinary", " text", " flows"] {
+            checker.push(piece, &mut sent);
+            assert_eq!(checker.held_chars(), 0);
+        }
+        assert_eq!(sent, "ordinary text flows");
+    }
+
+    #[test]
+    fn text_before_min_tokens_is_sent_and_forgotten() {
+        let mut checker = StopChecker::new(&["stop".to_owned()], false);
+        let mut sent = String::new();
+        checker.push("a st", &mut sent);
+        checker.pass("op b", &mut sent);
+        assert_eq!(checker.push(" st", &mut sent), None);
+        assert_eq!(checker.push("op c", &mut sent), Some(0));
+        assert_eq!(sent, "a stop b ");
+        checker.pass("late", &mut sent);
+        checker.flush(&mut sent);
+        assert_eq!(sent, "a stop b ");
+    }
+
+    #[test]
+    fn default_stop_ids_follow_the_generation_config_first() {
+        let list = |value: &Value| -> Vec<u32> {
+            match value {
+                Value::Array(ids) => ids.iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect(),
+                Value::Number(id) => vec![u32::try_from(id.as_u64().unwrap()).unwrap()],
+                _ => Vec::new(),
+            }
+        };
+        let mut seen = 0;
+        for case in cases("eos.json")["cases"].as_array().unwrap() {
+            if case.get("request").is_some() {
+                continue;
+            }
+            let ids = default_stop_ids(
+                &list(&case["gen"]["eos_token_id"]),
+                &list(&case["cfg"]["eos_token_id"]),
+                &list(&case["tok"]),
+            );
+            assert_eq!(ids, list(&case["expect_stop_ids"]), "{}", case["id"]);
+            seen += 1;
+        }
+        assert_eq!(seen, 4);
+    }
+
+    proptest! {
+        #[test]
+        fn any_split_gives_the_text_cut_at_the_earliest_stop(
+            text in "[ab鬱<]{0,24}",
+            stops in prop::collection::vec("[ab鬱<]{1,4}", 0..4),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+            include: bool,
+        ) {
+            let bounds: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| bounds[cut.index(bounds.len())]).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let pieces: Vec<&str> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+            prop_assert_eq!(run(&stops, include, &pieces), cut_plainly(&text, &stops, include));
+        }
+
+        #[test]
+        fn held_text_is_the_longest_suffix_that_may_grow_into_a_stop(
+            text in "[ab鬱]{0,16}",
+            stops in prop::collection::vec("[ab鬱]{1,5}", 1..4),
+        ) {
+            let mut checker = StopChecker::new(&stops, false);
+            let mut sent = String::new();
+            if checker.push(&text, &mut sent).is_none() {
+                let held = text
+                    .char_indices()
+                    .map(|(at, _)| &text[at..])
+                    .find(|suffix| stops.iter().any(|stop| stop.starts_with(suffix)))
+                    .unwrap_or("");
+                prop_assert_eq!(checker.held_chars(), held.chars().count());
+                prop_assert_eq!(format!("{sent}{held}"), text);
+            }
+        }
+    }
+}

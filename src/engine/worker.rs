@@ -1,0 +1,92 @@
+//! The engine's thread: steps a core while there is work, sleeps while there is none.
+//!
+//! It is the only thread that touches the core. It ends when it is told to, when a drain is done, or when the engine
+//! fails; whatever way, the core is dropped and every open handle hears of it.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::core::EngineCore;
+use super::error::EngineError;
+use super::intake::Stage;
+
+/// Says when the thread has let go of everything it owned.
+#[derive(Debug, Default)]
+struct Finished {
+    flag: Mutex<bool>,
+    told: Condvar,
+}
+
+#[derive(Debug)]
+pub(crate) struct Worker {
+    thread: Mutex<Option<JoinHandle<()>>>,
+    id: ThreadId,
+    finished: Arc<Finished>,
+}
+
+impl Worker {
+    /// Starts the thread.
+    pub fn spawn(core: EngineCore) -> std::io::Result<Self> {
+        let finished = Arc::new(Finished::default());
+        let told = Arc::clone(&finished);
+        let thread = std::thread::Builder::new().name("ascend-llm".to_owned()).spawn(move || {
+            run(core);
+            *told.flag.lock() = true;
+            told.told.notify_all();
+        })?;
+        Ok(Self { id: thread.thread().id(), thread: Mutex::new(Some(thread)), finished })
+    }
+
+    /// Waits for the thread, for ever or no longer than `timeout`; a thread that is not done by then is left to itself.
+    /// From the thread itself (a waker or vocabulary that held the last engine) it returns at once.
+    pub fn join(&self, timeout: Option<Duration>) {
+        if std::thread::current().id() == self.id {
+            return;
+        }
+        if let Some(timeout) = timeout {
+            let until = Instant::now() + timeout;
+            let mut flag = self.finished.flag.lock();
+            while !*flag {
+                if self.finished.told.wait_until(&mut flag, until).timed_out() {
+                    return;
+                }
+            }
+        }
+        if let Some(thread) = self.thread.lock().take() {
+            // A panic has been caught inside and told to every handle.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(mut core: EngineCore) {
+    let intake = Arc::clone(core.intake());
+    let clock = Arc::clone(core.clock());
+    loop {
+        let idle = core.is_idle();
+        match intake.stage() {
+            Stage::Open if idle => intake.wait(),
+            Stage::Draining(_) if idle => break,
+            Stage::Draining(Some(until)) if clock.now() >= until => break,
+            Stage::Open | Stage::Draining(_) => match catch_unwind(AssertUnwindSafe(|| core.step())) {
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) => break,
+                Err(panic) => {
+                    core.fail(&EngineError::Panicked { message: message(panic.as_ref()) });
+                    break;
+                }
+            },
+            Stage::Stopping | Stage::Ended(_) => break,
+        }
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message").to_owned()
+}

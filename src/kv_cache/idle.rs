@@ -1,0 +1,71 @@
+//! Blocks that nobody holds but that are still findable, oldest first.
+//!
+//! A doubly linked list threaded through the pool: any block enters, leaves or is taken as the oldest in constant time,
+//! and no call allocates. A block is in it at most once.
+
+use super::{BlockId, count};
+
+const NONE: u32 = u32::MAX;
+
+/// Least recently used order of idle cached blocks.
+#[derive(Clone, Debug)]
+pub(super) struct IdleList {
+    /// `(previous, next)` a block; the last element is the ring's anchor: its next is the oldest block.
+    links: Vec<(u32, u32)>,
+    len: u32,
+}
+
+impl IdleList {
+    pub(super) fn new(blocks: u32) -> Self {
+        let mut links = vec![(NONE, NONE); blocks as usize + 1];
+        links[blocks as usize] = (blocks, blocks);
+        Self { links, len: 0 }
+    }
+
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(super) fn contains(&self, block: BlockId) -> bool {
+        self.links[block.0 as usize].1 != NONE
+    }
+
+    pub(super) fn push_newest(&mut self, block: BlockId) {
+        debug_assert!(!self.contains(block));
+        let anchor = self.anchor();
+        let newest = self.links[anchor as usize].0;
+        self.links[block.0 as usize] = (newest, anchor);
+        self.links[newest as usize].1 = block.0;
+        self.links[anchor as usize].0 = block.0;
+        self.len += 1;
+    }
+
+    pub(super) fn remove(&mut self, block: BlockId) {
+        debug_assert!(self.contains(block));
+        let (previous, next) = self.links[block.0 as usize];
+        self.links[previous as usize].1 = next;
+        self.links[next as usize].0 = previous;
+        self.links[block.0 as usize] = (NONE, NONE);
+        self.len -= 1;
+    }
+
+    pub(super) fn pop_oldest(&mut self) -> Option<BlockId> {
+        let oldest = self.iter().next()?;
+        self.remove(oldest);
+        Some(oldest)
+    }
+
+    /// Oldest first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let anchor = self.anchor();
+        let mut at = anchor;
+        std::iter::from_fn(move || {
+            at = self.links[at as usize].1;
+            (at != anchor).then_some(BlockId(at))
+        })
+    }
+
+    fn anchor(&self) -> u32 {
+        count(self.links.len() - 1)
+    }
+}

@@ -1,0 +1,290 @@
+//! What a request may ask of the sampler, and the rules it must keep.
+//!
+//! Names and defaults are vLLM's. A field acts or is refused: nothing is clamped, rounded or ignored without a word.
+//! [`SamplingParams::validate`] names the field, what it holds and what would be right; it never panics.
+
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use std::fmt::{self, Display};
+
+/// Below this a temperature means greedy, as in vLLM.
+pub const GREEDY_BELOW: f32 = 1e-5;
+
+/// Most choices a request may ask for: vLLM's default limit.
+pub const MAX_CHOICES: u32 = 16_384;
+
+/// How one request is sampled and when it ends.
+///
+/// One step works in this order, for every row and on every path: non-finite check → `allowed_token_ids` → bad words →
+/// `min_tokens` → `logit_bias` → repetition, frequency, presence penalty → greedy, or temperature → `min_p` → `top_k`
+/// → `top_p` → draw → log-probabilities. The temperature comes *before* the filters (vLLM's order; llama.cpp's default
+/// has it last), each filter works on what the one before left, and `top_p` on the distribution made to sum to 1 again.
+///
+/// Equal logits are ordered by id: greedy takes the lowest, `top_k` keeps exactly `top_k` tokens, lowest ids first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
+pub struct SamplingParams {
+    /// `0..=2`; below [`GREEDY_BELOW`] the best token is taken and `top_k`, `top_p`, `min_p` and `seed` do nothing.
+    pub temperature: f32,
+    /// Keeps the `top_k` best tokens; 0 and −1 mean off.
+    pub top_k: i32,
+    /// Keeps the best tokens up to and with the one at which their sum reaches `top_p`; above 0, 1 means off.
+    pub top_p: f32,
+    /// Keeps tokens at least `min_p` times as likely as the best; `0..=1`, 0 means off.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens in prompt or output, once an id; above 0, 1 means off.
+    pub repetition_penalty: f32,
+    /// Taken off the logit of each token in the output; `-2..=2`.
+    pub presence_penalty: f32,
+    /// Taken off the logit of a token for each time it stands in the output; `-2..=2`.
+    pub frequency_penalty: f32,
+    /// Makes the draws repeatable; without one the engine picks one.
+    pub seed: Option<u64>,
+    /// Answers to make; 1 when greedy, since greedy answers are all equal.
+    pub n: u32,
+    /// Most tokens to put out; `None` means up to the model's length.
+    pub max_tokens: Option<u32>,
+    /// Fewest tokens to put out: until then no end-of-sequence id and no `stop_token_ids` can be drawn.
+    pub min_tokens: u32,
+    /// Texts that end the answer.
+    pub stop: Vec<String>,
+    /// Whether the stop text stays in the answer.
+    pub include_stop_str_in_output: bool,
+    /// Ids that end the answer, beside the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether the model's own end-of-sequence ids do not end the answer.
+    pub ignore_eos: bool,
+    /// Log-probabilities wanted an output token: the token's own and that many of the best.
+    pub logprobs: Option<u32>,
+    /// The same for the tokens of the prompt.
+    pub prompt_logprobs: Option<u32>,
+    /// Of which distribution `logprobs` speaks.
+    pub logprobs_mode: LogprobsMode,
+    /// Added to the logits of ids, each `-100..=100`, an id at most once. JSON: a list of pairs or an object.
+    #[serde(deserialize_with = "pairs_or_map")]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// The only ids that may be drawn.
+    pub allowed_token_ids: Option<Vec<u32>>,
+    /// Texts that must not come out: their last token is masked where the tokens before it have just been put out.
+    pub bad_words: Vec<String>,
+    /// Whether special tokens stay out of the text.
+    pub skip_special_tokens: bool,
+}
+
+/// Of which distribution log-probabilities speak.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum LogprobsMode {
+    /// The model's own: log-softmax of the untouched logits.
+    #[default]
+    #[serde(alias = "raw_logprobs")]
+    Raw,
+    /// The one drawn from: after masks, bias, penalties, temperature and filters. When greedy, after masks, bias and
+    /// penalties only.
+    #[serde(alias = "processed_logprobs")]
+    Processed,
+}
+
+/// What the engine behind a request can do; [`SamplingParams::validate`] checks against it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParamLimits {
+    /// Ids the model knows.
+    pub vocab_size: u32,
+    /// Longest sequence, prompt and output.
+    pub max_model_len: u32,
+    /// Most log-probabilities a token.
+    pub max_logprobs: u32,
+    /// Whether text can be turned into tokens and back.
+    pub has_vocabulary: bool,
+}
+
+/// A parameter that breaks a rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: got {value}, expected {expected}")]
+pub struct ParamError {
+    /// The field, as it is spelled in [`SamplingParams`].
+    pub field: &'static str,
+    /// What it holds.
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: None,
+            n: 1,
+            max_tokens: None,
+            min_tokens: 0,
+            stop: Vec::new(),
+            include_stop_str_in_output: false,
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+            logprobs: None,
+            prompt_logprobs: None,
+            logprobs_mode: LogprobsMode::Raw,
+            logit_bias: Vec::new(),
+            allowed_token_ids: None,
+            bad_words: Vec::new(),
+            skip_special_tokens: true,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// The best token at every step; everything else as by default.
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+
+    /// Whether the best token is taken instead of a drawn one.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    /// Checks every rule; the first broken one is returned.
+    pub fn validate(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        self.check_numbers()?;
+        self.check_lengths(limits)?;
+        self.check_ids(limits)?;
+        self.check_texts(limits)?;
+        let most = limits.max_logprobs.min(limits.vocab_size);
+        for (field, asked) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
+            if let Some(asked) = asked {
+                require(asked <= most, field, asked, || format!("at most {most}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rules that hold whatever the engine; cheap enough to be checked at every step.
+    pub(super) fn check_numbers(&self) -> Result<(), ParamError> {
+        for &(id, bias) in &self.logit_bias {
+            require((-100.0..=100.0).contains(&bias), "logit_bias", format_args!("{bias} for id {id}"), || {
+                "finite numbers in -100..=100".into()
+            })?;
+        }
+        // A NaN is in no range, so each of these refuses it.
+        for (field, value, low, high) in [
+            ("temperature", self.temperature, 0.0, 2.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+        ] {
+            require((low..=high).contains(&value), field, value, || format!("a finite number in {low}..={high}"))?;
+        }
+        require(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, || {
+            "a number above 0 and up to 1 (1 means off; for the best token alone set temperature to 0)".into()
+        })?;
+        require(self.top_k >= -1, "top_k", self.top_k, || "-1 or 0 (off), or the number of tokens to keep".into())?;
+        let repetition = self.repetition_penalty;
+        require(repetition.is_finite() && repetition > 0.0, "repetition_penalty", repetition, || {
+            "a finite number above 0 (1 means off)".into()
+        })
+    }
+
+    fn check_lengths(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        require((1..=MAX_CHOICES).contains(&self.n), "n", self.n, || format!("1..={MAX_CHOICES}"))?;
+        require(self.n == 1 || !self.is_greedy(), "n", self.n, || {
+            "1 when the temperature is 0 (greedy answers are all equal)".into()
+        })?;
+        if let Some(max) = self.max_tokens {
+            require(max >= 1, "max_tokens", max, || {
+                "at least 1 (leave it out for as many as the model has room)".into()
+            })?;
+            require(self.min_tokens <= max, "min_tokens", self.min_tokens, || format!("at most max_tokens, {max}"))?;
+        }
+        // A prompt has at least one token.
+        let room = limits.max_model_len.saturating_sub(1);
+        require(self.min_tokens <= room, "min_tokens", self.min_tokens, || {
+            format!("at most {room}, the room the model has for output")
+        })
+    }
+
+    fn check_ids(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        let size = limits.vocab_size;
+        let known =
+            |field, id| require(id < size, field, id, || format!("ids below {size}, the size of the vocabulary"));
+        for &id in &self.stop_token_ids {
+            known("stop_token_ids", id)?;
+        }
+        if let Some(allowed) = &self.allowed_token_ids {
+            require(!allowed.is_empty(), "allowed_token_ids", "[]", || {
+                "at least one id (leave it out to allow all)".into()
+            })?;
+            for &id in allowed {
+                known("allowed_token_ids", id)?;
+            }
+        }
+        for &(id, _) in &self.logit_bias {
+            known("logit_bias", id)?;
+        }
+        let mut ids: Vec<u32> = self.logit_bias.iter().map(|&(id, _)| id).collect();
+        ids.sort_unstable();
+        for pair in ids.windows(2) {
+            require(pair[0] != pair[1], "logit_bias", format_args!("id {} twice", pair[0]), || "each id once".into())?;
+        }
+        Ok(())
+    }
+
+    fn check_texts(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        for (field, texts) in [("stop", &self.stop), ("bad_words", &self.bad_words)] {
+            let Some(first) = texts.first() else { continue };
+            require(limits.has_vocabulary, field, format_args!("{first:?}"), || {
+                "no texts: the engine has no tokenizer (use token ids, or give it one)".into()
+            })?;
+            require(texts.iter().all(|text| !text.is_empty()), field, "\"\"", || "texts that are not empty".into())?;
+        }
+        Ok(())
+    }
+}
+
+fn require(
+    holds: bool,
+    field: &'static str,
+    value: impl Display,
+    expected: impl FnOnce() -> String,
+) -> Result<(), ParamError> {
+    if holds { Ok(()) } else { Err(ParamError { field, value: value.to_string(), expected: expected() }) }
+}
+
+/// Reads `[[id, bias], …]` or, as the `OpenAI` API writes it, `{"id": bias, …}`.
+fn pairs_or_map<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u32, f32)>, D::Error> {
+    struct Pairs;
+
+    impl<'de> Visitor<'de> for Pairs {
+        type Value = Vec<(u32, f32)>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of [id, bias] pairs or an object from id to bias")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+            let mut pairs = Vec::new();
+            while let Some(pair) = from.next_element()? {
+                pairs.push(pair);
+            }
+            Ok(pairs)
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+            let mut pairs = Vec::new();
+            while let Some(pair) = from.next_entry()? {
+                pairs.push(pair);
+            }
+            Ok(pairs)
+        }
+    }
+
+    from.deserialize_any(Pairs)
+}
