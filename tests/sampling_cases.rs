@@ -191,10 +191,13 @@ fn end_of_sequence_waits_for_min_tokens() {
             p.stop_token_ids = stop_token_ids;
         });
         params.validate(&limits(12)).expect("allowed");
+        // Whatever may be drawn early, the user's stop id would be first.
+        let mut logits = [0.0; 12];
+        logits[3] = if params.stop_token_ids.is_empty() { 0.0 } else { 50.0 };
         let mut output = Vec::new();
         loop {
             let at = SampleRow { eos_ids: &[7, 9], ..row(&params, &[1], &output, 5) };
-            let token = sample(&[0.0; 12], at).expect("a token").token;
+            let token = sample(&logits, at).expect("a token").token;
             if [7, 9].contains(&token) {
                 break;
             }

@@ -89,7 +89,8 @@ fn rules_between_fields() {
 
 #[test]
 fn nan_and_infinity_are_refused_everywhere() {
-    let setters: [(&str, fn(&mut SamplingParams, f32)); 7] = [
+    type Setter = fn(&mut SamplingParams, f32);
+    let setters: [(&str, Setter); 7] = [
         ("temperature", |p, v| p.temperature = v),
         ("top_p", |p, v| p.top_p = v),
         ("min_p", |p, v| p.min_p = v),

@@ -1,8 +1,8 @@
 //! Which tokens stay, and which of them is drawn: temperature, `min_p`, `top_k`, `top_p`, draw.
 //!
 //! The best token always stays. Equal logits are ordered by id, lowest first. With `top_k` only the tokens it keeps are
-//! weighed; with `top_p` alone only tokens that could be in the set are ordered, and only as far as needed: the whole
-//! vocabulary is sorted in no usual case. Draws walk the kept tokens in id order, so a filter that is off draws as one
+//! weighed; with `top_p` alone the last token kept is found by halving the range it can be in, among tokens heavy enough
+//! to matter. No path sorts the vocabulary. Draws walk the kept tokens in id order, so a filter that is off draws as one
 //! that drops nothing. Lists keep their room between rows.
 
 use super::softmax::{self, BLOCK, Best};
@@ -70,6 +70,7 @@ impl Filter {
                 let kept = self.picks.iter().take_while(stays).count();
                 self.picks.truncate(kept);
             }
+            self.picks.sort_unstable_by_key(|&(id, _)| id);
         } else {
             let Self { weights, blocks, .. } = self;
             let total = softmax::weigh(row, best.value, temperature, params.min_p, weights, blocks);
@@ -78,40 +79,25 @@ impl Filter {
             }
             self.nucleus(row, f64::from(params.top_p), total);
         }
-        self.picks.sort_unstable_by_key(|&(id, _)| id);
         Kept::Picks { total: sum(&self.picks) }
     }
 
     /// Picks the best tokens until their weights reach `top_p` of the total.
     fn nucleus(&mut self, row: &[f32], top_p: f64, total: f64) {
-        // Tokens lighter than this sum to at most half of what may be left out, so none of them is in the set.
-        #[allow(clippy::cast_possible_truncation)] // f32 is what it is compared with
-        let lightest = (0.5 * (1.0 - top_p) * total / row.len() as f64) as f32;
+        let goal = top_p * total;
+        let lightest = lightest(&self.weights, top_p, total);
         self.keys.clear();
         for (id, (&logit, &weight)) in row.iter().zip(&self.weights).enumerate() {
-            if weight >= lightest && weight > 0.0 {
+            if weight >= lightest {
                 self.keys.push(order::key(logit, order::token(id)));
             }
         }
-        let goal = top_p * total;
-        let mut before = 0.0;
-        // Most sets are small: order 64, and four times as many each time that was not enough.
-        let (mut start, mut part) = (0, 64);
-        while start < self.keys.len() {
-            let rest = &mut self.keys[start..];
-            let part_len = part.min(rest.len());
-            order::lead(rest, part_len);
-            for &key in &rest[..part_len] {
-                let id = order::id(key);
-                let weight = self.weights[id as usize];
+        let last = last_kept(&mut self.keys, &self.weights, goal);
+        for (id, (&logit, &weight)) in row.iter().zip(&self.weights).enumerate() {
+            let id = order::token(id);
+            if weight >= lightest && order::key(logit, id) >= last {
                 self.picks.push((id, weight));
-                before += f64::from(weight);
-                if before >= goal {
-                    return;
-                }
             }
-            start += part_len;
-            part *= 4;
         }
     }
 
@@ -163,6 +149,55 @@ impl Filter {
             }
         }
     }
+}
+
+/// A weight, above 0, that no token of the nucleus is below.
+///
+/// Steps of 16 down from the best: tokens above the first that holds enough are few, and each try is one pass of vector
+/// code. Where none does, tokens below the last resort sum to at most half of what may be left out.
+#[allow(clippy::cast_possible_truncation)] // f32 is what weights are compared with
+fn lightest(weights: &[f32], top_p: f64, total: f64) -> f32 {
+    /// Sums are f32 within a block; this is far more than their error.
+    const MARGIN: f64 = 1.0 + 1e-5;
+    let resort = (0.5 * (1.0 - top_p) * total / weights.len() as f64) as f32;
+    let mut step = 1.0f32 / 16.0;
+    while step > resort {
+        if softmax::sum_from(weights, step) > top_p * total * MARGIN {
+            return step;
+        }
+        step /= 16.0;
+    }
+    resort
+}
+
+/// The key of the token at which weights, summed from the best, reach `goal`; of the worst token if they never do.
+///
+/// Halves the range that holds it, so that nothing but its last part is sorted.
+fn last_kept(keys: &mut [u64], weights: &[f32], goal: f64) -> u64 {
+    let weight = |key: u64| f64::from(weights[order::id(key) as usize]);
+    let (mut range, mut before) = (keys, 0.0);
+    while range.len() > 64 {
+        let middle = range.len() / 2;
+        range.select_nth_unstable_by(middle, |a, b| b.cmp(a));
+        let (better, worse) = range.split_at_mut(middle);
+        let through = before + better.iter().copied().map(weight).sum::<f64>();
+        if through >= goal {
+            range = better;
+        } else {
+            before = through;
+            range = worse;
+        }
+    }
+    order::lead(range, range.len());
+    let mut last = 0;
+    for &key in range.iter() {
+        last = key;
+        before += weight(key);
+        if before >= goal {
+            break;
+        }
+    }
+    last
 }
 
 fn sum(picks: &[(u32, f32)]) -> f64 {
@@ -302,8 +337,8 @@ mod tests {
     }
 
     #[test]
-    fn the_nucleus_of_a_wide_flat_row_is_found_in_parts() {
-        // 5,000 equal tokens: half of the sum is the 2,500 lowest ids, more than the first parts hold.
+    fn the_nucleus_of_a_wide_flat_row_is_its_lowest_ids() {
+        // 5,000 equal tokens: half of the sum is the 2,500 lowest ids.
         let row = vec![0.25; 5000];
         let best = softmax::best(&row).expect("not empty");
         let params = SamplingParams { top_p: 0.5, ..SamplingParams::default() };

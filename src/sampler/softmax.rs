@@ -118,6 +118,11 @@ pub(super) fn weigh(
     total
 }
 
+/// Sum of the weights that are at least `least`.
+pub(super) fn sum_from(weights: &[f32], least: f32) -> f64 {
+    weights.chunks(BLOCK).map(|ws| block_sum(|at| if ws[at] >= least { ws[at] } else { 0.0 }, ws.len())).sum()
+}
+
 /// The sum [`weigh`] returns, without keeping the weights.
 pub(super) fn weight_sum(row: &[f32], max: f32, temperature: f32) -> f64 {
     let mut weights = [0.0; BLOCK];

@@ -289,7 +289,6 @@ impl Scheduler {
             let reserved = blocks.reserve_table(child, tokens);
             debug_assert!(reserved.is_ok());
             self.seat(child, entry.rank);
-            self.reserve_plan();
             self.arrivals += 1;
             self.entries.insert(child, entry);
         } else {
@@ -434,19 +433,15 @@ impl Scheduler {
         self.arrivals += 1;
         self.waiting.push(entry.rank, seq);
         self.entries.insert(seq, entry);
-        self.reserve_plan();
-    }
-
-    fn reserve_plan(&mut self) {
-        let seqs = self.entries.len().min(self.config.max_num_seqs as usize);
-        self.running.reserve(seqs.saturating_sub(self.running.len()));
-        self.plan.chunks.reserve(seqs.saturating_sub(self.plan.chunks.len()));
-        self.plan.copies.reserve(seqs.saturating_sub(self.plan.copies.len()));
     }
 
     fn seat(&mut self, seq: SeqId, rank: Rank) {
         let at = self.running.partition_point(|seat| seat.rank < rank);
         self.running.insert(at, Seat { rank, seq });
+        // A step plans a running sequence once and copies at most its last block.
+        let StepPlan { chunks, copies, .. } = &mut self.plan;
+        chunks.reserve(self.running.len().saturating_sub(chunks.len()));
+        copies.reserve(self.running.len().saturating_sub(copies.len()));
     }
 
     /// Takes a sequence off its seat and its blocks back.

@@ -6,9 +6,21 @@
 #![forbid(unsafe_code)]
 
 mod detokenizer;
+#[cfg(feature = "text")]
+mod error;
 mod gguf_text;
+#[cfg(feature = "text")]
+mod pieces;
+#[cfg(feature = "text")]
+mod pre_tokenizer;
+#[cfg(feature = "text")]
+mod tokenizer;
 mod vocabulary;
 
 pub use detokenizer::Detokenizer;
+#[cfg(feature = "text")]
+pub use error::TextError;
 pub use gguf_text::GgufText;
+#[cfg(feature = "text")]
+pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;

@@ -1,13 +1,25 @@
 //! Weight files and their types: safetensors folders and GGUF files on a memory map.
 //!
 //! This room hands out tensors as stored, by name; it dequantises, quantises and slices, and never packs:
-//! packing belongs to the device that will run them (`Device::upload`).
+//! packing belongs to the device that will run them (`Device::upload`). Files are hostile until checked: opening costs
+//! memory and time in proportion to the header's bytes, whatever the counts and lengths in it say, and every tensor
+//! handed out lies in its file with the size that its type and shape ask for.
 
 #![deny(unsafe_code)]
 
+pub mod convert;
 mod dtype;
+mod error;
+pub mod gguf;
+mod memory;
+pub mod mmap;
+mod open;
+pub mod safetensors;
 
 pub use dtype::DType;
+pub use error::WeightError;
+pub use memory::MemorySource;
+pub use open::{ModelFiles, ModelKind, open};
 
 /// One tensor as it stands in its file.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +30,41 @@ pub struct TensorView<'a> {
     pub shape: &'a [usize],
     /// The bytes as stored; `dtype.bytes_for(elements)` of them. Not necessarily aligned.
     pub data: &'a [u8],
+}
+
+impl<'a> TensorView<'a> {
+    /// Number of elements: the product of the dimensions, 1 for a scalar.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Elements of one row, i.e. of the fastest dimension; 1 for a scalar.
+    pub fn row_len(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// The bytes of rows `rows` of the tensor seen as a matrix of [`row_len`](Self::row_len) columns, or `None` if
+    /// there are not so many rows. A row is a whole number of blocks, so a slice by rows is exact in every type.
+    pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<&'a [u8]> {
+        let row_bytes = self.dtype.bytes_for(self.row_len())?;
+        self.data.get(rows.start.checked_mul(row_bytes)?..rows.end.checked_mul(row_bytes)?)
+    }
+
+    /// The elements as f32, bit-exactly as GGML dequantises them.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.elements()];
+        convert::dequantise(self.dtype, self.data, &mut out);
+        out
+    }
+
+    /// The view itself if its shape is `expected`, else an error that names `name` and both shapes.
+    pub fn expect_shape(self, name: &str, expected: &[usize]) -> Result<Self, WeightError> {
+        if self.shape == expected {
+            return Ok(self);
+        }
+        let (got, expected) = (self.shape.to_vec(), expected.to_vec());
+        Err(WeightError::Shape { name: name.to_owned(), got, expected })
+    }
 }
 
 /// A set of named tensors that a device can be filled from.
@@ -31,4 +78,8 @@ pub trait WeightSource: Send + Sync + std::fmt::Debug {
     fn names(&self) -> Vec<String>;
     /// Says that the tensor will not be read again soon, so that its pages may be dropped.
     fn release(&self, _name: &str) {}
+    /// The tensor of that name, or why it cannot be had: there is none, or it is of a type that is not implemented.
+    fn require(&self, name: &str) -> Result<TensorView<'_>, WeightError> {
+        self.tensor(name).ok_or_else(|| WeightError::MissingTensor { name: name.to_owned() })
+    }
 }

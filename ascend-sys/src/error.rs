@@ -1,0 +1,172 @@
+//! What can go wrong: loading the library, and calling it.
+//!
+//! A runtime code is sorted into a kind by what its receiver can do about it; the code itself and the runtime's own
+//! words are always kept.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// Why `AscendCL` could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The library is in none of the places it could be in.
+    #[error(
+        "AscendCL not found; tried {}; install the Ascend driver and the CANN toolkit and run its set_env.sh \
+         (it sets ASCEND_HOME_PATH), or give the path of libascendcl.so",
+        List(tried)
+    )]
+    NotFound {
+        /// Each place, in the order tried, with the reason it was not taken.
+        tried: Vec<Attempt>,
+    },
+    /// The file is there, but the system's loader refuses it. No other place is tried then: using another install than
+    /// the one that was pointed to would be worse.
+    #[error(
+        "{} cannot be loaded: {reason}; if it names another library, the driver's libraries are missing from the \
+         loader path (usually /usr/local/Ascend/driver/lib64)",
+        path.display()
+    )]
+    Unloadable {
+        /// The file.
+        path: PathBuf,
+        /// The system loader's words.
+        reason: String,
+    },
+    /// The library lacks a function that is needed.
+    #[error("{} has no symbol {symbol}: not AscendCL, or a version before CANN 8.0", library.display())]
+    MissingSymbol {
+        /// The library.
+        library: PathBuf,
+        /// The function.
+        symbol: &'static str,
+    },
+}
+
+/// A place the library was looked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attempt {
+    /// The path, or a bare name for the system loader's own search.
+    pub path: PathBuf,
+    /// Why it was not taken.
+    pub reason: String,
+}
+
+struct List<'a>(&'a [Attempt]);
+
+impl fmt::Display for List<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, Attempt { path, reason }) in self.0.iter().enumerate() {
+            let comma = if at == 0 { "" } else { ", " };
+            write!(f, "{comma}{} ({reason})", path.display())?;
+        }
+        Ok(())
+    }
+}
+
+/// A call of the runtime that failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call} failed with code {code} ({kind}){}{message}", if message.is_empty() { "" } else { ": " })]
+pub struct AclError {
+    /// The call.
+    pub call: &'static str,
+    /// The runtime's code.
+    pub code: i32,
+    /// What sort of failure the code is.
+    pub kind: AclErrorKind,
+    /// The runtime's own words, empty if it had none.
+    pub message: String,
+}
+
+/// Sorts of failures, by what can be done about them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum AclErrorKind {
+    /// No memory: free some and try again, nothing was launched.
+    OutOfMemory,
+    /// No streams, events or the like: destroy graphs or streams and try again.
+    ResourceExhausted,
+    /// A value overflowed in saturation mode: the stream can still be used.
+    Overflow,
+    /// The host's own wait ran out while the work goes on: wait again.
+    WaitTimeout,
+    /// A kernel ran too long: the device's state is in doubt.
+    KernelTimeout,
+    /// A kernel crashed.
+    KernelException,
+    /// The device or its driver is gone.
+    DeviceLost,
+    /// The device's memory is faulty: take it out of service.
+    HardwareMemory,
+    /// A link between devices failed: once more with a new communicator.
+    Link,
+    /// A rule of graph capture was broken: end the capture, run without.
+    Capture,
+    /// An abort is going on: try again after it.
+    Aborted,
+    /// The caller's mistake: no context on the thread, a stale handle, a bad argument.
+    Usage,
+    /// The chip or the installed version does not have this.
+    Unsupported,
+    /// Initialised before: as good as success.
+    AlreadyInitialised,
+    /// Any other code.
+    Other,
+}
+
+impl AclErrorKind {
+    /// The kind of a runtime code.
+    pub fn of(code: i32) -> Self {
+        match code {
+            200_000 | 207_001 | 207_018 => Self::OutOfMemory,
+            207_005 | 207_007..=207_011 => Self::ResourceExhausted,
+            207_003 | 207_016 | 207_017 => Self::Overflow,
+            107_019 | 507_046 | 507_047 => Self::WaitTimeout,
+            107_020 | 207_020 | 507_012 | 507_014 | 507_017 | 507_034 | 507_048 => Self::KernelTimeout,
+            507_000
+            | 507_001
+            | 507_011
+            | 507_015
+            | 507_016
+            | 507_018
+            | 507_035
+            | 507_036
+            | 507_042..=507_045
+            | 507_049
+            | 507_050 => Self::KernelException,
+            507_010 | 507_013 | 507_033 | 507_899 | 507_901 => Self::DeviceLost,
+            507_053..=507_055 | 507_057 => Self::HardwareMemory,
+            507_056 | 507_904 => Self::Link,
+            107_024..=107_034 | 107_036..=107_041 | 107_045 | 507_903 => Self::Capture,
+            107_022 | 107_023 | 107_035 => Self::Aborted,
+            100_000 | 100_001 | 107_000..=107_003 | 107_008 | 107_017 => Self::Usage,
+            200_001 | 207_000 | 207_019 | 507_009 => Self::Unsupported,
+            100_002 => Self::AlreadyInitialised,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl fmt::Display for AclErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OutOfMemory => "out of memory",
+            Self::ResourceExhausted => "streams or events exhausted",
+            Self::Overflow => "overflow",
+            Self::WaitTimeout => "wait timed out",
+            Self::KernelTimeout => "kernel timed out",
+            Self::KernelException => "kernel exception",
+            Self::DeviceLost => "device lost",
+            Self::HardwareMemory => "faulty device memory",
+            Self::Link => "link failure",
+            Self::Capture => "capture rule broken",
+            Self::Aborted => "aborted",
+            Self::Usage => "wrong use",
+            Self::Unsupported => "unsupported",
+            Self::AlreadyInitialised => "already initialised",
+            Self::Other => "unclassified",
+        })
+    }
+}

@@ -1,0 +1,150 @@
+//! Finds and opens the library, and looks symbols up.
+//!
+//! Places, in this order: the path given, and then nothing else; `$ASCEND_HOME_PATH/lib64`; `$ASCEND_TOOLKIT_HOME/lib64`;
+//! the system loader's own search. The first place that has the library is taken. The runtime's functions live in
+//! `libascendcl.so`, from CANN 8.5 on also in `libacl_rt.so`: both are opened where both are, and a symbol is looked up
+//! in both. Libraries are opened globally and for good, since the vendor's other libraries resolve against them and
+//! unloading is not supported.
+
+#![forbid(unsafe_code)]
+
+use crate::dl::{self, Handle};
+use crate::error::{Attempt, LoadError};
+use std::ffi::{CStr, OsString, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+
+/// Names the runtime's library goes by, the usual one first.
+const NAMES: [&str; 2] = ["libascendcl.so", "libacl_rt.so"];
+
+/// Variables that the toolkit's `set_env.sh` sets; the second is that of older versions.
+const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
+
+/// An open library. It stays loaded until the process ends.
+#[derive(Debug)]
+pub struct Library {
+    handles: Vec<Handle>,
+    path: PathBuf,
+}
+
+impl Library {
+    /// Opens the library at `path` (a file, or a folder that holds it), or finds one.
+    ///
+    /// Opening runs the library's own start-up code, as linking to it would.
+    pub fn open(path: Option<&Path>) -> Result<Self, LoadError> {
+        Self::open_among(&places(path, |variable| std::env::var_os(variable)))
+    }
+
+    /// Where it was loaded from: the system loader's answer if it has one, else the name it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Address of a function; `symbol` is its name once more, for the error.
+    pub(crate) fn address(&self, name: &CStr, symbol: &'static str) -> Result<NonNull<c_void>, LoadError> {
+        self.find(name).ok_or_else(|| LoadError::MissingSymbol { library: self.path.clone(), symbol })
+    }
+
+    fn find(&self, name: &CStr) -> Option<NonNull<c_void>> {
+        self.handles.iter().find_map(|handle| handle.find(name))
+    }
+
+    fn open_among(places: &[Place]) -> Result<Self, LoadError> {
+        let mut tried = Vec::new();
+        for place in places {
+            let mut opened: Option<Self> = None;
+            for file in &place.files {
+                // A file in a known place is looked for first, so that "absent" and "broken" are told apart.
+                if place.known && !file.exists() {
+                    if opened.is_none() {
+                        tried.push(Attempt { path: file.clone(), reason: "no such file".into() });
+                    }
+                    continue;
+                }
+                match Handle::open(file) {
+                    Ok(handle) => match &mut opened {
+                        Some(library) => library.handles.push(handle),
+                        None => opened = Some(Self { handles: vec![handle], path: file.clone() }),
+                    },
+                    Err(reason) if place.known => {
+                        return Err(LoadError::Unloadable { path: file.clone(), reason });
+                    }
+                    Err(reason) => {
+                        if opened.is_none() {
+                            tried.push(Attempt { path: file.clone(), reason });
+                        }
+                    }
+                }
+            }
+            if let Some(mut library) = opened {
+                if let Some(path) = library.find(c"aclInit").and_then(dl::file_of) {
+                    library.path = path;
+                }
+                return Ok(library);
+            }
+        }
+        Err(LoadError::NotFound { tried })
+    }
+}
+
+/// Files of one place; the first that opens names it, the others are its companions.
+#[derive(Debug, PartialEq)]
+struct Place {
+    files: Vec<PathBuf>,
+    /// Whether the files are paths, not names for the system loader to search.
+    known: bool,
+}
+
+fn places(path: Option<&Path>, variable: impl Fn(&str) -> Option<OsString>) -> Vec<Place> {
+    let folder = |folder: &Path| Place { files: NAMES.map(|name| folder.join(name)).into(), known: true };
+    if let Some(path) = path {
+        let place = if path.is_dir() { folder(path) } else { Place { files: vec![path.into()], known: true } };
+        return vec![place];
+    }
+    let homes = HOMES.iter().filter_map(|name| variable(name)).filter(|home| !home.is_empty());
+    let mut places: Vec<Place> = homes.map(|home| folder(&Path::new(&home).join("lib64"))).collect();
+    places.push(Place { files: NAMES.map(PathBuf::from).into(), known: false });
+    places
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(place: &Place) -> Vec<&str> {
+        place.files.iter().map(|file| file.to_str().expect("text")).collect()
+    }
+
+    #[test]
+    fn places_come_in_order() {
+        let both = |name: &str| Some(OsString::from(if name == "ASCEND_HOME_PATH" { "/new" } else { "/old" }));
+        let found = places(None, both);
+        assert_eq!(found.len(), 3);
+        assert_eq!(files(&found[0]), ["/new/lib64/libascendcl.so", "/new/lib64/libacl_rt.so"]);
+        assert_eq!(files(&found[1]), ["/old/lib64/libascendcl.so", "/old/lib64/libacl_rt.so"]);
+        assert_eq!(files(&found[2]), ["libascendcl.so", "libacl_rt.so"]);
+        assert!(found[0].known && !found[2].known);
+        // A path given is the only place, and an empty variable is none.
+        assert_eq!(places(Some(Path::new("/x/y.so")), both), [Place { files: vec!["/x/y.so".into()], known: true }]);
+        assert_eq!(places(None, |_| Some(OsString::new())).len(), 1);
+        assert_eq!(places(None, |_| None).len(), 1);
+    }
+
+    #[test]
+    fn every_place_tried_is_named() {
+        let home = |name: &str| (name == "ASCEND_HOME_PATH").then(|| OsString::from("/nowhere/ascend"));
+        let mut list = places(None, home);
+        // Names nobody has installed, so that the test holds on machines with the real library too.
+        list[1].files = vec!["libno-such-acl.so".into()];
+        let error = Library::open_among(&list).expect_err("nothing there");
+        let LoadError::NotFound { tried } = &error else { panic!("{error:?}") };
+        let paths: Vec<_> = tried.iter().map(|attempt| attempt.path.to_str().expect("text")).collect();
+        let folder = "/nowhere/ascend/lib64";
+        assert_eq!(
+            paths,
+            [format!("{folder}/libascendcl.so"), format!("{folder}/libacl_rt.so"), "libno-such-acl.so".to_owned()]
+        );
+        let text = error.to_string();
+        assert!(paths.iter().all(|path| text.contains(path)) && text.contains("set_env.sh"), "{text}");
+    }
+}

@@ -1,0 +1,171 @@
+//! The exact bytes of every token, side by side in one buffer.
+//!
+//! Vocabularies spell tokens in two ways. *Byte-level* ones (GPT-2 and its heirs) write each byte as one printable
+//! character: `Ġ` is the space. *SentencePiece* ones write a space as `▁` and a byte that is no character as `<0x0A>`.
+//! Both are undone once, when the vocabulary is loaded, so that streaming only copies slices.
+
+/// How a vocabulary spells the bytes of its ordinary tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Spelling {
+    /// One character a byte.
+    ByteLevel,
+    /// Text with `▁` for the space and `<0x0A>` for bytes.
+    SentencePiece,
+}
+
+/// Bytes of all tokens by id.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pieces {
+    bytes: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl Pieces {
+    /// Number of ids.
+    pub(super) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Bytes of a token; none for an unknown id.
+    pub(super) fn get(&self, id: u32) -> &[u8] {
+        let id = id as usize;
+        let Some(&end) = self.ends.get(id) else { return &[] };
+        let start = if id == 0 { 0 } else { self.ends[id - 1] };
+        &self.bytes[start..end]
+    }
+
+    /// Appends a token that stands for nothing (a hole in the ids, padding of the table).
+    pub(super) fn push_nothing(&mut self) {
+        self.ends.push(self.bytes.len());
+    }
+
+    /// Appends a token that is spelled as the text it stands for.
+    pub(super) fn push_literal(&mut self, text: &str) {
+        self.bytes.extend_from_slice(text.as_bytes());
+        self.ends.push(self.bytes.len());
+    }
+
+    /// Appends an ordinary token.
+    pub(super) fn push_spelled(&mut self, token: &str, spelling: Spelling) {
+        match spelling {
+            Spelling::ByteLevel => self.push_byte_level(token),
+            Spelling::SentencePiece => self.push_sentence_piece(token),
+        }
+    }
+
+    fn push_byte_level(&mut self, token: &str) {
+        let start = self.bytes.len();
+        for character in token.chars() {
+            if let Some(byte) = byte_of_char(character) {
+                self.bytes.push(byte);
+            } else {
+                // Not of the byte alphabet: an added token that stands for its own text.
+                self.bytes.truncate(start);
+                self.bytes.extend_from_slice(token.as_bytes());
+                break;
+            }
+        }
+        self.ends.push(self.bytes.len());
+    }
+
+    fn push_sentence_piece(&mut self, token: &str) {
+        if let Some(byte) = byte_token(token) {
+            self.bytes.push(byte);
+        } else {
+            let mut parts = token.split('▁');
+            self.bytes.extend_from_slice(parts.next().unwrap_or_default().as_bytes());
+            for part in parts {
+                self.bytes.push(b' ');
+                self.bytes.extend_from_slice(part.as_bytes());
+            }
+        }
+        self.ends.push(self.bytes.len());
+    }
+}
+
+/// The byte that a token of the form `<0x0A>` stands for.
+pub(super) fn byte_token(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    // `from_str_radix` would take a sign too.
+    (digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
+        .then(|| u8::from_str_radix(digits, 16).ok())
+        .flatten()
+}
+
+/// Whether a byte is its own character in the byte-level alphabet.
+const fn is_printed_as_itself(byte: u8) -> bool {
+    matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF)
+}
+
+/// The bytes that are not printed as themselves, in the order of their characters U+0100, U+0101, …
+const SHIFTED: [u8; 68] = {
+    let mut shifted = [0; 68];
+    let (mut byte, mut count) = (0_u8, 0);
+    loop {
+        if !is_printed_as_itself(byte) {
+            shifted[count] = byte;
+            count += 1;
+        }
+        if byte == u8::MAX {
+            break;
+        }
+        byte += 1;
+    }
+    shifted
+};
+
+/// The byte that a character of the byte-level alphabet stands for.
+fn byte_of_char(character: char) -> Option<u8> {
+    let code = u32::from(character);
+    match u8::try_from(code) {
+        Ok(byte) => is_printed_as_itself(byte).then_some(byte),
+        Err(_) => SHIFTED.get((code - 0x100) as usize).copied(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes_of(token: &str, spelling: Spelling) -> Vec<u8> {
+        let mut pieces = Pieces::default();
+        pieces.push_spelled(token, spelling);
+        pieces.get(0).to_vec()
+    }
+
+    #[test]
+    fn the_byte_alphabet_is_a_bijection_of_all_bytes() {
+        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
+        let mut bytes: Vec<u8> = alphabet.iter().map(|&character| byte_of_char(character).unwrap()).collect();
+        bytes.sort_unstable();
+        assert_eq!(bytes, (0..=255).collect::<Vec<u8>>());
+        assert_eq!(byte_of_char('Ġ'), Some(b' '));
+        assert_eq!(byte_of_char(' '), None);
+        assert_eq!(byte_of_char('▁'), None);
+    }
+
+    #[test]
+    fn tokens_are_spelled_out_exactly() {
+        assert_eq!(bytes_of("Ġtea", Spelling::ByteLevel), b" tea");
+        assert_eq!(bytes_of("ðŁ", Spelling::ByteLevel), [0xF0, 0x9F]);
+        assert_eq!(bytes_of("<｜end｜>", Spelling::ByteLevel), "<｜end｜>".as_bytes());
+        assert_eq!(bytes_of("▁▁tea▁", Spelling::SentencePiece), b"  tea ");
+        assert_eq!(bytes_of("<0x0A>", Spelling::SentencePiece), b"\n");
+        assert_eq!(bytes_of("<0xfF>", Spelling::SentencePiece), [0xFF]);
+        assert_eq!(bytes_of("<0x+A>", Spelling::SentencePiece), b"<0x+A>");
+        assert_eq!(bytes_of("<0x0A>", Spelling::ByteLevel), b"<0x0A>");
+    }
+
+    #[test]
+    fn ids_out_of_range_and_holes_have_no_bytes() {
+        let mut pieces = Pieces::default();
+        pieces.push_literal("a");
+        pieces.push_nothing();
+        pieces.push_literal("b");
+        assert_eq!(
+            (pieces.get(0), pieces.get(1), pieces.get(2), pieces.get(3)),
+            (&b"a"[..], &[][..], &b"b"[..], &[][..])
+        );
+        assert_eq!(pieces.get(u32::MAX), b"");
+    }
+}

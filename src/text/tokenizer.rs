@@ -1,0 +1,149 @@
+//! The crate's own [`Vocabulary`]: byte-pair tokenizers from `tokenizer.json` or from GGUF metadata.
+//!
+//! Encoding runs on the `tokenizers` crate; the bytes of tokens are ours and exact: what a token adds to the text, even
+//! where that is half a character. Whatever the files say about truncation and padding is dropped: a prompt is encoded
+//! whole or refused. Nothing is tidied up in the text of tokens.
+
+mod from_gguf;
+mod from_json;
+
+use super::pieces::Pieces;
+use super::{TextError, Vocabulary};
+
+/// A token that the tokenizer's configuration names (BOS, EOS).
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct NamedToken {
+    text: String,
+    /// `None` where the vocabulary has no such token.
+    id: Option<u32>,
+}
+
+/// A byte-pair tokenizer with its special tokens.
+pub struct Tokenizer {
+    encoder: tokenizers::Tokenizer,
+    pieces: Pieces,
+    /// One flag an id: a control token.
+    special: Vec<bool>,
+    /// The first token of a text loses one leading space (it was put there by `encode`).
+    strips_first_space: bool,
+    /// What `encode` puts before and after a prompt.
+    prefix: Vec<u32>,
+    suffix: Vec<u32>,
+    bos: Option<NamedToken>,
+    eos: Option<NamedToken>,
+    eos_ids: Vec<u32>,
+    chat_templates: Vec<(String, String)>,
+}
+
+impl Tokenizer {
+    /// The id of the beginning-of-sequence token.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos.as_ref()?.id
+    }
+
+    /// The text of the beginning-of-sequence token, as chat templates write it.
+    pub fn bos_token(&self) -> Option<&str> {
+        self.bos.as_ref().map(|token| token.text.as_str())
+    }
+
+    /// The id of the end-of-sequence token.
+    pub fn eos_id(&self) -> Option<u32> {
+        self.eos.as_ref()?.id
+    }
+
+    /// The text of the end-of-sequence token, as chat templates write it.
+    pub fn eos_token(&self) -> Option<&str> {
+        self.eos.as_ref().map(|token| token.text.as_str())
+    }
+
+    /// The id of the token that is spelled exactly so (`<|im_end|>`, `Ġthe`).
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.encoder.token_to_id(token)
+    }
+
+    /// Whether a plain prompt gets BOS in front.
+    pub fn adds_bos(&self) -> bool {
+        self.bos_id().is_some_and(|bos| self.prefix.first() == Some(&bos))
+    }
+
+    /// The chat template that came with the tokenizer, if any.
+    pub fn chat_template(&self) -> Option<&str> {
+        self.named_chat_template("default")
+    }
+
+    /// The chat template of that name, where the model has several (`default`, `tool_use`, `rag`).
+    pub fn named_chat_template(&self, name: &str) -> Option<&str> {
+        self.chat_templates.iter().find(|(known, _)| known == name).map(|(_, source)| source.as_str())
+    }
+
+    /// Ids of a rendered chat: the template has written the special tokens, so none are added, except a BOS that the
+    /// model wants and the template left out. There is exactly one BOS at the front if the model wants one.
+    pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, TextError> {
+        let mut ids = self.encode_plain(rendered)?;
+        if let Some(bos) = self.bos_id()
+            && self.adds_bos()
+            && ids.first() != Some(&bos)
+        {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// The text of these ids, as the streaming detokeniser would give it from the beginning of a text.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut detokenizer = super::Detokenizer::new(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            detokenizer.push(self, id, &mut text);
+        }
+        detokenizer.flush(&mut text);
+        text
+    }
+
+    fn encode_plain(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        let encoding =
+            self.encoder.encode_fast(text, false).map_err(|error| TextError::Encode { reason: error.to_string() })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+}
+
+impl Vocabulary for Tokenizer {
+    fn len(&self) -> usize {
+        self.pieces.len()
+    }
+
+    fn token_bytes(&self, id: u32, first: bool, out: &mut Vec<u8>) {
+        let bytes = self.pieces.get(id);
+        let stripped = if first && self.strips_first_space { bytes.strip_prefix(b" ") } else { None };
+        out.extend_from_slice(stripped.unwrap_or(bytes));
+    }
+
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
+        let ids = self.encode_plain(text).map_err(|error| error.to_string())?;
+        if !add_special {
+            return Ok(ids);
+        }
+        Ok([&self.prefix, &ids, &self.suffix].into_iter().flatten().copied().collect())
+    }
+
+    fn is_special(&self, id: u32) -> bool {
+        self.special.get(id as usize).copied().unwrap_or(false)
+    }
+
+    fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("tokens", &self.pieces.len())
+            .field("bos", &self.bos)
+            .field("eos", &self.eos)
+            .field("eos_ids", &self.eos_ids)
+            .field("prefix", &self.prefix)
+            .field("suffix", &self.suffix)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,94 @@
+//! Elements between storage types and f32.
+//!
+//! [`dequantise`] is bit-exact with GGML's `dequantize_row_*` (product first, then the sum, no fused multiply-add).
+//! [`quantise`] rounds each block by itself: the plain formats as GGML's reference quantiser does, the K formats by
+//! covering each sub-block's range, without GGML's search for better scales. Both are reference bodies: one block at a
+//! time, in order, no SIMD. Neither packs for a device.
+
+#![forbid(unsafe_code)]
+
+mod k_blocks;
+mod plain_blocks;
+
+use half::{bf16, f16};
+
+use super::DType;
+
+/// Expands stored elements to f32.
+///
+/// # Panics
+///
+/// If `bytes` is not exactly what `out.len()` elements of `dtype` take. Tensors handed out by a
+/// [`WeightSource`](super::WeightSource) always match their shape.
+pub fn dequantise(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    assert_eq!(Some(bytes.len()), dtype.bytes_for(out.len()), "bytes of {} elements of {dtype}", out.len());
+    match dtype {
+        DType::F32 => each(bytes, out, f32::from_le_bytes),
+        DType::F16 => each(bytes, out, |raw| f16::from_le_bytes(raw).to_f32()),
+        DType::BF16 => each(bytes, out, |raw| bf16::from_le_bytes(raw).to_f32()),
+        DType::Q4_0 => blocks(bytes, out, plain_blocks::q4_0_to_f32),
+        DType::Q4_1 => blocks(bytes, out, plain_blocks::q4_1_to_f32),
+        DType::Q5_0 => blocks(bytes, out, plain_blocks::q5_0_to_f32),
+        DType::Q5_1 => blocks(bytes, out, plain_blocks::q5_1_to_f32),
+        DType::Q8_0 => blocks(bytes, out, plain_blocks::q8_0_to_f32),
+        DType::Q4_K => blocks(bytes, out, k_blocks::q4_k_to_f32),
+        DType::Q5_K => blocks(bytes, out, k_blocks::q5_k_to_f32),
+        DType::Q6_K => blocks(bytes, out, k_blocks::q6_k_to_f32),
+    }
+}
+
+/// Rounds floats to `dtype` and appends the bytes to `out`.
+///
+/// Values should be finite, and block formats keep their scale in f16: magnitudes beyond what that holds (65,504 times
+/// the format's largest integer) become infinite.
+///
+/// # Panics
+///
+/// If `src` is no whole number of blocks.
+pub fn quantise(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
+    let bytes = dtype.bytes_for(src.len());
+    assert!(bytes.is_some(), "{} elements are no whole number of blocks of {dtype}", src.len());
+    out.reserve(bytes.unwrap_or_default());
+    match dtype {
+        DType::F32 => out.extend(src.iter().flat_map(|x| x.to_le_bytes())),
+        DType::F16 => out.extend(src.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
+        DType::BF16 => out.extend(src.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
+        DType::Q4_0 => pack(src, out, plain_blocks::q4_0_from_f32),
+        DType::Q4_1 => pack(src, out, plain_blocks::q4_1_from_f32),
+        DType::Q5_0 => pack(src, out, plain_blocks::q5_0_from_f32),
+        DType::Q5_1 => pack(src, out, plain_blocks::q5_1_from_f32),
+        DType::Q8_0 => pack(src, out, plain_blocks::q8_0_from_f32),
+        DType::Q4_K => pack(src, out, k_blocks::q4_k_from_f32),
+        DType::Q5_K => pack(src, out, k_blocks::q5_k_from_f32),
+        DType::Q6_K => pack(src, out, k_blocks::q6_k_from_f32),
+    }
+}
+
+fn each<const N: usize>(bytes: &[u8], out: &mut [f32], read: impl Fn([u8; N]) -> f32) {
+    let (raw, _) = bytes.as_chunks::<N>();
+    for (raw, out) in raw.iter().zip(out) {
+        *out = read(*raw);
+    }
+}
+
+fn blocks<const B: usize, const N: usize>(bytes: &[u8], out: &mut [f32], expand: impl Fn(&[u8; B], &mut [f32; N])) {
+    for (block, out) in bytes.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        expand(block, out);
+    }
+}
+
+fn pack<const B: usize, const N: usize>(src: &[f32], out: &mut Vec<u8>, round: impl Fn(&[f32; N]) -> [u8; B]) {
+    for block in src.as_chunks().0 {
+        out.extend_from_slice(&round(block));
+    }
+}
+
+/// Reads the f16 at `at` of a block.
+fn half_at(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Writes an f16 at `at` of a block.
+fn set_half(block: &mut [u8], at: usize, value: f16) {
+    block[at..at + 2].copy_from_slice(&value.to_le_bytes());
+}

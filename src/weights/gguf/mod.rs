@@ -1,0 +1,152 @@
+//! GGUF files, versions 2 and 3, little-endian, in one part.
+//!
+//! A file is mapped and its head is checked in full when it is opened; tensor data is read only by whoever asks for
+//! it. Tensors go by hub names where the architecture's names are known, and by the file's own names always. A tensor
+//! of a type that is not implemented does not stop the file from being opened: asking for it is the error.
+//!
+//! A hub name gives what the hub's tensor is: for the architecture `llama` the file has the rows of `attn_q` and
+//! `attn_k` in the order of interleaved rotary pairs, and they come back in the hub's order (two halves a head) as a
+//! copy that is made once and lives as long as the file's value. The file's own name gives the file's own order. Values
+//! are never changed; so norm weights of Gemma, to which the file has added the 1 of `(1 + w)`, still have it.
+
+#![forbid(unsafe_code)]
+
+mod header;
+mod metadata;
+mod names;
+mod reader;
+mod rope_rows;
+mod types;
+mod value;
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use super::mmap::FileMap;
+use super::{TensorView, WeightError, WeightSource};
+use header::TensorInfo;
+pub use metadata::Metadata;
+use names::NameTable;
+pub use value::{Array, Value, ValueType};
+
+/// One GGUF file.
+#[derive(Debug)]
+pub struct Gguf {
+    file: Arc<FileMap>,
+    metadata: Metadata,
+    /// In file order.
+    tensors: Vec<TensorInfo>,
+    /// Indices into `tensors`, sorted by the file's name.
+    by_name: Vec<u32>,
+    /// Beside each tensor: its rows in the hub's order, once asked for and only where that differs.
+    hub_rows: Vec<OnceLock<Box<[u8]>>>,
+    table: Option<&'static NameTable>,
+}
+
+impl Gguf {
+    /// Maps a file and checks its head.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightError> {
+        Self::from_map(FileMap::open(path.as_ref())?)
+    }
+
+    /// Takes the bytes of a file; `label` is its name in errors.
+    pub fn parse(label: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self, WeightError> {
+        Self::from_map(FileMap::from_vec(label.as_ref(), bytes))
+    }
+
+    fn from_map(file: FileMap) -> Result<Self, WeightError> {
+        let file = Arc::new(file);
+        let (metadata, tensors) = header::parse(&file)?;
+        let Ok(len) = u32::try_from(tensors.len()) else {
+            let what = format!("{} tensors are too many", tensors.len());
+            return Err(WeightError::Corrupt { path: file.path().to_owned(), what });
+        };
+        let mut by_name: Vec<u32> = (0..len).collect();
+        by_name.sort_unstable_by_key(|&id| &file.bytes()[tensors[id as usize].name.clone()]);
+        let table = metadata.architecture().and_then(names::table);
+        let hub_rows = tensors.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { file, metadata, tensors, by_name, hub_rows, table })
+    }
+
+    /// The key-value store: configuration, tokenizer, chat template.
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// The file's path.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The tensors' names as the file spells them, in file order.
+    pub fn raw_names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|tensor| self.name(tensor))
+    }
+
+    fn name(&self, tensor: &TensorInfo) -> &str {
+        std::str::from_utf8(&self.file.bytes()[tensor.name.clone()]).unwrap_or_default()
+    }
+
+    /// Finds a tensor by the file's name or by the hub's, and says whether it was the hub's.
+    fn find(&self, name: &str) -> Option<(usize, bool)> {
+        let find = |raw: &str| {
+            let at = self.by_name.binary_search_by(|&id| self.name(&self.tensors[id as usize]).cmp(raw)).ok()?;
+            Some(self.by_name[at] as usize)
+        };
+        if let Some(id) = find(name) {
+            return Some((id, false));
+        }
+        Some((find(&self.table?.to_gguf(name)?)?, true))
+    }
+
+    /// The tensor's bytes with its rows in the hub's order.
+    fn hub_rows(&self, id: usize, view: TensorView<'_>) -> Result<&[u8], WeightError> {
+        let tensor = &self.tensors[id];
+        if let Some(rows) = self.hub_rows[id].get() {
+            return Ok(rows);
+        }
+        let name = self.name(tensor);
+        let Some(heads) = rope_rows::heads(&self.metadata, name) else {
+            return Ok(&self.file.bytes()[tensor.data.clone()]);
+        };
+        let rows = heads.and_then(|heads| rope_rows::to_halves(view, heads)).map_err(|what| WeightError::Corrupt {
+            path: self.path().to_owned(),
+            what: format!("tensor {name:?}: {what}"),
+        })?;
+        self.file.release(tensor.data.clone());
+        Ok(self.hub_rows[id].get_or_init(|| rows))
+    }
+}
+
+impl WeightSource for Gguf {
+    fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.require(name).ok()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let hub = |raw: &str| self.table.and_then(|table| table.to_hub(raw)).unwrap_or_else(|| raw.to_owned());
+        self.raw_names().map(hub).collect()
+    }
+
+    fn release(&self, name: &str) {
+        if let Some((id, _)) = self.find(name) {
+            self.file.release(self.tensors[id].data.clone());
+        }
+    }
+
+    fn require(&self, name: &str) -> Result<TensorView<'_>, WeightError> {
+        let (id, by_hub_name) = self.find(name).ok_or_else(|| WeightError::MissingTensor { name: name.to_owned() })?;
+        let tensor = &self.tensors[id];
+        let dtype = tensor.ty.dtype.ok_or_else(|| WeightError::UnsupportedType {
+            path: self.path().to_owned(),
+            tensor: self.name(tensor).to_owned(),
+            type_id: Some(tensor.ty.id),
+            type_name: tensor.ty.name.to_owned(),
+        })?;
+        let mut view = TensorView { dtype, shape: tensor.shape(), data: &self.file.bytes()[tensor.data.clone()] };
+        if by_hub_name {
+            view.data = self.hub_rows(id, view)?;
+        }
+        Ok(view)
+    }
+}

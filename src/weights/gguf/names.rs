@@ -1,0 +1,152 @@
+//! Tensor names: GGUF's spelling to the hub's and back, for architectures whose parts are known.
+//!
+//! A pure table. The translation is one to one, so a source may look up either spelling without a second map.
+
+#![forbid(unsafe_code)]
+
+/// Spellings of one family of architectures. Pairs are (GGUF, hub), without `.weight` or `.bias`.
+#[derive(Debug)]
+pub(super) struct NameTable {
+    /// Tensors that stand once.
+    whole: &'static [(&'static str, &'static str)],
+    /// Tensors of each block: `blk.N.` and `model.layers.N.` come before them.
+    block: &'static [(&'static str, &'static str)],
+}
+
+const WHOLE: &[(&str, &str)] =
+    &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+
+/// Llama and those built like it: one norm before attention, one before the MLP.
+const LLAMA: NameTable = NameTable {
+    whole: WHOLE,
+    block: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ],
+};
+
+/// Gemma 2 and 3: norms on both sides of attention and MLP, so `ffn_norm` is another norm than in Llama.
+const GEMMA: NameTable = NameTable {
+    whole: WHOLE,
+    block: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+    ],
+};
+
+/// The table for a `general.architecture`, or `None` where names stay as they are in the file.
+pub(super) fn table(architecture: &str) -> Option<&'static NameTable> {
+    match architecture {
+        "llama" | "mistral" | "mistral3" | "qwen2" | "qwen3" | "gemma" => Some(&LLAMA),
+        "gemma2" | "gemma3" => Some(&GEMMA),
+        _ => None,
+    }
+}
+
+impl NameTable {
+    /// The hub's spelling of a GGUF name, or `None` for a tensor that the hub does not have (`rope_freqs.weight`).
+    pub(super) fn to_hub(&self, gguf: &str) -> Option<String> {
+        let (stem, suffix) = split_suffix(gguf)?;
+        if let Some((block, part)) = split_block(stem, "blk.") {
+            let (_, hub) = self.block.iter().find(|(gguf, _)| *gguf == part)?;
+            return Some(format!("model.layers.{block}.{hub}.{suffix}"));
+        }
+        let (_, hub) = self.whole.iter().find(|(gguf, _)| *gguf == stem)?;
+        Some(format!("{hub}.{suffix}"))
+    }
+
+    /// GGUF's spelling of a hub name.
+    pub(super) fn to_gguf(&self, hub: &str) -> Option<String> {
+        let (stem, suffix) = split_suffix(hub)?;
+        if let Some((block, part)) = split_block(stem, "model.layers.") {
+            let (gguf, _) = self.block.iter().find(|(_, hub)| *hub == part)?;
+            return Some(format!("blk.{block}.{gguf}.{suffix}"));
+        }
+        let (gguf, _) = self.whole.iter().find(|(_, hub)| *hub == stem)?;
+        Some(format!("{gguf}.{suffix}"))
+    }
+}
+
+fn split_suffix(name: &str) -> Option<(&str, &str)> {
+    name.rsplit_once('.').filter(|(_, suffix)| matches!(*suffix, "weight" | "bias"))
+}
+
+/// Splits `blk.12.attn_q` into 12 and `attn_q`; only the number's plain spelling, so that the way back is the same.
+fn split_block<'a>(stem: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
+    let (digits, part) = stem.strip_prefix(prefix)?.split_once('.')?;
+    let block: u32 = digits.parse().ok()?;
+    (block.to_string() == digits).then_some((block, part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn llama_names_translate() {
+        for (gguf, hub) in [
+            ("token_embd.weight", "model.embed_tokens.weight"),
+            ("output.weight", "lm_head.weight"),
+            ("output_norm.weight", "model.norm.weight"),
+            ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"),
+            ("blk.1.attn_k.bias", "model.layers.1.self_attn.k_proj.bias"),
+            ("blk.2.attn_v.weight", "model.layers.2.self_attn.v_proj.weight"),
+            ("blk.30.attn_output.weight", "model.layers.30.self_attn.o_proj.weight"),
+            ("blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+            ("blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+            ("blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"),
+            ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
+            ("blk.0.ffn_gate.weight", "model.layers.0.mlp.gate_proj.weight"),
+            ("blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"),
+            ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
+        ] {
+            for architecture in ["llama", "mistral", "qwen2", "qwen3"] {
+                let table = table(architecture).unwrap();
+                assert_eq!(table.to_hub(gguf).as_deref(), Some(hub));
+                assert_eq!(table.to_gguf(hub).as_deref(), Some(gguf));
+            }
+        }
+        assert!(table("some-new-one").is_none());
+    }
+
+    #[test]
+    fn unknown_and_odd_names_do_not_translate() {
+        for name in
+            ["rope_freqs.weight", "blk.01.attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_q", "attn_q.weight", ""]
+        {
+            assert_eq!(LLAMA.to_hub(name), None, "{name}");
+        }
+        assert_eq!(LLAMA.to_gguf("model.layers.+1.self_attn.q_proj.weight"), None);
+    }
+
+    #[test]
+    fn tables_are_one_to_one() {
+        for table in [&LLAMA, &GEMMA] {
+            for pairs in [table.whole, table.block] {
+                for (i, a) in pairs.iter().enumerate() {
+                    assert!(pairs[i + 1..].iter().all(|b| a.0 != b.0 && a.1 != b.1), "{a:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The order of rows in query and key projections.
+//!
+//! Files of architecture `llama` are written for rotary embedding of neighbouring elements: within a head of `d` rows,
+//! the file's row `2i + s` is the hub's row `s * d / 2 + i` (source: `permute` of llama.cpp's `convert_hf_to_gguf.py`).
+//! Whole rows move, so this is exact in every block format.
+
+#![forbid(unsafe_code)]
+
+use super::metadata::Metadata;
+use crate::weights::TensorView;
+
+/// Heads of a tensor whose rows are in that order, by the file's name for it; `None` if its rows are as on the hub.
+pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, String>> {
+    let architecture = metadata.architecture().filter(|name| matches!(*name, "llama" | "mistral" | "mistral3"))?;
+    let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    let is_query = match part {
+        "attn_q.weight" | "attn_q.bias" => true,
+        "attn_k.weight" | "attn_k.bias" => false,
+        _ => return None,
+    };
+    let block: usize = block.parse().ok()?;
+    let query_key = format!("{architecture}.attention.head_count");
+    let kv_key = format!("{query_key}_kv");
+    let count = |key: &str| {
+        // One number for all blocks, or one for each.
+        metadata.u32(key).or_else(|| metadata.u32s(key)?.get(block).copied()).map(|count| count as usize)
+    };
+    let heads = if is_query || metadata.get(&kv_key).is_none() { count(&query_key) } else { count(&kv_key) };
+    Some(heads.ok_or_else(|| format!("{query_key} or its _kv is not a number of heads for block {block}")))
+}
+
+/// The bytes with rows in the hub's order.
+pub(super) fn to_halves(view: TensorView<'_>, heads: usize) -> Result<Box<[u8]>, String> {
+    let rows = view.shape.first().copied().unwrap_or(0);
+    let is_whole_rows = view.shape.len() == 2 || (view.shape.len() == 1 && !view.dtype.is_quantised());
+    if !is_whole_rows || heads == 0 || !rows.is_multiple_of(2 * heads) {
+        return Err(format!("shape {:?} of {} is not {heads} heads of an even number of rows", view.shape, view.dtype));
+    }
+    let row_bytes = view.data.len() / rows;
+    let half = rows / heads / 2;
+    let mut out = Vec::with_capacity(view.data.len());
+    for head in view.data.chunks_exact(2 * half * row_bytes) {
+        for side in 0..2 {
+            for i in 0..half {
+                let from = (2 * i + side) * row_bytes;
+                out.extend_from_slice(&head[from..from + row_bytes]);
+            }
+        }
+    }
+    Ok(out.into_boxed_slice())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::DType;
+
+    #[test]
+    fn rows_of_each_head_go_to_halves() {
+        // Two heads of four rows of one element each: the file's order within a head is 0 2 1 3 of the hub's.
+        let file: Vec<u8> =
+            [0.0_f32, 2.0, 1.0, 3.0, 10.0, 12.0, 11.0, 13.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        for shape in [&[8, 1][..], &[8]] {
+            let view = TensorView { dtype: DType::F32, shape, data: &file };
+            let data = to_halves(view, 2).unwrap();
+            let back = TensorView { data: &data, ..view }.to_f32();
+            assert_eq!(back, [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]);
+        }
+    }
+
+    #[test]
+    fn shapes_that_are_no_heads_are_refused() {
+        let data = [0; 12];
+        let view = TensorView { dtype: DType::F32, shape: &[3], data: &data };
+        for heads in [0, 1, 3, usize::MAX / 2] {
+            assert!(to_halves(view, heads).is_err(), "{heads}");
+        }
+    }
+}

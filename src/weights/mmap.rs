@@ -1,0 +1,128 @@
+//! The bytes of one weight file: a read-only memory map, or a buffer for tests and embedded models.
+//!
+//! The only file of this room with `unsafe`. It promises that the bytes do not move while the value lives, and that
+//! [`FileMap::release`] never changes what is read. It never writes, and never reads a page that nobody asks for.
+//!
+//! A map shows the file as it is *now*: whoever truncates a weight file in place while an engine reads it ends the
+//! process with `SIGBUS`, as with every engine that maps weights. Replace such files by renaming.
+
+#![deny(unsafe_code)]
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::WeightError;
+
+/// A file's bytes and the path that errors name.
+pub struct FileMap {
+    path: PathBuf,
+    bytes: Bytes,
+}
+
+enum Bytes {
+    Mapped(memmap2::Mmap),
+    Owned(Vec<u8>),
+}
+
+impl FileMap {
+    /// Maps a file. Nothing of it is read yet.
+    pub fn open(path: &Path) -> Result<Self, WeightError> {
+        let io = |source| WeightError::Io { path: path.to_owned(), source };
+        let file = File::open(path).map_err(io)?;
+        let meta = file.metadata().map_err(io)?;
+        if !meta.is_file() {
+            return Err(io(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file")));
+        }
+        if meta.len() == 0 {
+            // Not every system maps nothing.
+            return Ok(Self::from_vec(path, Vec::new()));
+        }
+        #[allow(unsafe_code)]
+        // SAFETY: the map is private to this value, read-only, and handed out as `&[u8]` bound to its lifetime. That
+        // no other process changes the file meanwhile is a condition on the host, stated in the module's head.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
+        Ok(Self { path: path.to_owned(), bytes: Bytes::Mapped(map) })
+    }
+
+    /// Takes bytes that are in memory already; `path` is only a name for errors.
+    pub fn from_vec(path: impl Into<PathBuf>, bytes: Vec<u8>) -> Self {
+        Self { path: path.into(), bytes: Bytes::Owned(bytes) }
+    }
+
+    /// The file's path, or the name given to bytes in memory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All bytes of the file.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.bytes {
+            Bytes::Mapped(map) => map,
+            Bytes::Owned(bytes) => bytes,
+        }
+    }
+
+    /// Lets the system drop the pages that lie wholly inside the range; reading them again brings them back from the
+    /// file. Nothing happens for bytes in memory, for a range outside the file, and where there is no `madvise`.
+    pub fn release(&self, range: Range<usize>) {
+        #[cfg(unix)]
+        if let Bytes::Mapped(map) = &self.bytes {
+            // 64 KiB is the largest page size of the platforms served (aarch64 kernels); a map starts on a page, so
+            // multiples of it are page boundaries with every smaller page size, too.
+            const PAGE_BYTES: usize = 64 << 10;
+            let start = range.start.next_multiple_of(PAGE_BYTES);
+            let end = range.end.min(map.len()) / PAGE_BYTES * PAGE_BYTES;
+            if start < end {
+                #[allow(unsafe_code)]
+                // SAFETY: the map is backed by a file and never written to, so a dropped page is read back from the
+                // file with the same bytes; borrows of it stay valid. The range lies in the map, on page boundaries.
+                let advised =
+                    unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
+                // Only advice: a system that refuses keeps the pages until it needs the memory.
+                let _ = advised;
+            }
+        }
+        #[cfg(not(unix))]
+        let _ = range;
+    }
+}
+
+impl std::fmt::Debug for FileMap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileMap")
+            .field("path", &self.path)
+            .field("len_bytes", &self.bytes().len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn released_pages_read_the_same_again() {
+        let path = std::env::temp_dir().join(format!("ascend-llm-mmap-{}", std::process::id()));
+        let bytes: Vec<u8> = (0..300_000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let map = FileMap::open(&path).unwrap();
+        assert!(matches!(map.bytes, Bytes::Mapped(_)));
+        let before = map.bytes();
+        assert_eq!(before, bytes);
+        map.release(1..bytes.len());
+        map.release(0..usize::MAX);
+        map.release(Range { start: 200_000, end: 2 });
+        assert_eq!(before, bytes);
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn an_empty_file_maps_to_nothing_and_a_folder_is_refused() {
+        let path = std::env::temp_dir().join(format!("ascend-llm-empty-{}", std::process::id()));
+        std::fs::write(&path, []).unwrap();
+        assert!(FileMap::open(&path).unwrap().bytes().is_empty());
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(FileMap::open(&std::env::temp_dir()), Err(WeightError::Io { .. })));
+    }
+}

@@ -1,0 +1,83 @@
+//! From a path to weights: which of the known forms of a model stands there.
+
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::gguf::Gguf;
+use super::safetensors::{INDEX_FILE, SINGLE_FILE, SafetensorsFolder};
+use super::{WeightError, WeightSource};
+
+/// Weights, and the form they came in, which says where configuration and tokenizer are to be found.
+#[derive(Clone, Debug)]
+pub struct ModelFiles {
+    /// The tensors, by hub name.
+    pub source: Arc<dyn WeightSource>,
+    /// The form.
+    pub kind: ModelKind,
+}
+
+/// The form of a model on disk.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum ModelKind {
+    /// One GGUF file; configuration and tokenizer are in its metadata.
+    Gguf(Arc<Gguf>),
+    /// A folder with `config.json` and safetensors; the tokenizer's files, if any, stand beside.
+    Folder(PathBuf),
+}
+
+/// Opens a model: a `.gguf` file, a folder with `config.json` and safetensors weights, or else a folder that holds
+/// exactly one `.gguf` file. Where a folder holds both forms, safetensors wins.
+pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
+    let path = path.as_ref();
+    let meta = std::fs::metadata(path).map_err(|source| WeightError::Io { path: path.to_owned(), source })?;
+    if !meta.is_dir() {
+        if !has_gguf_extension(path) {
+            let looked_for = "expected a .gguf file, or a folder with config.json and model.safetensors".to_owned();
+            return Err(WeightError::NotAModel { path: path.to_owned(), looked_for });
+        }
+        return open_gguf(path);
+    }
+    let has_config = path.join("config.json").is_file();
+    let has_weights = path.join(INDEX_FILE).is_file() || path.join(SINGLE_FILE).is_file();
+    if has_config && has_weights {
+        let source = Arc::new(SafetensorsFolder::open(path)?);
+        return Ok(ModelFiles { source, kind: ModelKind::Folder(path.to_owned()) });
+    }
+    let ggufs = gguf_files(path)?;
+    if let [only] = ggufs.as_slice() {
+        return open_gguf(only);
+    }
+    let found = |there: bool| if there { "found" } else { "not found" };
+    let looked_for = format!(
+        "config.json {}, {SINGLE_FILE} or {INDEX_FILE} {}, {} .gguf files; expected config.json with weights, or exactly \
+         one .gguf file",
+        found(has_config),
+        found(has_weights),
+        ggufs.len(),
+    );
+    Err(WeightError::NotAModel { path: path.to_owned(), looked_for })
+}
+
+fn open_gguf(path: &Path) -> Result<ModelFiles, WeightError> {
+    let gguf = Arc::new(Gguf::open(path)?);
+    Ok(ModelFiles { source: gguf.clone(), kind: ModelKind::Gguf(gguf) })
+}
+
+fn has_gguf_extension(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
+fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>, WeightError> {
+    let io = |source| WeightError::Io { path: folder.to_owned(), source };
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if has_gguf_extension(&path) && path.is_file() {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
