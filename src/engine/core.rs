@@ -195,9 +195,9 @@ impl EngineCore {
         self.intake.submit(request)
     }
 
-    /// Whether there is nothing to do: no request waits or runs.
+    /// Whether there is nothing to do: no request waits or runs, or the engine has failed.
     pub fn is_idle(&self) -> bool {
-        self.roster.is_empty() && !self.intake.is_rung()
+        self.failed.is_some() || (self.roster.is_empty() && !self.intake.is_rung())
     }
 
     /// The configuration, with everything settled that may be left open.
