@@ -11,8 +11,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use ascend_llm::engine::{Engine, Request, RequestError, RequestHandle};
 use ascend_llm::sampler::SamplingParams;
-use futures_core::Stream;
-use futures_core::stream::FusedStream;
+use futures_core::Stream as _;
+use futures_core::stream::FusedStream as _;
 use rig::{Rig, drain};
 
 /// Counts wakes and unparks the thread that made it.
@@ -100,7 +100,7 @@ fn f27_a_stream_moves_between_threads() {
     let taken = match first {
         Poll::Ready(Some(Ok(delta))) => delta.token_ids.len(),
         Poll::Pending => 0,
-        other => panic!("{other:?}"),
+        other @ Poll::Ready(_) => panic!("{other:?}"),
     };
     // Another thread goes on, with a waker of its own, sleeping whenever there is nothing.
     let rest = std::thread::spawn(move || {

@@ -27,8 +27,8 @@ struct Script {
 
 fn script() -> impl Strategy<Value = Script> {
     // A few long beginnings, so that prefixes are shared.
-    let prompt = (0u32..3, 0usize..50, prop::collection::vec(0..VOCAB, 1..12)).prop_map(|(base, len, tail)| {
-        (0..len as u32).map(|at| (base * 17 + at * 7) % VOCAB).chain(tail).collect::<Vec<u32>>()
+    let prompt = (0u32..3, 0u32..50, prop::collection::vec(0..VOCAB, 1..12)).prop_map(|(base, len, tail)| {
+        (0..len).map(|at| (base * 17 + at * 7) % VOCAB).chain(tail).collect::<Vec<u32>>()
     });
     let wishes = (any::<u64>(), 1u32..4, 1u32..20, 0u32..5, prop::option::of(0u32..4), any::<bool>(), any::<bool>());
     let leaving = (0usize..30, prop::option::weighted(0.3, 0usize..12), any::<bool>());

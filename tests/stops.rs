@@ -5,7 +5,7 @@
 mod rig;
 
 use ascend_llm::engine::scripted::{Pieces, ScriptedForward, reciting};
-use ascend_llm::engine::{EngineCore, FinishReason, Output, Request, StopMatch, default_stop_ids};
+use ascend_llm::engine::{EngineCore, FinishReason, Logprobs, Output, Request, StopMatch, default_stop_ids};
 use ascend_llm::sampler::SamplingParams;
 use rig::{BLOCK, Rig, drain, finish};
 use serde_json::Value;
@@ -239,7 +239,7 @@ fn an_answer_may_be_empty() {
     let handle = core.submit(Request::tokens(vec![0]).sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!((output.choices[0].text.as_str(), output.usage.generated_tokens), ("", 0));
-    assert_eq!(output.choices[0].logprobs.as_ref().map(|logprobs| logprobs.len()), Some(0));
+    assert_eq!(output.choices[0].logprobs.as_ref().map(Logprobs::len), Some(0));
     assert!(output.usage.time_to_first_token.is_some());
     drain(&mut core);
 }

@@ -112,7 +112,7 @@ fn without_a_vocabulary_texts_are_refused() {
         change(&mut params);
         Request::tokens(vec![1]).sampling(params)
     };
-    let chat = vec![ChatMessage { role: "user".to_owned(), content: "hello".to_owned() }];
+    let chat = vec![ChatMessage::new("user", "hello")];
     for (field, request) in [
         ("prompt", Request::text("hello")),
         ("prompt", Request::chat(chat)),

@@ -9,6 +9,13 @@ pub struct ChatMessage {
     pub content: String,
 }
 
+impl ChatMessage {
+    /// A message of plain text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
 /// Turns a conversation into the text a model was trained on. The feature `text` has one for Jinja templates.
 pub trait ChatRender: Send + Sync + std::fmt::Debug {
     /// The conversation as text that ends where the assistant is to go on.
