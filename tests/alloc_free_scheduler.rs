@@ -155,7 +155,7 @@ fn a_blocked_queue_with_growing_hits_and_evictions_allocates_nothing() {
     engine.add(0, 8, 440);
     engine.step();
     let shared = engine.scheduler.tokens(SeqId(0))[..8].iter().copied();
-    let prompt = shared.chain(std::iter::repeat_n(engine.token, 432)).collect();
+    let prompt = shared.chain(std::iter::repeat_n(engine.token, 440)).collect();
     let meta = SeqMeta { prompt, max_tokens: 5, salt: vec![1, 2].into(), ..SeqMeta::default() };
     engine.scheduler.add(SeqId(1), meta, Tick(9), &engine.blocks).unwrap();
     engine.step();

@@ -1,38 +1,209 @@
-//! What runs plans: the `Device` trait and the devices.
+//! What runs plans: the [`Device`] trait and the devices.
+//!
+//! # Contract
+//!
+//! - **A device executes compiled plans.** There are no operation methods: all that is hard (fusion, memory, order) is in
+//!   the [`Plan`] as data.
+//! - **The caller validates.** Plans are checked when compiled, requests when submitted. A device reports only what cannot
+//!   be foreseen: no memory, a failed call, a lost device. It answers [`DeviceError::Invalid`] where the contract is broken,
+//!   and never reads or writes outside a bound buffer.
+//! - **Ids are opaque and belong to one device.** A foreign or stale id is [`DeviceError::Invalid`].
+//! - **Streams are queues**: work on one stream runs in the order given; `record` and `wait` order streams against each
+//!   other; `read` and the host wait for the event they need. Events are numbers that only grow, so "reached" means
+//!   "reached or passed". A device that computes inline may finish everything within the call.
+//! - **Dropping never fails.** Freeing an id twice does nothing.
+//! - **`launch` is deterministic a row**: a row's results depend on its own sequence's rows and stored keys and values, never
+//!   on what else is in the batch ([`DeviceCaps::batch_invariant`] says whether the device keeps this promise).
 
 pub mod cpu;
+mod error;
+mod owned;
 
-/// What a device reports; everything that can be foreseen is checked before it is called.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+use std::fmt;
+
+pub use error::DeviceError;
+pub use owned::{OwnedBuffer, OwnedProgram, OwnedWeights};
+
+use crate::graph::{CompileError, Plan, Target, Weight};
+use crate::kv_cache::{BlockId, KvDType, KvGeometry};
+use crate::weights::WeightSource;
+
+macro_rules! ids {
+    ($($(#[$doc:meta])* $name:ident),*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub u64);
+    )*};
+}
+
+ids! {
+    /// A buffer of the device.
+    BufferId,
+    /// A queue of work.
+    StreamId,
+    /// A point in a stream's work; only grows.
+    EventId,
+    /// Uploaded weights.
+    WeightSetId,
+    /// A loaded plan.
+    ProgramId
+}
+
+/// Where a buffer's memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum DeviceError {
-    /// No room for an allocation.
-    #[error("out of {kind} memory: asked for {asked_bytes} bytes, {free_bytes} free")]
-    OutOfMemory {
-        /// Which memory.
-        kind: &'static str,
-        /// Bytes asked for.
-        asked_bytes: u64,
-        /// Bytes free, as far as known.
-        free_bytes: u64,
-    },
-    /// A call of the device's runtime failed.
-    #[error("{call} failed with code {code}: {message}")]
-    Call {
-        /// The call.
-        call: &'static str,
-        /// The runtime's code.
-        code: i32,
-        /// The runtime's own words.
-        message: String,
-    },
-    /// The caller broke the contract (wrong device's id, span out of bounds, binding too small).
-    #[error("invalid use of the device: {what}")]
-    Invalid {
-        /// What was wrong.
-        what: String,
-    },
-    /// The device is gone; nothing on it can be used again.
-    #[error("device lost")]
-    Lost,
+pub enum MemKind {
+    /// The device's own memory.
+    Device,
+    /// Host memory the device can copy from and to without a stop.
+    Pinned,
+}
+
+/// A stretch of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The buffer.
+    pub buffer: BufferId,
+    /// Bytes from its start.
+    pub offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// What a device can do.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct DeviceCaps {
+    /// Short name (`cpu`).
+    pub name: &'static str,
+    /// For people: processor, instruction set, threads.
+    pub description: String,
+    /// What the compiler must know.
+    pub target: Target,
+    /// Types keys and values can be stored in.
+    pub kv_dtypes: Vec<KvDType>,
+    /// Block sizes it can run are the multiples of this up to `max_block_size`.
+    pub block_size_step: usize,
+    /// Largest block size.
+    pub max_block_size: usize,
+    /// Block size it prefers.
+    pub default_block_size: usize,
+    /// Whether launches must be padded to the bucket.
+    pub static_shapes: bool,
+    /// Whether a row's result is bit-equal whoever shares the batch.
+    pub batch_invariant: bool,
+    /// Bytes of memory it can allocate, as far as known.
+    pub memory_bytes: Option<u64>,
+}
+
+/// How a device lays out a block of the KV cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// Names the layout; part of the fingerprint of anything that stores blocks.
+    pub id: String,
+    /// Bytes of a block over all layers.
+    pub bytes_per_block: u64,
+    /// Alignment of a pool.
+    pub alignment: u64,
+}
+
+/// Buffers of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Bindings {
+    /// `u32` ids, one a row.
+    pub token_ids: Span,
+    /// `u32` positions, one a row.
+    pub positions: Span,
+    /// `u32` block ids, `table_stride` a sequence.
+    pub block_tables: Span,
+    /// `u32` rows whose logits are wanted.
+    pub logit_rows: Span,
+    /// `f32` logits out.
+    pub logits: Span,
+    /// `u8` row status out.
+    pub row_status: Span,
+    /// The KV pool.
+    pub kv_pool: Span,
+}
+
+/// Actual sizes of one launch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaunchShape {
+    /// Rows of the batch.
+    pub tokens: usize,
+    /// Sequences of the batch.
+    pub seqs: usize,
+    /// Rows whose logits are wanted.
+    pub logit_rows: usize,
+    /// Entries from one sequence's block table to the next.
+    pub table_stride: usize,
+}
+
+/// Everything a launch needs beside the program. Lengths are given on the host as well, because some devices take
+/// attention's lengths there.
+#[derive(Clone, Copy, Debug)]
+pub struct StepArgs<'a> {
+    /// Buffers.
+    pub io: Bindings,
+    /// Sizes.
+    pub shape: LaunchShape,
+    /// Rows each sequence brings; at least 1 each, `shape.tokens` in all.
+    pub q_lens: &'a [u32],
+    /// Tokens each sequence has after this launch.
+    pub kv_lens: &'a [u32],
+}
+
+/// A machine that executes plans. See the [module](self) for the contract.
+///
+/// The trait is open, but it may change in any release before 1.0.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What it can do.
+    fn caps(&self) -> &DeviceCaps;
+
+    /// Reserves zeroed memory.
+    fn alloc(&self, bytes: u64, kind: MemKind) -> Result<BufferId, DeviceError>;
+    /// Gives memory back; an unknown id does nothing.
+    fn free(&self, buffer: BufferId);
+    /// Queues a copy from the host; `src` may be reused when the call returns.
+    fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError>;
+    /// Copies to the host what all work queued so far on any stream leaves in `src`.
+    fn read(&self, src: Span, dst: &mut [u8]) -> Result<(), DeviceError>;
+    /// Queues a copy inside the device.
+    fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
+
+    /// A new queue.
+    fn stream(&self) -> Result<StreamId, DeviceError>;
+    /// Marks the present end of a queue.
+    fn record(&self, on: StreamId) -> Result<EventId, DeviceError>;
+    /// Work queued on `on` from now runs after the event.
+    fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError>;
+    /// Blocks the host until the event is reached.
+    fn wait_host(&self, event: EventId) -> Result<(), DeviceError>;
+
+    /// How it lays out blocks of this geometry.
+    fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError>;
+    /// Packs weights tensor by tensor, releasing the source's pages behind it. A program numbers weights by this list.
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError>;
+    /// Gives a weight set back once no program uses it.
+    fn release_weights(&self, weights: WeightSetId);
+    /// Prepares a plan for launching: resolves operations, allocates its arena.
+    fn load(&self, plan: &Plan, weights: WeightSetId, kv: &KvGeometry) -> Result<ProgramId, CompileError>;
+    /// Gives a program back.
+    fn unload(&self, program: ProgramId);
+    /// Queues one batch.
+    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError>;
+    /// Queues copies of whole KV blocks `(from, to)` from one pool to another (or within one).
+    fn copy_blocks(
+        &self,
+        layout: &KvLayout,
+        src_pool: Span,
+        dst_pool: Span,
+        pairs: &[(BlockId, BlockId)],
+        on: StreamId,
+    ) -> Result<(), DeviceError>;
+
+    /// Energy used since some fixed moment, in microjoules, where the device has a meter.
+    fn energy_uj(&self) -> Option<u64> {
+        None
+    }
 }

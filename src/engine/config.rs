@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::graph::{CompileOptions, Numerics};
 use crate::kv_cache::KvDType;
 use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
@@ -23,18 +24,6 @@ pub enum CacheBudget {
     Auto,
 }
 
-/// Which arithmetic the device uses. Results are the same whoever shares the batch in either mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Numerics {
-    /// Activations, keys and values in f32.
-    Exact,
-    /// int8 activations against integer weights, keys and values in 16 bits.
-    #[default]
-    Fast,
-}
-
 /// Configuration of an engine; start from `default()` and assign fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -52,8 +41,10 @@ pub struct EngineConfig {
     pub kv_cache: CacheBudget,
     /// Type of stored keys and values; `None` = what `numerics` says.
     pub kv_dtype: Option<KvDType>,
-    /// Arithmetic of the device.
+    /// Arithmetic of the device. Results are the same whoever shares the batch in either mode.
     pub numerics: Numerics,
+    /// Options of the graph compiler.
+    pub compile: CompileOptions,
     /// Whether computed prompts are kept and shared.
     pub prefix_caching: bool,
     /// Which waiting request comes next.
@@ -65,7 +56,7 @@ pub struct EngineConfig {
     /// Seed that requests without one of their own draw theirs from.
     pub seed: u64,
     /// Threads of the CPU device; `None` = the cores this process may use.
-    pub threads: Option<u32>,
+    pub threads: Option<usize>,
 }
 
 impl Default for EngineConfig {
@@ -79,6 +70,7 @@ impl Default for EngineConfig {
             kv_cache: CacheBudget::Auto,
             kv_dtype: None,
             numerics: Numerics::Fast,
+            compile: CompileOptions::default(),
             prefix_caching: true,
             policy: SchedulePolicy::Fcfs,
             // Four full batches: beyond that a request waits longer than it runs.
@@ -123,7 +115,7 @@ impl EngineConfig {
         }
         at_least("max_queue", self.max_queue, 1)?;
         if let Some(threads) = self.threads {
-            at_least("threads", threads, 1)?;
+            at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
         }
         Ok(())
     }

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
 use crate::sampler::ParamLimits;
 use crate::scheduler::{Chunk, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
-use crate::text::Vocabulary;
+use crate::text::{ChatRender, Vocabulary};
 
 use super::batch::Batch;
-use super::chat::ChatRender;
+use super::builder::EngineInfo;
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::draw::{Draw, Fork};
@@ -90,6 +90,7 @@ pub struct StepReport {
 /// The engine without a thread; see the head of this module's file for what it promises.
 pub struct EngineCore {
     config: Arc<EngineConfig>,
+    info: Arc<EngineInfo>,
     intake: Arc<Intake>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
@@ -169,6 +170,14 @@ impl EngineCore {
             policy: config.policy,
             seed: config.seed,
         };
+        let info = Arc::new(EngineInfo {
+            vocab_size: model.vocab_size,
+            max_model_len,
+            block_size,
+            pool_blocks,
+            pool_tokens: u64::from(pool_blocks) * u64::from(block_size),
+            ..EngineInfo::default()
+        });
         let counters = Arc::new(Counters::default());
         let mut core = Self {
             step: StepBuffers::with_room(&config, max_model_len, block_size, pool_blocks, model.max_logit_rows),
@@ -176,6 +185,7 @@ impl EngineCore {
             roster: Roster::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
             intake: Arc::new(Intake::new(limits, vocabulary, chat, Arc::clone(&clock))),
             config: Arc::new(config),
+            info,
             counters,
             clock,
             forward,
@@ -198,6 +208,20 @@ impl EngineCore {
     /// Whether there is nothing to do: no request waits or runs, or the engine has failed.
     pub fn is_idle(&self) -> bool {
         self.failed.is_some() || (self.roster.is_empty() && !self.intake.is_rung())
+    }
+
+    pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
+        self.info = Arc::new(info);
+        self
+    }
+
+    pub(super) fn shared_info(&self) -> &Arc<EngineInfo> {
+        &self.info
+    }
+
+    /// What the engine runs, and on what; what only a builder knows is empty without one.
+    pub fn info(&self) -> &EngineInfo {
+        &self.info
     }
 
     /// The configuration, with everything settled that may be left open.

@@ -4,8 +4,12 @@
 //! hears it as [`RequestError::Engine`].
 
 use crate::device::DeviceError;
+use crate::graph::CompileError;
+use crate::model::ModelError;
 use crate::sampler::{ParamError, SampleError};
 use crate::scheduler::ScheduleError;
+use crate::text::TextError;
+use crate::weights::WeightError;
 
 use super::request::Request;
 
@@ -39,6 +43,18 @@ pub enum BuildError {
         /// Bytes of the smallest pool that would do.
         needed_bytes: u64,
     },
+    /// The model's weight files cannot be used.
+    #[error("cannot open the model")]
+    Weights(#[from] WeightError),
+    /// The model cannot be run.
+    #[error("cannot run the model")]
+    Model(#[from] ModelError),
+    /// The model's tokenizer or chat template cannot be used.
+    #[error("cannot use the model's tokenizer or chat template")]
+    Text(#[from] TextError),
+    /// The plan could not be made.
+    #[error("cannot compile the model")]
+    Compile(#[from] CompileError),
     /// The scheduler refused its configuration.
     #[error("bad scheduler configuration")]
     Schedule(#[from] ScheduleError),

@@ -13,7 +13,7 @@ use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
 use crate::text::Vocabulary;
 
-use super::chat::ChatRender;
+use crate::text::ChatRender;
 use super::clock::{Clock, micros};
 use super::config::refuse;
 use super::error::{EngineError, SubmitError};
@@ -241,7 +241,8 @@ impl Intake {
                 let chat = self.chat.as_deref().ok_or_else(|| refuse("prompt", "chat messages", expected))?;
                 let text = chat.render(messages).map_err(|reason| SubmitError::Render { reason })?;
                 // The template spells out the special tokens itself.
-                encode(&text, false)
+                let failed = |reason| SubmitError::Encode { reason };
+                vocabulary()?.encode_chat(&text).map_err(failed)
             }
         }
     }

@@ -14,7 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
-mod chat;
+mod builder;
 mod clock;
 mod config;
 mod core;
@@ -26,30 +26,36 @@ mod intake;
 mod output;
 mod request;
 mod roster;
+mod runner;
 #[doc(hidden)]
 pub mod scripted;
 mod sequence;
 mod slot;
 mod stats;
 mod stop;
+mod text_files;
 mod worker;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use chat::{ChatMessage, ChatRender};
-pub use clock::{Clock, ManualClock, SystemClock};
-pub use config::{CacheBudget, EngineConfig, Numerics};
 pub use core::{EngineCore, Health, ModelLimits, StepReport};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
+pub use config::{CacheBudget, EngineConfig};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use forward::{Forward, ForwardInput, LogitRows};
 pub use handle::RequestHandle;
-pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
+pub use output::{
+    Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage,
+};
+pub use runner::{ModelRunner, RunnerShape};
 pub use request::{Prompt, Request, RequestId};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};
 
 use crate::sampler::SamplingParams;
+use crate::text::ChatMessage;
 use crate::scheduler::Tick;
 use clock::micros;
 use intake::{Intake, Stage};
@@ -72,6 +78,7 @@ pub struct Engine {
 #[derive(Debug)]
 struct Inner {
     config: Arc<EngineConfig>,
+    info: Arc<EngineInfo>,
     intake: Arc<Intake>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
@@ -81,14 +88,15 @@ struct Inner {
 impl Engine {
     /// Moves a core to a thread of its own.
     pub fn spawn(core: EngineCore) -> Result<Self, BuildError> {
-        let (config, intake, counters, clock) = (
+        let (config, info, intake, counters, clock) = (
             Arc::clone(core.shared_config()),
+            Arc::clone(core.shared_info()),
             Arc::clone(core.intake()),
             Arc::clone(core.counters()),
             Arc::clone(core.clock()),
         );
         let worker = Worker::spawn(core).map_err(BuildError::Thread)?;
-        Ok(Self { inner: Arc::new(Inner { config, intake, counters, clock, worker }) })
+        Ok(Self { inner: Arc::new(Inner { config, info, intake, counters, clock, worker }) })
     }
 
     /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
@@ -120,6 +128,11 @@ impl Engine {
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
         core::health(&self.inner.intake)
+    }
+
+    /// What the engine runs, and on what.
+    pub fn info(&self) -> &EngineInfo {
+        &self.inner.info
     }
 
     /// The configuration, with everything settled that may be left open.

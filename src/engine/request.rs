@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::sampler::SamplingParams;
 
-use super::chat::ChatMessage;
+use crate::text::ChatMessage;
 
 /// Number of a request, unique within its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

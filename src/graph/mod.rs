@@ -1,6 +1,29 @@
-//! The model as data: graph, passes, plan.
+//! The model as data: a graph of operations, pure passes over it, and the plan a device executes.
+//!
+//! ```text
+//! model ─► Graph ─ quantise-select ─ fuse(level) ─► Graph ─ place ─► Plan ─ Device::load ─► program
+//! ```
+//! Nothing here computes a number of the model, knows a device or reads a file: every function is a pure function of
+//! its arguments, and graphs and plans print themselves as text that tests compare.
 
 #![forbid(unsafe_code)]
+
+mod bucket;
+mod builder;
+mod check;
+mod op;
+mod options;
+pub mod passes;
+mod place;
+mod plan;
+
+pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
+pub use builder::GraphBuilder;
+pub use op::{ActivationKind, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
+pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics};
+pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
+
+use crate::weights::DType;
 
 /// Why a row of logits may or may not be used; plans write one a row beside the logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,4 +34,199 @@ pub enum RowStatus {
     Ok = 0,
     /// At least one logit is infinite or NaN.
     NonFinite = 1,
+}
+
+/// A value of the graph: written by exactly one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ValueId(pub u32);
+
+/// A weight tensor of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WeightId(pub u32);
+
+/// The symbolic number of rows of a value: known only when a batch is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Rows {
+    /// One row a token of the batch.
+    Tokens,
+    /// One row a wanted row of logits.
+    LogitRows,
+}
+
+/// What the elements of a value are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Elem {
+    /// 32-bit floats.
+    F32,
+    /// Rows quantised to int8 in blocks of 32, with a scale and a sum a block.
+    Q8,
+    /// No bytes: the order between writing a layer's keys and values and reading them.
+    Effect,
+}
+
+/// A buffer that crosses the border of the plan: bound at launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Io {
+    /// `u32` token id of each row.
+    TokenIds,
+    /// `u32` position of each row in its sequence.
+    Positions,
+    /// `u32` block ids, one line of `table_stride` entries a sequence.
+    BlockTables,
+    /// `u32` rows whose logits are wanted.
+    LogitRows,
+    /// `f32` logits, `logit_rows × vocab`.
+    Logits,
+    /// `u8` [`RowStatus`] of each row of logits.
+    RowStatus,
+    /// The pool of KV blocks.
+    KvPool,
+}
+
+/// Shape and meaning of a value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Value {
+    /// Short name for dumps, unique in the graph.
+    pub name: String,
+    /// Symbolic number of rows.
+    pub rows: Rows,
+    /// Elements a row.
+    pub cols: usize,
+    /// Element type.
+    pub elem: Elem,
+}
+
+/// How a device should hold a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightRole {
+    /// `[n, k]`, multiplied by rows of `k` (and gathered from by row where it is also an embedding table).
+    Matrix,
+    /// A vector used element by element, held in f32.
+    Vector,
+}
+
+/// A tensor the graph needs, with the shape and type it has in its file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Weight {
+    /// Name as the weight source spells it.
+    pub name: String,
+    /// `[n, k]` or `[len]`.
+    pub shape: Vec<usize>,
+    /// Type as stored.
+    pub dtype: DType,
+    /// How it is used.
+    pub role: WeightRole,
+}
+
+/// Rotary frequencies shared by all layers that rotate alike.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeFrequencies {
+    /// Radians a position for each rotated pair.
+    pub inv_freq: Vec<f32>,
+    /// Factor on cosine and sine (yarn's attention factor; 1 otherwise).
+    pub attention_factor: f32,
+}
+
+/// One operation with what it reads and writes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// The operation with its weights and constants.
+    pub op: Op,
+    /// Values read, in the operation's order.
+    pub inputs: Vec<ValueId>,
+    /// Values written, in the operation's order.
+    pub outputs: Vec<ValueId>,
+    /// Layer it belongs to; none for what comes before and after the layers.
+    pub layer: Option<u32>,
+}
+
+/// A model's computation over one batch, in topological order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Graph {
+    /// All values; a [`ValueId`] indexes here.
+    pub values: Vec<Value>,
+    /// All weights; a [`WeightId`] indexes here.
+    pub weights: Vec<Weight>,
+    /// Rotary tables; `Op::RopeAngles` indexes here.
+    pub ropes: Vec<RopeFrequencies>,
+    /// Operations, each after everything it reads.
+    pub nodes: Vec<Node>,
+    /// Width of a row of logits.
+    pub vocab_size: usize,
+}
+
+impl Graph {
+    /// The value behind an id.
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.0 as usize]
+    }
+
+    /// The weight behind an id.
+    pub fn weight(&self, id: WeightId) -> &Weight {
+        &self.weights[id.0 as usize]
+    }
+
+    /// How many nodes read each value.
+    pub fn use_counts(&self) -> Vec<u32> {
+        let mut counts = vec![0; self.values.len()];
+        for input in self.nodes.iter().flat_map(|node| &node.inputs) {
+            counts[input.0 as usize] += 1;
+        }
+        counts
+    }
+
+    /// The graph as text, one line a node.
+    pub fn dump(&self) -> String {
+        use std::fmt::Write as _;
+        let mut text = String::new();
+        let _ = writeln!(
+            text,
+            "graph values={} weights={} nodes={} vocab={}",
+            self.values.len(),
+            self.weights.len(),
+            self.nodes.len(),
+            self.vocab_size
+        );
+        for (index, node) in self.nodes.iter().enumerate() {
+            let _ = writeln!(text, "{index:4} {}", self.dump_node(node));
+        }
+        text
+    }
+
+    fn dump_node(&self, node: &Node) -> String {
+        let list = |ids: &[ValueId]| {
+            ids.iter().map(|id| self.dump_value(*id)).collect::<Vec<_>>().join(", ")
+        };
+        let outputs = list(&node.outputs);
+        let head = if outputs.is_empty() { String::new() } else { format!("{outputs} = ") };
+        let weights = node.op.weights().iter().map(|w| self.dump_weight(*w)).collect::<Vec<_>>().join(", ");
+        let mut arguments = node.inputs.iter().map(|id| self.value(*id).name.clone()).collect::<Vec<_>>();
+        if !weights.is_empty() {
+            arguments.push(weights);
+        }
+        format!("{head}{}({})", node.op, arguments.join(", "))
+    }
+
+    fn dump_value(&self, id: ValueId) -> String {
+        let value = self.value(id);
+        let rows = match value.rows {
+            Rows::Tokens => "tokens",
+            Rows::LogitRows => "logit_rows",
+        };
+        match value.elem {
+            Elem::F32 => format!("{}[{rows},{}]f32", value.name, value.cols),
+            Elem::Q8 => format!("{}[{rows},{}]q8", value.name, value.cols),
+            Elem::Effect => value.name.clone(),
+        }
+    }
+
+    fn dump_weight(&self, id: WeightId) -> String {
+        let weight = self.weight(id);
+        let shape = weight.shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        format!("%{}[{shape}]{}", weight.name, weight.dtype)
+    }
 }

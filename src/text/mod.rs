@@ -5,8 +5,10 @@
 
 #![forbid(unsafe_code)]
 
-mod detokenizer;
+mod chat;
 #[cfg(feature = "text")]
+mod chat_template;
+mod detokenizer;
 mod error;
 mod gguf_text;
 #[cfg(feature = "text")]
@@ -17,8 +19,10 @@ mod pre_tokenizer;
 mod tokenizer;
 mod vocabulary;
 
-pub use detokenizer::Detokenizer;
+pub use chat::{ChatMessage, ChatRender};
 #[cfg(feature = "text")]
+pub use chat_template::{ChatOptions, ChatTemplate};
+pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use gguf_text::GgufText;
 #[cfg(feature = "text")]

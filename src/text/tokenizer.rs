@@ -118,6 +118,10 @@ impl Vocabulary for Tokenizer {
         out.extend_from_slice(stripped.unwrap_or(bytes));
     }
 
+    fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, String> {
+        Self::encode_chat(self, rendered).map_err(|error| error.to_string())
+    }
+
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
         let ids = self.encode_plain(text).map_err(|error| error.to_string())?;
         if !add_special {

@@ -19,6 +19,11 @@ pub trait Vocabulary: Send + Sync + std::fmt::Debug {
     /// spelled out in the text are recognised either way.
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String>;
 
+    /// Ids of a rendered chat, whose template has written the special tokens already.
+    fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, String> {
+        self.encode(rendered, false)
+    }
+
     /// Whether the token is a control token, which streamed text leaves out.
     fn is_special(&self, id: u32) -> bool;
 

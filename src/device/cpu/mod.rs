@@ -1,1 +1,41 @@
-//! The CPU device.
+//! The CPU device: runs plans on a fixed team of threads.
+//!
+//! Reading order: [`CpuDevice`] (buffers, weights, programs), `program` (one step of a plan on the team), then the kernels:
+//! `matmul` over `pack`ed panels, `attention` over the `kv` pool, and the row functions (`norm`, `rope`, `activation`,
+//! `quant`). `pool` is the team, `arena` the memory that its members share; `simd` holds the instruction sets. `reference`
+//! defines every operation in plain Rust.
+//!
+//! Promise: a row's bits depend on its own sequence only, whatever the batch, the chunks, the blocks and the threads.
+
+#[doc(hidden)]
+pub mod activation;
+#[doc(hidden)]
+pub mod arena;
+#[doc(hidden)]
+pub mod attention;
+mod device;
+#[doc(hidden)]
+pub mod exp;
+#[doc(hidden)]
+pub mod kv;
+#[doc(hidden)]
+pub mod matmul;
+#[doc(hidden)]
+pub mod norm;
+#[doc(hidden)]
+pub mod pack;
+#[doc(hidden)]
+pub mod pool;
+mod program;
+#[doc(hidden)]
+pub mod quant;
+#[doc(hidden)]
+pub mod reference;
+#[doc(hidden)]
+pub mod rope;
+#[doc(hidden)]
+pub mod simd;
+mod weight_set;
+
+pub use device::{CpuDevice, CpuOptions};
+pub use simd::Isa;

@@ -1,0 +1,105 @@
+//! Streams one answer to the terminal: a story from the small model that comes with the crate, or anything else.
+//!
+//! ```sh
+//! cargo run --release --example generate
+//! cargo run --release --example generate -- --model MODEL.gguf --chat "What is the capital of France?" --temperature 0
+//! ```
+
+use std::io::Write as _;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use ascend_llm::engine::{EngineConfig, Request};
+use ascend_llm::sampler::SamplingParams;
+use ascend_llm::text::ChatMessage;
+use clap::Parser;
+
+mod terminal;
+use terminal::{ModelArgs, Result, peak_memory_bytes};
+
+/// Streams one answer to the terminal.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Text to go on from.
+    #[arg(long, default_value = "Once upon a time", conflicts_with = "chat")]
+    prompt: String,
+    /// A question, put to the model through its chat template.
+    #[arg(long)]
+    chat: Option<String>,
+    /// Most tokens to generate.
+    #[arg(long, default_value_t = 256)]
+    max_tokens: u32,
+    /// 0 takes the most likely token each time.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Keeps the most likely tokens that have this much probability together.
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Keeps this many of the most likely tokens; 0 keeps all.
+    #[arg(long, default_value_t = 0)]
+    top_k: i32,
+    /// Makes a sampled answer repeatable.
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    terminal::finish(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let mut config = EngineConfig::default();
+    config.max_num_seqs = 1;
+    config.threads = args.model.threads;
+    let engine = args.model.load(config)?;
+
+    let mut params = SamplingParams::default();
+    params.temperature = args.temperature;
+    params.top_p = args.top_p;
+    params.top_k = args.top_k;
+    params.seed = args.seed;
+    params.max_tokens = Some(args.max_tokens);
+
+    let request = match &args.chat {
+        Some(question) => Request::chat(vec![ChatMessage::new("user", question)]),
+        None => {
+            print!("{}", args.prompt);
+            Request::text(&args.prompt)
+        }
+    };
+    let start = Instant::now();
+    let handle = engine.submit(request.sampling(params))?;
+    let prompt_tokens = handle.prompt_token_ids().len();
+    let mut out = std::io::stdout().lock();
+    let (mut generated, mut first) = (0, None);
+    for delta in handle {
+        let delta = delta?;
+        if !delta.token_ids.is_empty() {
+            first.get_or_insert_with(|| start.elapsed());
+            generated += delta.token_ids.len();
+        }
+        out.write_all(delta.text.as_bytes())?;
+        out.flush()?;
+    }
+    let total = start.elapsed();
+    let first = first.unwrap_or(total);
+    let decode = (total - first).as_secs_f64();
+    writeln!(
+        out,
+        "\n\n[prompt {prompt_tokens} tokens, generated {generated} tokens, time to first token {:.1} ms, prefill {:.0} tokens/s, \
+         decode {}, peak memory {}]",
+        first.as_secs_f64() * 1e3,
+        prompt_tokens as f64 / first.as_secs_f64(),
+        match generated {
+            0 | 1 => "none".to_owned(),
+            n => format!("{:.0} tokens/s", (n - 1) as f64 / decode),
+        },
+        match peak_memory_bytes() {
+            Some(bytes) => format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20)),
+            None => "unknown".to_owned(),
+        },
+    )?;
+    Ok(())
+}

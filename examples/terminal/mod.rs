@@ -1,0 +1,100 @@
+//! What the examples share: opening a model with a progress bar, the options all of them take, peak memory.
+#![allow(dead_code)] // each example uses its own part
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ascend_llm::device::Device;
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
+use ascend_llm::engine::{Engine, EngineConfig, LoadProgress};
+use indicatif::{ProgressBar, ProgressStyle};
+
+pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// The story model that comes with the crate.
+pub fn story_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf")
+}
+
+/// Options every example takes.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ModelArgs {
+    /// Folder with safetensors, or a .gguf file; the small story model if left out.
+    #[arg(long)]
+    pub model: Option<PathBuf>,
+    /// Threads; as many as this process may use if left out.
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Device to run on.
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+}
+
+impl ModelArgs {
+    pub fn path(&self) -> PathBuf {
+        self.model.clone().unwrap_or_else(story_model)
+    }
+
+    pub fn device(&self) -> Result<Arc<dyn Device>> {
+        match self.device.as_str() {
+            "cpu" => {
+                let mut options = CpuOptions::default();
+                options.threads = self.threads;
+                Ok(Arc::new(CpuDevice::new(options)?))
+            }
+            other => Err(format!("device {other:?} is not available in this build; available: cpu").into()),
+        }
+    }
+
+    /// Loads the model, with a bar if it takes long enough to be seen.
+    pub fn load(&self, config: EngineConfig) -> Result<Engine> {
+        let bar = ProgressBar::hidden();
+        let shown = bar.clone();
+        let progress = move |p: LoadProgress| {
+            if shown.is_hidden() && p.total_bytes > 64 << 20 && p.done_bytes < p.total_bytes {
+                shown.set_length(p.total_bytes);
+                shown.set_style(
+                    ProgressStyle::with_template("loading {bar:40} {bytes}/{total_bytes} {eta}")
+                        .unwrap_or_else(|_| ProgressStyle::default_bar()),
+                );
+                shown.set_draw_target(indicatif::ProgressDrawTarget::stderr());
+            }
+            shown.set_position(p.done_bytes);
+        };
+        let engine =
+            Engine::builder(self.path()).config(config).device(self.device()?).on_progress(progress).build()?;
+        bar.finish_and_clear();
+        Ok(engine)
+    }
+}
+
+/// Most memory this process had at once, in bytes, where the system tells.
+pub fn peak_memory_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// The whole chain of causes in one line.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        cause = inner.source();
+    }
+    text
+}
+
+/// Runs an example; an error is one line on stderr and exit code 1.
+pub fn finish(result: Result<()>) -> std::process::ExitCode {
+    match result {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {}", chain(error.as_ref()));
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

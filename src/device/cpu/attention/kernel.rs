@@ -1,0 +1,309 @@
+//! One segment of attention for up to six queries: scores, softmax, weighted values. Written once over [`Lanes`].
+//!
+//! Six queries by four tiles are 24 accumulators, which with the four loaded vectors and the broadcast fill the 32
+//! registers of AVX-512: each key is loaded once for six multiply-adds. How queries are blocked never shows in a result:
+//! every accumulator is one query's.
+
+use super::super::exp::{exp, tanh};
+use super::super::simd::lanes::{LANES, Lanes};
+use super::{AttentionShape, SEGMENT_TOKENS, TILES};
+
+/// Queries that share a pass over the tiles.
+pub(super) const MAX_QUERIES: usize = 6;
+
+/// How stored elements become lanes.
+pub(super) trait Element: Copy {
+    /// Bytes of 16 elements.
+    type Chunk: Copy;
+    const BYTES: usize;
+    fn chunks(bytes: &[u8]) -> &[Self::Chunk];
+    fn load<L: Lanes>(l: L, chunk: &Self::Chunk) -> L::F32;
+    /// Fewer than 16 elements, zeros behind them.
+    fn padded(bytes: &[u8]) -> Self::Chunk;
+}
+
+macro_rules! element {
+    ($name:ident, $bytes:literal, $load:ident) => {
+        #[derive(Clone, Copy)]
+        pub(super) struct $name;
+
+        impl Element for $name {
+            type Chunk = [u8; 16 * $bytes];
+            const BYTES: usize = $bytes;
+
+            #[inline(always)]
+            fn chunks(bytes: &[u8]) -> &[Self::Chunk] {
+                bytes.as_chunks().0
+            }
+            #[inline(always)]
+            fn load<L: Lanes>(l: L, chunk: &Self::Chunk) -> L::F32 {
+                l.$load(chunk)
+            }
+            #[inline(always)]
+            fn padded(bytes: &[u8]) -> Self::Chunk {
+                let mut chunk = [0; 16 * $bytes];
+                chunk[..bytes.len()].copy_from_slice(bytes);
+                chunk
+            }
+        }
+    };
+}
+element!(F32, 4, load_f32_bytes);
+element!(F16, 2, load_f16_bytes);
+element!(BF16, 2, load_bf16_bytes);
+
+/// Keys and values of a segment under one KV head; tiles that no query sees are empty.
+pub(super) struct SegmentTiles<'a> {
+    pub k: [&'a [u8]; TILES],
+    pub v: [&'a [u8]; TILES],
+}
+
+/// Queries of one pass and the tokens each sees, counted from the segment's start.
+pub(super) struct Queries<'a> {
+    pub q: [&'a [f32]; MAX_QUERIES],
+    pub seen: [(usize, usize); MAX_QUERIES],
+}
+
+/// Room for one pass.
+#[derive(Debug)]
+pub(super) struct BlockScratch {
+    scores: Box<[[f32; SEGMENT_TOKENS]; MAX_QUERIES]>,
+    partials: Vec<f32>,
+    stride: usize,
+}
+
+impl BlockScratch {
+    pub fn new(partial_len: usize) -> Self {
+        Self {
+            scores: Box::new([[0.0; SEGMENT_TOKENS]; MAX_QUERIES]),
+            partials: vec![0.0; MAX_QUERIES * partial_len],
+            stride: partial_len,
+        }
+    }
+
+    /// State of query `index` after a pass: values, then largest score and sum.
+    #[inline(always)]
+    pub fn partial(&self, index: usize) -> &[f32] {
+        &self.partials[index * self.stride..][..self.stride]
+    }
+}
+
+/// Runs one pass for the first `count` queries.
+#[inline(always)]
+pub(super) fn segment<L: Lanes, E: Element>(
+    l: L,
+    shape: &AttentionShape,
+    tiles: &SegmentTiles<'_>,
+    queries: &Queries<'_>,
+    count: usize,
+    scratch: &mut BlockScratch,
+) {
+    match count {
+        1 => pass::<L, E, 1, 4>(l, shape, tiles, queries, scratch),
+        2 => pass::<L, E, 2, 4>(l, shape, tiles, queries, scratch),
+        3 => pass::<L, E, 3, 4>(l, shape, tiles, queries, scratch),
+        4 => pass::<L, E, 4, 4>(l, shape, tiles, queries, scratch),
+        5 => pass::<L, E, 5, 4>(l, shape, tiles, queries, scratch),
+        _ => pass::<L, E, 6, 4>(l, shape, tiles, queries, scratch),
+    }
+}
+
+#[inline(always)]
+fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
+    l: L,
+    shape: &AttentionShape,
+    tiles: &SegmentTiles<'_>,
+    queries: &Queries<'_>,
+    scratch: &mut BlockScratch,
+) {
+    let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[i]);
+    let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[i]);
+    let first = seen.iter().map(|s| s.0).min().unwrap_or(0) / LANES;
+    let last = seen.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(LANES);
+    let scores: &mut [[f32; SEGMENT_TOKENS]; Q] =
+        scratch.scores.first_chunk_mut::<Q>().expect("a pass has at most MAX_QUERIES queries");
+
+    let mut largest = [l.splat(f32::NEG_INFINITY); Q];
+    let mut tile = first;
+    while tile < last {
+        if tile + T <= last {
+            let k: [&[u8]; T] = std::array::from_fn(|t| tiles.k[tile + t]);
+            score_tiles::<L, E, Q, T>(l, shape, &q, &seen, &k, tile, scores, &mut largest);
+            tile += T;
+        } else {
+            score_tiles::<L, E, Q, 1>(l, shape, &q, &seen, &[tiles.k[tile]], tile, scores, &mut largest);
+            tile += 1;
+        }
+    }
+
+    let padded_head = scratch.stride - LANES;
+    for i in 0..Q {
+        let (lo, hi) = seen[i];
+        if lo >= hi {
+            continue;
+        }
+        let largest = l.max_lane(largest[i]);
+        let subtracted = l.splat(largest);
+        let mut sums = l.splat(0.0);
+        for chunk in &mut scores[i].as_chunks_mut::<LANES>().0[lo / LANES..hi.div_ceil(LANES)] {
+            let p = exp(l, l.sub(l.load(chunk), subtracted));
+            sums = l.add(sums, p);
+            l.store(p, chunk);
+        }
+        let partial = &mut scratch.partials[i * scratch.stride..][..scratch.stride];
+        partial[..padded_head].fill(0.0);
+        partial[padded_head] = largest;
+        partial[padded_head + 1] = l.sum(sums);
+    }
+
+    // Tokens all queries see go in one loop; before and behind them each query goes by itself. Every query still takes its
+    // tokens in order.
+    let common = (seen.iter().map(|s| s.0).max().unwrap_or(0), seen.iter().map(|s| s.1).min().unwrap_or(0));
+    if Q == 1 || common.0 >= common.1 {
+        for i in 0..Q {
+            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut scratch.partials[i * scratch.stride..]);
+        }
+        return;
+    }
+    for i in 0..Q {
+        let before = (seen[i].0, common.0);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], before, &mut scratch.partials[i * scratch.stride..]);
+    }
+    weigh::<L, E, Q>(l, shape.head_dim, tiles, scores, common, &mut scratch.partials, scratch.stride);
+    for i in 0..Q {
+        let behind = (common.1, seen[i].1);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], behind, &mut scratch.partials[i * scratch.stride..]);
+    }
+}
+
+/// Scores of `Q` queries against `T` tiles, hidden lanes at minus infinity.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
+    l: L,
+    shape: &AttentionShape,
+    q: &[&[f32]; Q],
+    seen: &[(usize, usize); Q],
+    k: &[&[u8]; T],
+    first_tile: usize,
+    scores: &mut [[f32; SEGMENT_TOKENS]; Q],
+    largest: &mut [L::F32; Q],
+) {
+    let head_dim = shape.head_dim;
+    let q: [&[f32]; Q] = std::array::from_fn(|i| &q[i][..head_dim]);
+    let k: [&[E::Chunk]; T] = std::array::from_fn(|t| &E::chunks(k[t])[..head_dim]);
+    let mut sums = [[l.splat(0.0); T]; Q];
+    for d in 0..head_dim {
+        let keys: [L::F32; T] = std::array::from_fn(|t| E::load(l, &k[t][d]));
+        for i in 0..Q {
+            let x = l.splat(q[i][d]);
+            for t in 0..T {
+                sums[i][t] = l.fma(x, keys[t], sums[i][t]);
+            }
+        }
+    }
+    let scale = l.splat(shape.scale);
+    for i in 0..Q {
+        for t in 0..T {
+            let tile = first_tile + t;
+            let mut score = l.mul(sums[i][t], scale);
+            if let Some(cap) = shape.softcap {
+                score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
+            }
+            let start = tile * LANES;
+            let (lo, hi) = (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
+            if lo > 0 || hi < LANES {
+                score = l.keep(score, lo, hi, f32::NEG_INFINITY);
+            }
+            largest[i] = l.max(score, largest[i]);
+            l.store(score, &mut scores[i].as_chunks_mut::<LANES>().0[tile]);
+        }
+    }
+}
+
+#[inline(always)]
+fn weigh_one<L: Lanes, E: Element>(
+    l: L,
+    head_dim: usize,
+    tiles: &SegmentTiles<'_>,
+    weights: &[f32; SEGMENT_TOKENS],
+    tokens: (usize, usize),
+    partial: &mut [f32],
+) {
+    if tokens.0 < tokens.1 {
+        weigh::<L, E, 1>(l, head_dim, tiles, std::array::from_ref(weights), tokens, partial, 0);
+    }
+}
+
+/// Adds the weighted values of `tokens` to the first elements of `Q` partials that stand `stride` apart.
+#[inline(always)]
+fn weigh<L: Lanes, E: Element, const Q: usize>(
+    l: L,
+    head_dim: usize,
+    tiles: &SegmentTiles<'_>,
+    weights: &[[f32; SEGMENT_TOKENS]; Q],
+    tokens: (usize, usize),
+    partials: &mut [f32],
+    stride: usize,
+) {
+    let vectors = head_dim / LANES;
+    let mut vector = 0;
+    while vector + 4 <= vectors {
+        weigh_columns::<L, E, Q, 4>(l, head_dim, vector, tiles, weights, tokens, partials, stride);
+        vector += 4;
+    }
+    while vector < head_dim.div_ceil(LANES) {
+        weigh_columns::<L, E, Q, 1>(l, head_dim, vector, tiles, weights, tokens, partials, stride);
+        vector += 1;
+    }
+}
+
+/// The same for `D` vectors of the head from vector `vector` on; the last vector of a head may be partial if `D` is 1.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn weigh_columns<L: Lanes, E: Element, const Q: usize, const D: usize>(
+    l: L,
+    head_dim: usize,
+    vector: usize,
+    tiles: &SegmentTiles<'_>,
+    weights: &[[f32; SEGMENT_TOKENS]; Q],
+    tokens: (usize, usize),
+    partials: &mut [f32],
+    stride: usize,
+) {
+    let from = |i: usize| i * stride + vector * LANES;
+    let mut sums: [[L::F32; D]; Q] = std::array::from_fn(|i| {
+        let chunks = partials[from(i)..][..D * LANES].as_chunks::<LANES>().0;
+        std::array::from_fn(|d| l.load(&chunks[d]))
+    });
+    let row_bytes = head_dim * E::BYTES;
+    let column = vector * LANES * E::BYTES;
+    let width = (D * LANES * E::BYTES).min(row_bytes - column);
+    let is_partial = width < D * LANES * E::BYTES;
+    for tile in tokens.0 / LANES..tokens.1.div_ceil(LANES) {
+        let start = tile * LANES;
+        let (lo, hi) = (tokens.0.max(start) - start, tokens.1.min(start + LANES) - start);
+        let rows = tiles.v[tile];
+        for t in lo..hi {
+            let bytes = &rows[t * row_bytes + column..][..width];
+            let values: [L::F32; D] = if is_partial {
+                [E::load(l, &E::padded(bytes)); D]
+            } else {
+                let chunks = E::chunks(bytes);
+                std::array::from_fn(|d| E::load(l, &chunks[d]))
+            };
+            for i in 0..Q {
+                let weight = l.splat(weights[i][(start + t) % SEGMENT_TOKENS]);
+                for d in 0..D {
+                    sums[i][d] = l.fma(weight, values[d], sums[i][d]);
+                }
+            }
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        let chunks = partials[from(i)..][..D * LANES].as_chunks_mut::<LANES>().0;
+        for d in 0..D {
+            l.store(sums[d], &mut chunks[d]);
+        }
+    }
+}

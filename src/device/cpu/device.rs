@@ -1,0 +1,308 @@
+//! [`Device`] for the processor: buffers are host memory, streams run inline, a launch runs the plan on the team.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::Isa;
+use super::arena::AlignedBytes;
+use super::kv;
+use super::pool::Team;
+use super::program::{IoBytes, Program};
+use super::weight_set::WeightSet;
+use crate::device::{
+    BufferId, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span, StepArgs, StreamId,
+    WeightSetId,
+};
+use crate::graph::{ArenaTooLarge, CompileError, Plan, Target, Weight};
+use crate::kv_cache::{BlockId, KvDType, KvGeometry};
+use crate::weights::WeightSource;
+
+/// How to set up a [`CpuDevice`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CpuOptions {
+    /// Members of the team, the calling thread included; `None` = the processors this process may use.
+    pub threads: Option<usize>,
+    /// Instruction-set path; `None` = the best this machine has.
+    pub isa: Option<Isa>,
+}
+
+/// The processor as a device.
+#[derive(Debug)]
+pub struct CpuDevice {
+    caps: DeviceCaps,
+    isa: Isa,
+    team: Team,
+    /// High bits of every id, so that another device's ids are not found here.
+    tag: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    next: u64,
+    buffers: HashMap<u64, AlignedBytes>,
+    weights: HashMap<u64, Arc<WeightSet>>,
+    programs: HashMap<u64, Program>,
+}
+
+fn invalid(what: impl Into<String>) -> DeviceError {
+    DeviceError::Invalid { what: what.into() }
+}
+
+impl CpuDevice {
+    /// Starts the team.
+    pub fn new(options: CpuOptions) -> Result<Self, DeviceError> {
+        static DEVICES: AtomicU64 = AtomicU64::new(1);
+        let isa = match options.isa {
+            None => Isa::detect(),
+            Some(isa) if isa.is_available() => isa,
+            Some(isa) => return Err(invalid(format!("instruction set {isa:?} is not available on this processor"))),
+        };
+        let team = Team::new(options.threads)?;
+        let caps = DeviceCaps {
+            name: "cpu",
+            description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, team.count()),
+            target: Target { alignment: 128, int8_activations: true },
+            kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16],
+            block_size_step: 16,
+            max_block_size: 1024,
+            default_block_size: 16,
+            static_shapes: false,
+            batch_invariant: true,
+            memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
+        };
+        let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
+        Ok(Self { caps, isa, team, tag, state: Mutex::default() })
+    }
+
+    /// Members of the team.
+    pub fn threads(&self) -> usize {
+        self.team.count()
+    }
+
+    /// Instruction-set path in use.
+    pub const fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    fn new_id(&self, state: &mut State) -> u64 {
+        state.next += 1;
+        self.tag | state.next
+    }
+}
+
+impl State {
+    fn bytes(&self, span: Span) -> Result<&[u8], DeviceError> {
+        let buffer = self.buffers.get(&span.buffer.0).ok_or_else(|| invalid("unknown buffer"))?;
+        let range = range_of(span, buffer.len())?;
+        Ok(&buffer.as_slice()[range])
+    }
+
+    fn bytes_mut(&mut self, span: Span) -> Result<&mut [u8], DeviceError> {
+        let buffer = self.buffers.get_mut(&span.buffer.0).ok_or_else(|| invalid("unknown buffer"))?;
+        let range = range_of(span, buffer.len())?;
+        Ok(&mut buffer.as_mut_slice()[range])
+    }
+}
+
+fn range_of(span: Span, len: usize) -> Result<std::ops::Range<usize>, DeviceError> {
+    let end = span.offset.checked_add(span.bytes).filter(|end| *end <= len as u64);
+    let end = end.ok_or_else(|| invalid(format!("span {span:?} is outside a buffer of {len} bytes")))?;
+    Ok(span.offset as usize..end as usize)
+}
+
+impl Device for CpuDevice {
+    fn caps(&self) -> &DeviceCaps {
+        &self.caps
+    }
+
+    fn alloc(&self, bytes: u64, _kind: MemKind) -> Result<BufferId, DeviceError> {
+        let buffer = AlignedBytes::zeroed(usize::try_from(bytes).unwrap_or(usize::MAX))?;
+        let state = &mut *self.state.lock();
+        let id = self.new_id(state);
+        state.buffers.insert(id, buffer);
+        Ok(BufferId(id))
+    }
+
+    fn free(&self, buffer: BufferId) {
+        self.state.lock().buffers.remove(&buffer.0);
+    }
+
+    fn write(&self, dst: Span, src: &[u8], _on: StreamId) -> Result<(), DeviceError> {
+        let state = &mut *self.state.lock();
+        let dst = state.bytes_mut(dst)?;
+        if dst.len() != src.len() {
+            return Err(invalid(format!("write of {} bytes into a span of {}", src.len(), dst.len())));
+        }
+        dst.copy_from_slice(src);
+        Ok(())
+    }
+
+    fn read(&self, src: Span, dst: &mut [u8]) -> Result<(), DeviceError> {
+        let state = self.state.lock();
+        let src = state.bytes(src)?;
+        if dst.len() != src.len() {
+            return Err(invalid(format!("read of a span of {} bytes into {}", src.len(), dst.len())));
+        }
+        dst.copy_from_slice(src);
+        Ok(())
+    }
+
+    fn copy(&self, dst: Span, src: Span, _on: StreamId) -> Result<(), DeviceError> {
+        if dst.bytes != src.bytes {
+            return Err(invalid(format!("copy of {} bytes into {}", src.bytes, dst.bytes)));
+        }
+        let state = &mut *self.state.lock();
+        copy_between(&mut state.buffers, dst.buffer, src.buffer, &[(src.offset, dst.offset)], src.bytes)
+    }
+
+    fn stream(&self) -> Result<StreamId, DeviceError> {
+        Ok(StreamId(self.new_id(&mut self.state.lock())))
+    }
+
+    fn record(&self, _on: StreamId) -> Result<EventId, DeviceError> {
+        Ok(EventId(self.new_id(&mut self.state.lock())))
+    }
+
+    // Streams run inline: by the time an event exists, it has been reached.
+    fn wait(&self, _on: StreamId, _event: EventId) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn wait_host(&self, _event: EventId) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
+        let KvGeometry { block_size, dtype, .. } = *geometry;
+        if block_size == 0 || !block_size.is_multiple_of(16) {
+            return Err(invalid(format!("block size {block_size} is no multiple of 16")));
+        }
+        if !self.caps.kv_dtypes.contains(&dtype) {
+            return Err(invalid(format!("KV type {dtype:?} is not available")));
+        }
+        let layout = kv::KvLayout::new(*geometry);
+        let id = format!(
+            "cpu-tile16-{dtype:?}-l{}-h{}-d{}-b{block_size}",
+            geometry.layers, geometry.kv_heads, geometry.head_dim
+        );
+        Ok(KvLayout { id, bytes_per_block: layout.bytes_per_block() as u64, alignment: 64 })
+    }
+
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {
+        let set = WeightSet::pack(&self.team, source, weights)?;
+        let state = &mut *self.state.lock();
+        let id = self.new_id(state);
+        state.weights.insert(id, Arc::new(set));
+        Ok(WeightSetId(id))
+    }
+
+    fn release_weights(&self, weights: WeightSetId) {
+        self.state.lock().weights.remove(&weights.0);
+    }
+
+    fn load(&self, plan: &Plan, weights: WeightSetId, kv: &KvGeometry) -> Result<ProgramId, CompileError> {
+        let state = &mut *self.state.lock();
+        let unknown = || CompileError::Invalid("unknown weight set".into());
+        let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
+        let arena = AlignedBytes::zeroed(plan.arena_bytes)
+            .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
+        let program = Program::new(plan.clone(), set, arena, kv::KvLayout::new(*kv), self.team.count())?;
+        let id = self.new_id(state);
+        state.programs.insert(id, program);
+        Ok(ProgramId(id))
+    }
+
+    fn unload(&self, program: ProgramId) {
+        self.state.lock().programs.remove(&program.0);
+    }
+
+    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, _on: StreamId) -> Result<(), DeviceError> {
+        let State { buffers, programs, .. } = &mut *self.state.lock();
+        let program = programs.get_mut(&program.0).ok_or_else(|| invalid("unknown program"))?;
+        let io = &args.io;
+        let spans =
+            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
+        let keys = spans.map(|span| span.buffer.0);
+        if (1..keys.len()).any(|i| keys[..i].contains(&keys[i])) {
+            return Err(invalid("two bindings name the same buffer"));
+        }
+        let mut bound = buffers.get_disjoint_mut([
+            &keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6],
+        ]);
+        let mut slices: [&mut [u8]; 7] = Default::default();
+        for ((slice, buffer), span) in slices.iter_mut().zip(&mut bound).zip(spans) {
+            let buffer = buffer.take().ok_or_else(|| invalid("unknown buffer"))?;
+            let range = range_of(span, buffer.len())?;
+            *slice = &mut buffer.as_mut_slice()[range];
+        }
+        let [token_ids, positions, block_tables, logit_rows, logits, row_status, kv_pool] = slices;
+        let io = IoBytes {
+            token_ids: words(token_ids)?,
+            positions: words(positions)?,
+            block_tables: words(block_tables)?,
+            logit_rows: words(logit_rows)?,
+            logits: bytemuck::try_cast_slice_mut(logits).map_err(|_| invalid("logits are unaligned"))?,
+            row_status,
+            kv_pool,
+        };
+        program.launch(&self.team, self.isa, args, io)
+    }
+
+    fn copy_blocks(
+        &self,
+        layout: &KvLayout,
+        src_pool: Span,
+        dst_pool: Span,
+        pairs: &[(BlockId, BlockId)],
+        _on: StreamId,
+    ) -> Result<(), DeviceError> {
+        let bytes = layout.bytes_per_block;
+        let offset = |pool: Span, block: BlockId| {
+            let start = u64::from(block.0) * bytes;
+            if start + bytes > pool.bytes {
+                return Err(invalid(format!("block {} is outside the pool", block.0)));
+            }
+            Ok(pool.offset + start)
+        };
+        let state = &mut *self.state.lock();
+        for &(from, to) in pairs {
+            let moves = [(offset(src_pool, from)?, offset(dst_pool, to)?)];
+            copy_between(&mut state.buffers, dst_pool.buffer, src_pool.buffer, &moves, bytes)?;
+        }
+        Ok(())
+    }
+}
+
+fn words(bytes: &[u8]) -> Result<&[u32], DeviceError> {
+    bytemuck::try_cast_slice(bytes).map_err(|_| invalid("a buffer of u32 is unaligned or of odd length"))
+}
+
+/// Copies `bytes` bytes from each first to each second offset.
+fn copy_between(
+    buffers: &mut HashMap<u64, AlignedBytes>,
+    dst: BufferId,
+    src: BufferId,
+    moves: &[(u64, u64)],
+    bytes: u64,
+) -> Result<(), DeviceError> {
+    let checked = |buffer: BufferId, offset: u64, len: usize| range_of(Span { buffer, offset, bytes }, len);
+    for &(from, to) in moves {
+        if dst == src {
+            let buffer = buffers.get_mut(&dst.0).ok_or_else(|| invalid("unknown buffer"))?;
+            let (from, to) = (checked(src, from, buffer.len())?, checked(dst, to, buffer.len())?);
+            buffer.as_mut_slice().copy_within(from, to.start);
+        } else {
+            let [Some(src_bytes), Some(dst_bytes)] = buffers.get_disjoint_mut([&src.0, &dst.0]) else {
+                return Err(invalid("unknown buffer"));
+            };
+            let (from, to) = (checked(src, from, src_bytes.len())?, checked(dst, to, dst_bytes.len())?);
+            dst_bytes.as_mut_slice()[to].copy_from_slice(&src_bytes.as_slice()[from]);
+        }
+    }
+    Ok(())
+}

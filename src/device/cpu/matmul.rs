@@ -1,0 +1,188 @@
+//! Products of activation rows with packed weights: `out[r][n] = Σ_k x[r][k] · w[n][k] + bias[n]`.
+//!
+//! Each output value has one accumulator that walks K in order, whatever the number of rows, the tile, the range of panels
+//! or the thread: a row's result is bit-equal in any batch (rule R1). Per instruction set only: the plain twins here are the
+//! definition, the fast bodies fuse multiply and add, and the two agree within `k · 2^-23` of `Σ |x·w|`; integer parts are
+//! exact in both. Nothing here allocates.
+
+#![forbid(unsafe_code)]
+
+use super::arena::Tile;
+use super::pack::{ColumnBlock, PANEL, PackedMatrix, Scheme, column_block, float_at};
+use super::quant::{BLOCK, QuantRows};
+use super::simd::{self, Isa};
+use std::ops::Range;
+
+/// Rows of f32 activations, to read.
+#[derive(Clone, Copy, Debug)]
+pub struct FloatRows<'a> {
+    data: &'a [f32],
+    k: usize,
+    stride: usize,
+}
+
+impl<'a> FloatRows<'a> {
+    /// Rows of `k` values, `stride` apart.
+    pub fn new(data: &'a [f32], k: usize, stride: usize) -> Self {
+        assert!(0 < k && k <= stride, "rows of {k} values, {stride} apart");
+        Self { data, k, stride }
+    }
+
+    /// Rows that are wholly there.
+    pub fn rows(&self) -> usize {
+        (self.data.len() + self.stride - self.k) / self.stride
+    }
+
+    /// Values in a row.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Values from a row to the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// One row.
+    pub fn row(&self, row: usize) -> &'a [f32] {
+        &self.data[row * self.stride..][..self.k]
+    }
+
+    pub(super) fn data(&self) -> &'a [f32] {
+        self.data
+    }
+}
+
+/// The output columns of a range of panels: what the `out` of a product over them must cover.
+pub fn columns_of(w: &PackedMatrix, panels: &Range<usize>) -> Range<usize> {
+    (panels.start * PANEL).min(w.n())..(panels.end * PANEL).min(w.n())
+}
+
+/// Multiplies f32 rows with `panels` of any weight. `bias` has all `n` values; `out` has a row for each of `x` and exactly
+/// the columns of the panels. Weights are dequantised to f32; sums are f32.
+pub fn matmul_f32(
+    isa: Isa,
+    x: FloatRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    check(w, bias, &panels, x.rows(), x.k(), out);
+    if !simd::matmul_f32(isa, x, w, bias, panels.clone(), out) {
+        plain_f32(x, w, bias, panels, out);
+    }
+}
+
+/// Multiplies int8 rows with `panels` of a quantised weight. `bias` and `out` as in [`matmul_f32`]. The products of a
+/// 32-block are summed exactly, then scaled and added in block order.
+///
+/// # Panics
+/// If the weight is a float type.
+pub fn matmul_q8(
+    isa: Isa,
+    x: QuantRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    assert!(w.dtype().is_quantised(), "int8 activations need a quantised weight, not {}", w.dtype());
+    check(w, bias, &panels, x.rows(), x.layout().k(), out);
+    if !simd::matmul_q8(isa, x, w, bias, panels.clone(), out) {
+        plain_q8(x, w, bias, panels, out);
+    }
+}
+
+/// The bounds that the unsafe bodies rely on.
+fn check(w: &PackedMatrix, bias: Option<&[f32]>, panels: &Range<usize>, rows: usize, k: usize, out: &Tile<'_, f32>) {
+    assert_eq!(k, w.k(), "input features of the weight and of the rows");
+    assert!(panels.start <= panels.end && panels.end <= w.panels(), "panels {panels:?} of {}", w.panels());
+    assert!(bias.is_none_or(|bias| bias.len() == w.n()), "a bias of {} values", w.n());
+    assert!(out.rows() == rows && out.cols() == columns_of(w, panels).len(), "the tile covers rows and panels");
+}
+
+fn plain_f32(x: FloatRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: Range<usize>, out: &mut Tile<'_, f32>) {
+    let columns = columns_of(w, &panels);
+    for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
+        let width = PANEL.min(columns.len() - start);
+        for k0 in (0..w.k()).step_by(BLOCK) {
+            // 32 k of 16 columns, as values.
+            let mut values = [[0.0; PANEL]; BLOCK];
+            let depth = BLOCK.min(w.k() - k0);
+            if Scheme::of(w.dtype()).is_some() {
+                for column in 0..PANEL {
+                    let block = column_block(w.dtype(), w.panel(panel), column, k0 / BLOCK);
+                    for (k, q) in block.q.iter().enumerate() {
+                        values[k][column] = block.scale[k / 16] * f32::from(*q) + block.min;
+                    }
+                }
+            } else {
+                for (k, values) in values[..depth].iter_mut().enumerate() {
+                    for (column, value) in values.iter_mut().enumerate() {
+                        *value = float_at(w.dtype(), w.panel(panel), (k0 + k) * PANEL + column);
+                    }
+                }
+            }
+            for row in 0..out.rows() {
+                let x = &x.row(row)[k0..k0 + depth];
+                let sums = &mut out.row_mut(row)[start..start + width];
+                if k0 == 0 {
+                    sums.fill(0.0);
+                }
+                for (x, values) in x.iter().zip(&values) {
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum += x * value;
+                    }
+                }
+            }
+        }
+    }
+    add_bias(bias, &columns, out);
+}
+
+fn plain_q8(x: QuantRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: Range<usize>, out: &mut Tile<'_, f32>) {
+    let columns = columns_of(w, &panels);
+    let halves = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.sub_scales == 2);
+    let minima = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.minima);
+    for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
+        let width = PANEL.min(columns.len() - start);
+        for block in 0..w.k() / BLOCK {
+            let weights: [ColumnBlock; PANEL] =
+                std::array::from_fn(|column| column_block(w.dtype(), w.panel(panel), column, block));
+            for row in 0..out.rows() {
+                let ints = &x.quants(row)[block * BLOCK..][..BLOCK];
+                let (scale, _, _, weighted_sum) = x.record(row, block);
+                let sums = &mut out.row_mut(row)[start..start + width];
+                if block == 0 {
+                    sums.fill(0.0);
+                }
+                for (sum, weights) in sums.iter_mut().zip(&weights) {
+                    let dot = |range: Range<usize>| {
+                        let pairs = ints[range.clone()].iter().zip(&weights.q[range]);
+                        pairs.map(|(&x, &q)| i32::from(x) * i32::from(q)).sum::<i32>() as f32
+                    };
+                    if halves {
+                        *sum += dot(0..16) * (weights.scale[0] * scale);
+                        *sum += dot(16..32) * (weights.scale[1] * scale);
+                    } else {
+                        *sum += dot(0..32) * (weights.scale[0] * scale);
+                    }
+                    if minima {
+                        *sum += weights.min * weighted_sum;
+                    }
+                }
+            }
+        }
+    }
+    add_bias(bias, &columns, out);
+}
+
+fn add_bias(bias: Option<&[f32]>, columns: &Range<usize>, out: &mut Tile<'_, f32>) {
+    let Some(bias) = bias else { return };
+    for row in 0..out.rows() {
+        for (sum, bias) in out.row_mut(row).iter_mut().zip(&bias[columns.clone()]) {
+            *sum += bias;
+        }
+    }
+}

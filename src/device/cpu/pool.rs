@@ -1,0 +1,435 @@
+//! A fixed team of threads that runs one closure at a time, the caller being member 0.
+//!
+//! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
+//! every run (no stealing, so a result cannot depend on timing), and that a panic in one member ends the run on all of
+//! them and comes out of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs,
+//! then give their time slice away, then sleep. It never allocates after [`Team::new`] and never pins threads.
+//!
+//! ```text
+//! run:   caller  job ─ epoch+1 ─ body(0) ─ left+1 ─ wait left == count ─ raise a panic, if any
+//!        member  wait epoch ─── body(i) ─ left+1 ─ wait epoch …
+//! ```
+
+#![allow(unsafe_code)]
+
+use crate::device::DeviceError;
+use parking_lot::{Condvar, Mutex};
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Most members a team can have: the width of the claim masks in [`arena`](super::arena).
+pub const MAX_MEMBERS: usize = 256;
+
+/// Spinning longer than a wake-up costs (5-50 µs by scheduler and load) cannot pay off.
+const SPIN: Duration = Duration::from_micros(20);
+/// Between two steps the host samples and schedules; sleeping in that gap would add a wake-up to every step.
+const YIELD: Duration = Duration::from_micros(200);
+/// Spins between two looks at the clock, which costs about as much as 20 of them.
+const SPINS_PER_LOOK: u32 = 128;
+
+type Body<'a> = dyn Fn(&Member<'_>) + Sync + 'a;
+type Payload = Box<dyn Any + Send>;
+
+/// Keeps what members spin on away from what others write.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Line<T>(T);
+
+#[derive(Debug)]
+struct Shared {
+    count: u32,
+    /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `count`.
+    job: UnsafeCell<Option<&'static Body<'static>>>,
+    /// Number of runs so far; moving it starts one.
+    epoch: Line<AtomicU32>,
+    /// Members that ended the current run.
+    left: Line<AtomicU32>,
+    /// Members that reached the current barrier.
+    arrived: Line<AtomicU32>,
+    /// Number of barriers passed so far; moving it opens one.
+    passed: Line<AtomicU32>,
+    sleepers: AtomicU32,
+    stop: AtomicBool,
+    lock: Mutex<()>,
+    wake: Condvar,
+    /// The first panic of the run, and whether members left each other waiting at a barrier.
+    panic: Mutex<Option<Payload>>,
+    uneven: AtomicBool,
+}
+
+// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no member runs (before `epoch`
+// moves and after all have left) and members only read it in between; `epoch` and `left` order the two.
+unsafe impl Sync for Shared {}
+// SAFETY: the reference in `job` is to a `Sync` closure.
+unsafe impl Send for Shared {}
+
+/// Raised in members that wait for one which will not come; never seen outside.
+struct Abandoned;
+
+thread_local! {
+    /// The team whose body this thread is in, to refuse a run within a run, which could never end.
+    static INSIDE: Cell<*const Shared> = const { Cell::new(std::ptr::null()) };
+}
+
+impl Shared {
+    /// Returns once `ready` does. Whoever makes it true must call [`Self::notify`] afterwards; both sides use `SeqCst`, so
+    /// either the waiter sees the change or the notifier sees the sleeper.
+    fn wait(&self, ready: impl Fn() -> bool) {
+        for _ in 0..SPINS_PER_LOOK {
+            if ready() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let start = Instant::now();
+        loop {
+            let waited = start.elapsed();
+            if waited > YIELD {
+                break;
+            }
+            if waited > SPIN {
+                std::thread::yield_now();
+                if ready() {
+                    return;
+                }
+                continue;
+            }
+            for _ in 0..SPINS_PER_LOOK {
+                if ready() {
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        let mut guard = self.lock.lock();
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while !ready() {
+            self.wake.wait(&mut guard);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn notify(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            let _guard = self.lock.lock();
+            self.wake.notify_all();
+        }
+    }
+
+    /// Runs the body for one member and reports its end, panic or not.
+    fn member(&self, index: u32, body: &Body<'_>) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| body(&Member { shared: Some(self), index, count: self.count })));
+        if let Err(payload) = outcome {
+            if payload.is::<Abandoned>() {
+                self.uneven.store(true, Ordering::Relaxed);
+            } else {
+                self.panic.lock().get_or_insert(payload);
+            }
+        }
+        self.left.0.fetch_add(1, Ordering::SeqCst);
+        self.notify();
+    }
+
+    fn work(&self, index: u32) {
+        INSIDE.set(self);
+        let mut seen = 0;
+        loop {
+            self.wait(|| self.epoch.0.load(Ordering::SeqCst) != seen || self.stop.load(Ordering::SeqCst));
+            if self.stop.load(Ordering::SeqCst) {
+                return;
+            }
+            seen = seen.wrapping_add(1);
+            // SAFETY: `epoch` moved, so the caller has written `job` and does not touch it until this member has left.
+            let body = unsafe { *self.job.get() };
+            if let Some(body) = body {
+                self.member(index, body);
+            }
+        }
+    }
+
+    fn barrier(&self) {
+        let passed = self.passed.0.load(Ordering::SeqCst);
+        if self.arrived.0.fetch_add(1, Ordering::SeqCst) + 1 == self.count {
+            self.arrived.0.store(0, Ordering::Relaxed);
+            self.passed.0.store(passed.wrapping_add(1), Ordering::SeqCst);
+            self.notify();
+            return;
+        }
+        self.wait(|| self.passed.0.load(Ordering::SeqCst) != passed || self.left.0.load(Ordering::SeqCst) > 0);
+        // A member may have passed this barrier and left already: only an unopened barrier is an abandoned one.
+        if self.passed.0.load(Ordering::SeqCst) == passed {
+            resume_unwind(Box::new(Abandoned));
+        }
+    }
+}
+
+/// One member's view of a run.
+#[derive(Clone, Copy, Debug)]
+pub struct Member<'a> {
+    shared: Option<&'a Shared>,
+    index: u32,
+    count: u32,
+}
+
+impl Member<'_> {
+    /// This member, `0..count`; 0 is the thread that called [`Team::run`].
+    pub fn index(&self) -> usize {
+        self.index as usize
+    }
+
+    /// Members in the team.
+    pub fn count(&self) -> usize {
+        self.count as usize
+    }
+
+    /// Waits until every member is here; what any wrote before, all see after. All members must meet the same number of
+    /// barriers in a run: otherwise the run ends in a panic on the caller.
+    pub fn barrier(&self) {
+        if let Some(shared) = self.shared {
+            shared.barrier();
+        }
+    }
+
+    /// This member's share of `n` items, cut at multiples of `granule`.
+    pub fn span(&self, n: usize, granule: usize) -> Range<usize> {
+        split(n, granule, self.count(), self.index())
+    }
+}
+
+/// Part `index` of `parts` of `0..n`, cut at multiples of `granule`: ascending, disjoint, together all of it, and within
+/// one granule of even. The one split that everything on this device uses.
+pub fn split(n: usize, granule: usize, parts: usize, index: usize) -> Range<usize> {
+    let granules = n.div_ceil(granule);
+    let cut = |i: usize| (granules * i / parts * granule).min(n);
+    cut(index)..cut(index + 1)
+}
+
+/// A fixed team of threads. Dropping it ends and joins them.
+#[derive(Debug)]
+pub struct Team {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// One run at a time.
+    turn: Mutex<()>,
+}
+
+impl Team {
+    /// A team of `threads` members, the caller included; by default one for each CPU that this process may use, by its
+    /// affinity mask and its cgroup's quota.
+    pub fn new(threads: Option<usize>) -> Result<Self, DeviceError> {
+        let count = match threads {
+            Some(count) if (1..=MAX_MEMBERS).contains(&count) => count,
+            Some(count) => {
+                return Err(DeviceError::Invalid { what: format!("threads: got {count}, expected 1..={MAX_MEMBERS}") });
+            }
+            // The standard library reads sched_getaffinity and the CPU quota of cgroups v1 and v2.
+            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_MEMBERS),
+        };
+        let count = u32::try_from(count).unwrap_or(1);
+        let mut team = Self {
+            shared: Arc::new(Shared {
+                count,
+                job: UnsafeCell::new(None),
+                epoch: Line::default(),
+                left: Line::default(),
+                arrived: Line::default(),
+                passed: Line::default(),
+                sleepers: AtomicU32::new(0),
+                stop: AtomicBool::new(false),
+                lock: Mutex::new(()),
+                wake: Condvar::new(),
+                panic: Mutex::new(None),
+                uneven: AtomicBool::new(false),
+            }),
+            threads: Vec::with_capacity(count as usize),
+            turn: Mutex::new(()),
+        };
+        for index in 1..count {
+            let shared = Arc::clone(&team.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("ascend-cpu-{index}"))
+                .spawn(move || shared.work(index))
+                .map_err(|error| DeviceError::Call {
+                    call: "spawn a thread",
+                    code: error.raw_os_error().unwrap_or(0),
+                    message: error.to_string(),
+                })?;
+            team.threads.push(thread);
+        }
+        Ok(team)
+    }
+
+    /// Members, the caller included.
+    pub fn count(&self) -> usize {
+        self.shared.count as usize
+    }
+
+    /// Runs `body` once in every member and returns when all have ended. A second caller waits its turn.
+    ///
+    /// # Panics
+    /// With the first member's panic, after all have ended; if members met different numbers of barriers; or if called from
+    /// within a run of the same team.
+    pub fn run(&self, body: &Body<'_>) {
+        let shared = &*self.shared;
+        if shared.count == 1 {
+            return body(&Member { shared: None, index: 0, count: 1 });
+        }
+        let this: *const Shared = shared;
+        assert!(INSIDE.get() != this, "a member called run on its own team");
+        let turn = self.turn.lock();
+        shared.left.0.store(0, Ordering::Relaxed);
+        shared.arrived.0.store(0, Ordering::Relaxed);
+        // SAFETY: only the lifetime is changed. Members use the reference before they leave, and this function does not
+        // return or unwind before all have left: `Shared::member` catches every panic.
+        let job = unsafe { std::mem::transmute::<&Body<'_>, &'static Body<'static>>(body) };
+        // SAFETY: all members wait for `epoch`, so none reads `job` now; `turn` keeps other callers out.
+        unsafe { *shared.job.get() = Some(job) };
+        shared.epoch.0.fetch_add(1, Ordering::SeqCst);
+        shared.notify();
+
+        let outer = INSIDE.replace(this);
+        shared.member(0, body);
+        shared.wait(|| shared.left.0.load(Ordering::SeqCst) == shared.count);
+        INSIDE.set(outer);
+
+        // SAFETY: all have left.
+        unsafe { *shared.job.get() = None };
+        let uneven = shared.uneven.swap(false, Ordering::Relaxed);
+        let panic = shared.panic.lock().take();
+        drop(turn);
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
+        assert!(!uneven, "members of a team met different numbers of barriers");
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.notify();
+        for thread in self.threads.drain(..) {
+            // A member's panics were caught, so there is nothing to hear here.
+            drop(thread.join());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn every_member_runs_once_a_run_and_sees_what_others_wrote_before_a_barrier() {
+        for count in [1, 2, 3, 7] {
+            let team = Team::new(Some(count)).unwrap();
+            let slots: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            for round in 1..200 {
+                team.run(&|member| {
+                    for phase in 0..3 {
+                        slots[member.index()].store(round * 10 + phase, Ordering::Relaxed);
+                        member.barrier();
+                        assert!(slots.iter().all(|slot| slot.load(Ordering::Relaxed) == round * 10 + phase));
+                        member.barrier();
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_in_any_member_comes_out_of_run_and_the_team_still_works() {
+        let team = Team::new(Some(3)).unwrap();
+        for bad in 0..3 {
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                team.run(&|member| {
+                    if member.index() == bad {
+                        resume_unwind(Box::new(format!("member {bad}")));
+                    }
+                    member.barrier();
+                });
+            }));
+            assert_eq!(*outcome.unwrap_err().downcast::<String>().unwrap(), format!("member {bad}"));
+            let ran = AtomicUsize::new(0);
+            team.run(&|member| {
+                member.barrier();
+                ran.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(ran.into_inner(), 3);
+        }
+    }
+
+    #[test]
+    fn uneven_barriers_and_runs_within_runs_are_refused_instead_of_hanging() {
+        let team = Team::new(Some(2)).unwrap();
+        let uneven = catch_unwind(AssertUnwindSafe(|| {
+            team.run(&|member| {
+                if member.index() == 1 {
+                    member.barrier();
+                }
+            });
+        }));
+        assert!(uneven.is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| {})))).is_err());
+        team.run(&|member| member.barrier());
+    }
+
+    #[test]
+    fn callers_on_several_threads_take_turns() {
+        let team = Team::new(Some(2)).unwrap();
+        let (busy, runs) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        team.run(&|member| {
+                            if member.index() == 0 {
+                                assert_eq!(busy.fetch_add(1, Ordering::SeqCst), 0);
+                            }
+                            member.barrier();
+                            if member.index() == 0 {
+                                busy.fetch_sub(1, Ordering::SeqCst);
+                                runs.fetch_add(1, Ordering::SeqCst);
+                            }
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(runs.into_inner(), 200);
+    }
+
+    #[test]
+    fn splits_cover_everything_once_at_granules() {
+        for n in [0, 1, 15, 16, 17, 48, 576, 1000] {
+            for granule in [1, 4, 16] {
+                for parts in 1..9 {
+                    let mut next = 0;
+                    for index in 0..parts {
+                        let span = split(n, granule, parts, index);
+                        assert_eq!(span.start, next);
+                        assert!(span.start.is_multiple_of(granule) || span.start == n);
+                        assert!(span.len() <= (n.div_ceil(granule).div_ceil(parts)) * granule);
+                        next = span.end;
+                    }
+                    assert_eq!(next, n);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn thread_counts_out_of_range_are_refused() {
+        for threads in [0, MAX_MEMBERS + 1] {
+            let error = Team::new(Some(threads)).unwrap_err().to_string();
+            assert!(error.contains(&format!("threads: got {threads}, expected 1..=256")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Reading quantised panels with AVX-512: one description of each format, from which both matmul bodies are made.
+//!
+//! A word is a register of 16 columns × 4 consecutive k, unsigned bytes. Everything here is inlined into bodies that
+//! enable the features; the branches are on constants.
+
+#![allow(unsafe_code)]
+
+use super::super::pack::{PANEL, Scheme};
+use crate::weights::DType;
+use std::arch::x86_64::*;
+
+/// A quantised format, known when compiling.
+pub(super) trait Format {
+    const SCHEME: Scheme;
+}
+
+macro_rules! formats {
+    ($($name:ident)*) => {$(
+        #[allow(non_camel_case_types)]
+        pub(super) struct $name;
+        impl Format for $name {
+            const SCHEME: Scheme = match Scheme::of(DType::$name) {
+                Some(scheme) => scheme,
+                None => panic!("a quantised type"),
+            };
+        }
+    )*};
+}
+formats!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K);
+
+/// Calls a function generic over [`Format`] for the format of a [`DType`].
+macro_rules! with_format {
+    ($dtype:expr, $function:ident::<_ $(, $rest:tt)*>($($argument:expr),*)) => {{
+        use crate::device::cpu::simd::avx512_words as words;
+        use crate::weights::DType;
+        match $dtype {
+            DType::Q8_0 => $function::<words::Q8_0 $(, $rest)*>($($argument),*),
+            DType::Q4_0 => $function::<words::Q4_0 $(, $rest)*>($($argument),*),
+            DType::Q4_1 => $function::<words::Q4_1 $(, $rest)*>($($argument),*),
+            DType::Q5_0 => $function::<words::Q5_0 $(, $rest)*>($($argument),*),
+            DType::Q5_1 => $function::<words::Q5_1 $(, $rest)*>($($argument),*),
+            DType::Q4_K => $function::<words::Q4_K $(, $rest)*>($($argument),*),
+            DType::Q5_K => $function::<words::Q5_K $(, $rest)*>($($argument),*),
+            DType::Q6_K => $function::<words::Q6_K $(, $rest)*>($($argument),*),
+            DType::F32 | DType::F16 | DType::BF16 => unreachable!("float weights have no integer body"),
+        }
+    }};
+}
+pub(super) use with_format;
+
+/// Words `I` (k = 4·I..) and `I + 4` (k = 16 + 4·I..) of a 32-block.
+///
+/// # Safety
+/// `group` is valid for `F::SCHEME.group_bytes()` reads; the caller enables AVX-512 F and BW.
+#[inline(always)]
+pub(super) unsafe fn words<F: Format, const I: usize>(group: *const u8) -> (__m512i, __m512i) {
+    // SAFETY: every offset is below the group's size.
+    unsafe {
+        let load = |at: usize| _mm512_loadu_si512(group.add(at).cast());
+        if F::SCHEME.bits == 8 {
+            return (load(64 * I), load(64 * (I + 4)));
+        }
+        let nibbles = load(64 * I);
+        let low_bits = _mm512_set1_epi8(15);
+        let lo = _mm512_and_si512(nibbles, low_bits);
+        let hi = _mm512_and_si512(_mm512_srli_epi16::<4>(nibbles), low_bits);
+        // `low | (shifted & mask)`: bits that a shift carries over from the neighbouring byte are masked off.
+        let join = |low, shifted, mask| _mm512_ternarylogic_epi32::<0xf8>(low, shifted, _mm512_set1_epi8(mask));
+        match F::SCHEME.bits {
+            5 => {
+                let plane = load(256);
+                let (at_lo, at_hi) = match I {
+                    0 => (_mm512_slli_epi16::<4>(plane), plane),
+                    1 => (_mm512_slli_epi16::<3>(plane), _mm512_srli_epi16::<1>(plane)),
+                    2 => (_mm512_slli_epi16::<2>(plane), _mm512_srli_epi16::<2>(plane)),
+                    _ => (_mm512_slli_epi16::<1>(plane), _mm512_srli_epi16::<3>(plane)),
+                };
+                (join(lo, at_lo, 0x10), join(hi, at_hi, 0x10))
+            }
+            6 => {
+                let shifted = |pairs| match I {
+                    0 => _mm512_slli_epi16::<4>(pairs),
+                    1 => _mm512_slli_epi16::<2>(pairs),
+                    2 => pairs,
+                    _ => _mm512_srli_epi16::<2>(pairs),
+                };
+                (join(lo, shifted(load(256)), 0x30), join(hi, shifted(load(320)), 0x30))
+            }
+            _ => (lo, hi),
+        }
+    }
+}
+
+/// The scales of 16 columns for half `part` of 32-block `sub`; without halves both are the same.
+///
+/// # Safety
+/// `unit` is valid for `F::SCHEME.unit_bytes()` reads; the caller enables AVX-512 F and BW.
+#[inline(always)]
+pub(super) unsafe fn scale<F: Format>(unit: *const u8, sub: usize, part: usize) -> __m512 {
+    let scheme = F::SCHEME;
+    // SAFETY: the offsets lie within the unit.
+    unsafe {
+        let scale = halves(unit.add(scheme.scales_at()));
+        let at = |i: usize| _mm_loadu_si128(unit.add(scheme.sub_scales_at() + i * PANEL).cast());
+        match scheme.sub_scales {
+            0 => scale,
+            1 => _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(at(sub)))),
+            _ => _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(at(2 * sub + part)))),
+        }
+    }
+}
+
+/// The minima of 16 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
+///
+/// # Safety
+/// As [`scale`].
+#[inline(always)]
+pub(super) unsafe fn minimum<F: Format>(unit: *const u8, sub: usize) -> __m512 {
+    let scheme = F::SCHEME;
+    // SAFETY: the offsets lie within the unit of a format with minima.
+    unsafe {
+        let min = halves(unit.add(scheme.minima_at()));
+        if scheme.sub_scales == 0 {
+            return min;
+        }
+        let steps = _mm_loadu_si128(unit.add(scheme.sub_minima_at() + sub * PANEL).cast());
+        let min = _mm512_mul_ps(min, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(steps)));
+        _mm512_xor_ps(min, _mm512_set1_ps(-0.0))
+    }
+}
+
+/// 16 f16 as f32.
+#[inline(always)]
+unsafe fn halves(at: *const u8) -> __m512 {
+    // SAFETY: the caller's: 32 readable bytes.
+    unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
+}

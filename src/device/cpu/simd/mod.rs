@@ -1,0 +1,159 @@
+//! Instruction sets: which there are, which this machine has, and the bodies written for them.
+//!
+//! The functions here are safe: they check that the machine has what they are asked to use and that every pointer they hand
+//! down is covered by a slice. They answer that there is no fast body (`false`, 0 done) instead of falling back themselves;
+//! the plain twins stand beside the callers.
+
+#![allow(unsafe_code)]
+
+#[cfg(target_arch = "x86_64")]
+mod avx512_float;
+#[cfg(target_arch = "x86_64")]
+mod avx512_int;
+#[cfg(target_arch = "x86_64")]
+mod avx512_quant;
+#[cfg(target_arch = "x86_64")]
+mod avx512_words;
+pub mod lanes;
+#[cfg(test)]
+pub(crate) mod testing;
+
+use super::arena::Tile;
+use super::matmul::FloatRows;
+use super::pack::PackedMatrix;
+use super::quant::QuantRows;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+/// An instruction-set path. Results are bit-equal within one, never promised across.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Isa {
+    /// Plain Rust, for any machine.
+    Plain,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// The same with VNNI: int8 dot products in one instruction.
+    Avx512Vnni,
+}
+
+impl Isa {
+    /// The fastest that this machine has.
+    pub fn detect() -> Self {
+        Self::available().last().copied().unwrap_or(Self::Plain)
+    }
+
+    /// All that this machine has, slowest first.
+    pub fn available() -> &'static [Self] {
+        static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
+        AVAILABLE.get_or_init(|| {
+            #[allow(unused_mut)] // on other architectures
+            let mut isas = vec![Self::Plain];
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                isas.push(Self::Avx512);
+                if is_x86_feature_detected!("avx512vnni") {
+                    isas.push(Self::Avx512Vnni);
+                }
+            }
+            isas
+        })
+    }
+
+    /// The name used in settings, logs and plans.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Avx512 => "avx512",
+            Self::Avx512Vnni => "avx512_vnni",
+        }
+    }
+
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        Self::available().contains(&self)
+    }
+
+    /// # Panics
+    /// If this machine lacks it: running on would be undefined behaviour.
+    fn assert_available(self) {
+        assert!(Self::available().contains(&self), "this machine has no {}", self.name());
+    }
+}
+
+/// Quantises whole blocks; says how many were done.
+pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &mut [u8]) -> usize {
+    isa.assert_available();
+    let blocks = x.len() / super::quant::BLOCK;
+    assert!(quants.len() >= blocks * super::quant::BLOCK && records.len() >= blocks * super::quant::RECORD_BYTES);
+    match isa {
+        Isa::Plain => 0,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni => {
+            // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
+            unsafe { avx512_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            blocks
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => 0,
+    }
+}
+
+/// The caller has checked that shapes agree (`matmul::check`); answers whether there is a body for `isa`.
+pub(super) fn matmul_q8(
+    isa: Isa,
+    x: QuantRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) -> bool {
+    isa.assert_available();
+    match isa {
+        Isa::Plain => false,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni => {
+            avx512_int::matmul(isa == Isa::Avx512Vnni, x, w, bias, panels, out);
+            true
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => false,
+    }
+}
+
+/// As [`matmul_q8`], for f32 rows.
+pub(super) fn matmul_f32(
+    isa: Isa,
+    x: FloatRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) -> bool {
+    isa.assert_available();
+    match isa {
+        Isa::Plain => false,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni => {
+            avx512_float::matmul(x, w, bias, panels, out);
+            true
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_is_always_there_and_detection_gives_the_best() {
+        assert_eq!(Isa::available()[0], Isa::Plain);
+        assert!(Isa::available().is_sorted() && Isa::available().contains(&Isa::detect()));
+    }
+}

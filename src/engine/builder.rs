@@ -1,0 +1,369 @@
+//! From a path to an engine: reads the model, fits it to the device and the budget, compiles, uploads.
+
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::config::{CacheBudget, EngineConfig, refuse};
+use super::core::{EngineCore, ModelLimits};
+use super::error::BuildError;
+use super::runner::{ModelRunner, RunnerShape};
+use super::stop::default_stop_ids;
+use super::text_files::TextFiles;
+use super::{Clock, Engine, SystemClock};
+use crate::device::cpu::{CpuDevice, CpuOptions};
+use crate::device::{Device, KvLayout, OwnedProgram, OwnedWeights};
+use crate::graph::{Bucket, Graph, Numerics, Weight, WeightRole, compile};
+use crate::kv_cache::{KvDType, KvGeometry};
+use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
+use crate::text::Vocabulary;
+use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
+
+/// Without a budget of its own the KV cache takes at most one part in this many of what the device has free: the host's
+/// other programs and the page cache that holds the model's file need the rest.
+const AUTO_CACHE_SHARE: u64 = 4;
+
+/// How far loading has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadProgress {
+    /// Bytes of weights packed so far.
+    pub done_bytes: u64,
+    /// Bytes of all weights.
+    pub total_bytes: u64,
+}
+
+/// What an engine runs, and on what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineInfo {
+    /// Architecture of the model.
+    pub architecture: String,
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Type most of its weights are stored in.
+    pub weight_dtype: String,
+    /// Ids the model knows.
+    pub vocab_size: u32,
+    /// Longest sequence, prompt and output together.
+    pub max_model_len: u32,
+    /// The device in words.
+    pub device: String,
+    /// Tokens a KV block.
+    pub block_size: u32,
+    /// Type of stored keys and values.
+    pub kv_dtype: String,
+    /// Blocks in the KV pool.
+    pub pool_blocks: u32,
+    /// Tokens the KV pool holds.
+    pub pool_tokens: u64,
+    /// Bytes of the KV pool.
+    pub pool_bytes: u64,
+    /// Bytes of the plan's arena.
+    pub arena_bytes: u64,
+    /// Steps of the plan: what is launched for each batch.
+    pub plan_steps: u32,
+}
+
+type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
+
+/// Builds an [`Engine`] from a model on disk.
+#[must_use = "call build()"]
+pub struct EngineBuilder {
+    model: PathBuf,
+    config: EngineConfig,
+    device: Option<Arc<dyn Device>>,
+    vocabulary: Option<Arc<dyn Vocabulary>>,
+    clock: Arc<dyn Clock>,
+    on_progress: Option<Arc<OnProgress>>,
+}
+
+impl std::fmt::Debug for EngineBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EngineBuilder")
+            .field("model", &self.model)
+            .field("config", &self.config)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Starts building an engine from a folder (`config.json` and safetensors) or a `.gguf` file.
+    pub fn builder(model: impl AsRef<Path>) -> EngineBuilder {
+        EngineBuilder {
+            model: model.as_ref().to_owned(),
+            config: EngineConfig::default(),
+            device: None,
+            vocabulary: None,
+            clock: Arc::new(SystemClock::default()),
+            on_progress: None,
+        }
+    }
+}
+
+impl EngineBuilder {
+    /// Sets the configuration.
+    pub fn config(mut self, config: EngineConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Runs on this device instead of one made for this engine.
+    pub fn device(mut self, device: Arc<dyn Device>) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Uses this vocabulary instead of the model's own.
+    pub fn tokenizer(mut self, vocabulary: Arc<dyn Vocabulary>) -> Self {
+        self.vocabulary = Some(vocabulary);
+        self
+    }
+
+    /// Takes the time from this clock.
+    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.clock = clock;
+        self
+    }
+
+    /// Calls `report` on the building thread after each tensor that was packed.
+    pub fn on_progress(mut self, report: impl Fn(LoadProgress) + Send + Sync + 'static) -> Self {
+        self.on_progress = Some(Arc::new(report));
+        self
+    }
+
+    /// Builds the engine and starts its thread.
+    pub fn build(self) -> Result<Engine, BuildError> {
+        Engine::spawn(self.build_core()?)
+    }
+
+    /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
+    pub fn build_core(self) -> Result<EngineCore, BuildError> {
+        let clock = Arc::clone(&self.clock);
+        let Parts { config, runner, limits, text, info } = self.parts()?;
+        let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
+        Ok(core.with_info(info))
+    }
+
+    /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
+    pub fn build_runner(self) -> Result<ModelRunner, BuildError> {
+        Ok(self.parts()?.runner)
+    }
+
+    fn parts(self) -> Result<Parts, BuildError> {
+        let mut config = self.config;
+        config.validate()?;
+        let files = weights::open(&self.model)?;
+        let model = read_config(&files)?;
+        let text = TextFiles::read(&files, self.vocabulary)?;
+        let graph = decoder_graph(&model, files.source.as_ref())?;
+
+        let device = match self.device {
+            Some(device) => device,
+            None => {
+                let mut options = CpuOptions::default();
+                options.threads = config.threads;
+                Arc::new(CpuDevice::new(options)?)
+            }
+        };
+        let max_model_len = settle_model_len(&mut config, &model)?;
+        let geometry = settle_geometry(&mut config, &model, device.as_ref())?;
+        let layout = device.kv_layout(&geometry)?;
+        let bucket =
+            Bucket { tokens: config.max_num_batched_tokens as usize, logit_rows: config.max_num_seqs as usize };
+        let plan = compile(&graph, device.caps().target, config.numerics, &config.compile, bucket)?;
+
+        let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
+        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights)?);
+        let taken_bytes = source.total_bytes + plan.arena_bytes as u64;
+        let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
+        let program = OwnedProgram::load(&device, &plan, &weights, &geometry)?;
+
+        let shape = RunnerShape {
+            bucket,
+            max_seqs: config.max_num_seqs as usize,
+            max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size),
+            block_size: geometry.block_size,
+            pool_blocks: pool_blocks as usize,
+            vocab_size: graph.vocab_size,
+        };
+        let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
+        limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
+        limits.fingerprint = fingerprint(&graph, &layout, &config);
+        limits.max_logit_rows = to_u32(bucket.logit_rows);
+        let info = EngineInfo {
+            architecture: model.architecture.name().to_owned(),
+            parameters: model.parameters(),
+            weight_dtype: main_dtype(&graph),
+            vocab_size: limits.vocab_size,
+            max_model_len,
+            device: device.caps().description.clone(),
+            block_size: to_u32(geometry.block_size),
+            kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
+            pool_blocks,
+            pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
+            pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
+            arena_bytes: plan.arena_bytes as u64,
+            plan_steps: to_u32(plan.steps.len()),
+        };
+        let runner = ModelRunner::new(device, program, layout, shape)?;
+        Ok(Parts { config, runner, limits, text, info })
+    }
+}
+
+/// What an engine is put together from.
+struct Parts {
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: ModelLimits,
+    text: TextFiles,
+    info: EngineInfo,
+}
+
+/// The type that most elements of the matrices are stored in.
+fn main_dtype(graph: &Graph) -> String {
+    let matrices = || graph.weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
+    let elements = |weight: &Weight| weight.shape.iter().product::<usize>();
+    let most = matrices()
+        .map(|weight| weight.dtype)
+        .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>());
+    most.map_or(String::new(), |dtype| dtype.name().to_owned())
+}
+
+fn to_u32(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
+    match &files.kind {
+        ModelKind::Gguf(file) => Ok(config_from_gguf(file)?),
+        ModelKind::Folder(folder) => {
+            let path = folder.join("config.json");
+            let json = std::fs::read(&path).map_err(|source| WeightError::Io { path, source })?;
+            Ok(config_from_hub(&json)?)
+        }
+    }
+}
+
+fn settle_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u32, BuildError> {
+    let longest = to_u32(model.max_position_embeddings);
+    let len = config.max_model_len.unwrap_or(longest);
+    if len > longest {
+        let expected = format!("at most the {longest} positions the model was made for");
+        return Err(refuse("max_model_len", len, expected).into());
+    }
+    config.max_model_len = Some(len);
+    Ok(len)
+}
+
+fn settle_geometry(
+    config: &mut EngineConfig,
+    model: &ModelConfig,
+    device: &dyn Device,
+) -> Result<KvGeometry, BuildError> {
+    let caps = device.caps();
+    let block_size = config.block_size.map_or(caps.default_block_size, |size| size as usize);
+    if !block_size.is_multiple_of(caps.block_size_step) || block_size > caps.max_block_size {
+        let expected =
+            format!("a multiple of {} up to {} on device {}", caps.block_size_step, caps.max_block_size, caps.name);
+        return Err(refuse("block_size", block_size, expected).into());
+    }
+    let dtype = config.kv_dtype.unwrap_or(match config.numerics {
+        Numerics::Exact => KvDType::F32,
+        Numerics::Fast => KvDType::F16,
+    });
+    if !caps.kv_dtypes.contains(&dtype) {
+        let expected = format!("one of {:?} on device {}", caps.kv_dtypes, caps.name);
+        return Err(refuse("kv_dtype", format!("{dtype:?}"), expected).into());
+    }
+    config.block_size = Some(to_u32(block_size));
+    config.kv_dtype = Some(dtype);
+    Ok(KvGeometry { layers: model.layers, kv_heads: model.kv_heads, head_dim: model.head_dim, block_size, dtype })
+}
+
+/// Fixes the number of blocks and writes it into the configuration.
+fn settle_pool(
+    config: &mut EngineConfig,
+    device: &dyn Device,
+    layout: &KvLayout,
+    geometry: &KvGeometry,
+    max_model_len: u32,
+    taken_bytes: u64,
+) -> Result<u32, BuildError> {
+    let block_bytes = layout.bytes_per_block.max(1);
+    let most_useful =
+        u64::from(config.max_num_seqs) * u64::from(max_model_len).div_ceil(geometry.block_size as u64);
+    // Positions are 32-bit numbers.
+    let most_countable = u64::from(u32::MAX) / geometry.block_size as u64;
+    let (blocks, budget_bytes) = match config.kv_cache {
+        CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
+        CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
+        CacheBudget::Auto => {
+            let free = device.caps().memory_bytes.map_or(u64::MAX, |bytes| bytes / AUTO_CACHE_SHARE);
+            ((free / block_bytes).min(most_useful).min(most_countable), free)
+        }
+    };
+    if blocks == 0 {
+        return Err(BuildError::NoRoomForCache { budget_bytes, taken_bytes, block_bytes, needed_bytes: block_bytes });
+    }
+    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+    config.kv_cache = CacheBudget::Blocks(blocks);
+    Ok(blocks)
+}
+
+/// Names everything that changes what a KV block of this engine holds.
+fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 {
+    let lane = |salt: u64| {
+        let mut hasher = DefaultHasher::new();
+        salt.hash(&mut hasher);
+        layout.id.hash(&mut hasher);
+        format!("{:?} {:?}", config.numerics, config.compile).hash(&mut hasher);
+        for weight in &graph.weights {
+            (&weight.name, &weight.shape, weight.dtype).hash(&mut hasher);
+        }
+        u128::from(hasher.finish())
+    };
+    lane(1) << 64 | lane(2)
+}
+
+/// A source that tells how far its reader has come: a tensor counts when it is released.
+struct Reported<'a> {
+    source: &'a dyn WeightSource,
+    report: Option<&'a OnProgress>,
+    total_bytes: u64,
+    done_bytes: AtomicU64,
+}
+
+impl<'a> Reported<'a> {
+    fn new(source: &'a dyn WeightSource, graph: &Graph, report: Option<&'a OnProgress>) -> Self {
+        let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
+        Self { source, report, total_bytes: graph.weights.iter().map(bytes).sum(), done_bytes: AtomicU64::new(0) }
+    }
+}
+
+impl std::fmt::Debug for Reported<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.source.fmt(f)
+    }
+}
+
+impl WeightSource for Reported<'_> {
+    fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.source.tensor(name)
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.source.names()
+    }
+
+    fn release(&self, name: &str) {
+        let bytes = self.source.tensor(name).map_or(0, |tensor| tensor.data.len() as u64);
+        self.source.release(name);
+        let done_bytes = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if let Some(report) = self.report {
+            report(LoadProgress { done_bytes, total_bytes: self.total_bytes });
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! What a model's files say of text: vocabulary, chat template, end-of-sequence ids.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::error::BuildError;
+use crate::model::eos_ids_of_generation_config;
+use crate::text::{ChatRender, Vocabulary};
+use crate::weights::{ModelFiles, ModelKind, WeightError};
+
+/// Text side of a model. A model without a tokenizer has none of it, and takes and gives token ids.
+#[derive(Debug, Default)]
+pub(super) struct TextFiles {
+    pub vocabulary: Option<Arc<dyn Vocabulary>>,
+    pub chat: Option<Arc<dyn ChatRender>>,
+    pub generation_eos_ids: Vec<u32>,
+    pub tokenizer_eos_ids: Vec<u32>,
+}
+
+impl TextFiles {
+    /// Reads what there is; a vocabulary given by the caller goes before the model's own.
+    pub(super) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
+        let mut text = Self::own(files)?;
+        if let ModelKind::Folder(folder) = &files.kind
+            && let Some(json) = optional(&folder.join("generation_config.json"))?
+        {
+            text.generation_eos_ids = eos_ids_of_generation_config(&json)?;
+        }
+        if given.is_some() {
+            text.vocabulary = given;
+        }
+        if let Some(vocabulary) = &text.vocabulary {
+            text.tokenizer_eos_ids = vocabulary.eos_ids().to_vec();
+        }
+        Ok(text)
+    }
+
+    #[cfg(not(feature = "text"))]
+    fn own(_: &ModelFiles) -> Result<Self, BuildError> {
+        Ok(Self::default())
+    }
+
+    #[cfg(feature = "text")]
+    fn own(files: &ModelFiles) -> Result<Self, BuildError> {
+        use crate::text::{ChatTemplate, Tokenizer};
+        let (tokenizer, template_file) = match &files.kind {
+            ModelKind::Gguf(file) => {
+                if file.metadata().str("tokenizer.ggml.model").is_none() {
+                    return Ok(Self::default());
+                }
+                (Tokenizer::from_gguf(file.metadata())?, None)
+            }
+            ModelKind::Folder(folder) => {
+                let Some(json) = optional(&folder.join("tokenizer.json"))? else { return Ok(Self::default()) };
+                let config = optional(&folder.join("tokenizer_config.json"))?;
+                let template = optional(&folder.join("chat_template.jinja"))?;
+                (Tokenizer::from_json(&json, config.as_deref())?, template)
+            }
+        };
+        let template_file = template_file.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let chat = match template_file.as_deref().or(tokenizer.chat_template()) {
+            Some(source) => {
+                let template = ChatTemplate::new(source, tokenizer.bos_token(), tokenizer.eos_token())?;
+                Some(Arc::new(template) as Arc<dyn ChatRender>)
+            }
+            None => None,
+        };
+        Ok(Self { vocabulary: Some(Arc::new(tokenizer)), chat, ..Self::default() })
+    }
+}
+
+/// A file that may be absent.
+fn optional(path: &Path) -> Result<Option<Vec<u8>>, BuildError> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(WeightError::Io { path: path.to_owned(), source }.into()),
+    }
+}

@@ -1,0 +1,127 @@
+//! Builds graphs node by node; the only place that invents value names.
+
+use super::{
+    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RopeFrequencies, RopeStyle, Rows, Value, ValueId, Weight,
+    WeightId,
+};
+
+/// Appends operations to a graph in topological order.
+#[derive(Debug, Default)]
+pub struct GraphBuilder {
+    graph: Graph,
+    layer: Option<u32>,
+}
+
+impl GraphBuilder {
+    /// An empty graph.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Nodes from here on belong to this layer (or to none).
+    pub fn set_layer(&mut self, layer: Option<u32>) {
+        self.layer = layer;
+    }
+
+    /// Declares a weight; the same name declared twice is the same weight.
+    pub fn weight(&mut self, weight: Weight) -> WeightId {
+        let known = self.graph.weights.iter().position(|w| w.name == weight.name);
+        let index = known.unwrap_or_else(|| {
+            self.graph.weights.push(weight);
+            self.graph.weights.len() - 1
+        });
+        WeightId(index as u32)
+    }
+
+    /// The weight behind an id.
+    pub fn weight_of(&self, id: WeightId) -> &Weight {
+        self.graph.weight(id)
+    }
+
+    fn cols(&self, id: ValueId) -> usize {
+        self.graph.value(id).cols
+    }
+
+    fn rows(&self, id: ValueId) -> Rows {
+        self.graph.value(id).rows
+    }
+
+    fn push(&mut self, op: Op, inputs: Vec<ValueId>, tag: &str, rows: Rows, cols: usize, elem: Elem) -> ValueId {
+        let id = ValueId(self.graph.values.len() as u32);
+        let name = match self.layer {
+            Some(layer) => format!("{tag}.{layer}"),
+            None => tag.to_owned(),
+        };
+        debug_assert!(self.graph.values.iter().all(|value| value.name != name), "value {name} named twice");
+        self.graph.values.push(Value { name, rows, cols, elem });
+        self.graph.nodes.push(Node { op, inputs, outputs: vec![id], layer: self.layer });
+        id
+    }
+
+    /// Rows of an embedding table for the batch's tokens.
+    pub fn embed(&mut self, table: WeightId, tag: &str) -> ValueId {
+        let hidden = self.graph.weight(table).shape[1];
+        self.push(Op::Embed { table }, vec![], tag, Rows::Tokens, hidden, Elem::F32)
+    }
+
+    /// Cosines and sines for the batch's positions: `2 × pairs` columns.
+    pub fn rope_angles(&mut self, rope: RopeFrequencies, tag: &str) -> ValueId {
+        let cols = 2 * rope.inv_freq.len();
+        let index = self.graph.ropes.len();
+        self.graph.ropes.push(rope);
+        self.push(Op::RopeAngles { rope: index }, vec![], tag, Rows::Tokens, cols, Elem::F32)
+    }
+
+    /// RMS norm over groups of each row.
+    pub fn rms_norm(&mut self, x: ValueId, norm: NormSpec, tag: &str) -> ValueId {
+        self.push(Op::RmsNorm(norm), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
+    }
+
+    /// x · Wᵀ + b.
+    pub fn linear(&mut self, x: ValueId, part: LinearPart, tag: &str) -> ValueId {
+        let n = self.graph.weight(part.weight).shape[0];
+        self.push(Op::Linear(part), vec![x], tag, self.rows(x), n, Elem::F32)
+    }
+
+    /// a + b.
+    pub fn add(&mut self, a: ValueId, b: ValueId, tag: &str) -> ValueId {
+        self.push(Op::Add, vec![a, b], tag, self.rows(a), self.cols(a), Elem::F32)
+    }
+
+    /// a · b.
+    pub fn mul(&mut self, a: ValueId, b: ValueId, tag: &str) -> ValueId {
+        self.push(Op::Mul, vec![a, b], tag, self.rows(a), self.cols(a), Elem::F32)
+    }
+
+    /// act(x).
+    pub fn activation(&mut self, x: ValueId, kind: super::ActivationKind, tag: &str) -> ValueId {
+        self.push(Op::Activation(kind), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
+    }
+
+    /// Rotates each head of x.
+    pub fn rope(&mut self, x: ValueId, angles: ValueId, head_dim: usize, style: RopeStyle, tag: &str) -> ValueId {
+        self.push(Op::Rope { head_dim, style }, vec![x, angles], tag, self.rows(x), self.cols(x), Elem::F32)
+    }
+
+    /// Stores the rows' keys and values; the effect orders attention behind it.
+    pub fn kv_write(&mut self, k: ValueId, v: ValueId, layer: usize, tag: &str) -> ValueId {
+        self.push(Op::KvWrite { layer }, vec![k, v], tag, Rows::Tokens, 0, Elem::Effect)
+    }
+
+    /// Attention of the rows' queries over the stored keys and values.
+    pub fn attention(&mut self, q: ValueId, stored: ValueId, shape: AttentionShape, tag: &str) -> ValueId {
+        self.push(Op::Attention(shape), vec![q, stored], tag, Rows::Tokens, self.cols(q), Elem::F32)
+    }
+
+    /// The rows whose logits are wanted.
+    pub fn gather_rows(&mut self, x: ValueId, tag: &str) -> ValueId {
+        self.push(Op::GatherRows, vec![x], tag, Rows::LogitRows, self.cols(x), Elem::F32)
+    }
+
+    /// Ends the graph: `logits` leaves it, with a status byte a row.
+    pub fn finish(mut self, logits: ValueId) -> Graph {
+        self.graph.vocab_size = self.cols(logits);
+        self.graph.nodes.push(Node { op: Op::RowStatus, inputs: vec![logits], outputs: vec![], layer: None });
+        self.graph
+    }
+}

@@ -1,0 +1,256 @@
+//! Fusion by pattern. Each rule looks for a producer and its only reader (or readers of one value), so a fused graph
+//! computes exactly the operations of the plain one, in the same order of additions.
+
+use crate::graph::{Graph, Node, Op, ValueId};
+
+/// How often each rule fired; a rule that is on and never fires is worth a look.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct FusionReport {
+    pub add_rms_norm: u32,
+    pub qk_norm_rope: u32,
+    pub rope_kv_write: u32,
+    pub act_mul: u32,
+    pub linear_multi: u32,
+    pub swiglu_linear: u32,
+    pub norm_quantise: u32,
+}
+
+/// Applies every rule of the level and those below it.
+pub fn fuse(graph: &Graph, level: u8) -> (Graph, FusionReport) {
+    let mut rewriter = Rewriter::new(graph);
+    let mut report = FusionReport::default();
+    if level >= 1 {
+        report.add_rms_norm = rewriter.each_pair(add_rms_norm);
+        report.qk_norm_rope = rewriter.each_pair(qk_norm_rope);
+        report.rope_kv_write = rewriter.each_pair(rope_kv_write);
+        report.act_mul = rewriter.each_pair(act_mul);
+    }
+    if level >= 2 {
+        report.norm_quantise = rewriter.each_pair(norm_quantise);
+        report.linear_multi = rewriter.linear_multi();
+        report.swiglu_linear = rewriter.swiglu_linear();
+    }
+    (rewriter.finish(), report)
+}
+
+/// Nodes with holes where one was merged into another.
+struct Rewriter {
+    graph: Graph,
+    nodes: Vec<Option<Node>>,
+    /// Node that writes each value.
+    writer: Vec<Option<usize>>,
+    uses: Vec<u32>,
+}
+
+/// Where the fused node of a pair goes: to the producer's place if what the reader needs besides is known there.
+enum Placed {
+    AtProducer(Node),
+    AtReader(Node),
+}
+
+impl Rewriter {
+    fn new(graph: &Graph) -> Self {
+        let mut rewriter = Self {
+            uses: graph.use_counts(),
+            writer: Vec::new(),
+            nodes: graph.nodes.iter().cloned().map(Some).collect(),
+            graph: graph.clone(),
+        };
+        rewriter.index_writers();
+        rewriter
+    }
+
+    fn index_writers(&mut self) {
+        self.writer = vec![None; self.graph.values.len()];
+        for (index, node) in self.nodes.iter().enumerate() {
+            for output in node.iter().flat_map(|node| &node.outputs) {
+                self.writer[output.0 as usize] = Some(index);
+            }
+        }
+    }
+
+    fn writer_of(&self, value: ValueId) -> Option<(usize, &Node)> {
+        let index = self.writer[value.0 as usize]?;
+        self.nodes[index].as_ref().map(|node| (index, node))
+    }
+
+    fn only_use(&self, value: ValueId) -> bool {
+        self.uses[value.0 as usize] == 1
+    }
+
+    /// Offers every (producer, reader) pair to a rule; a fused node takes the place the rule names.
+    fn each_pair(&mut self, rule: fn(&Self, &Node, &Node, ValueId) -> Option<Placed>) -> u32 {
+        let mut fired = 0;
+        for reader_index in 0..self.nodes.len() {
+            let Some(reader) = self.nodes[reader_index].clone() else { continue };
+            for &input in &reader.inputs {
+                let Some((producer_index, producer)) = self.writer_of(input) else { continue };
+                let Some(placed) = rule(self, producer, &reader, input) else { continue };
+                let (index, node, hole) = match placed {
+                    Placed::AtProducer(node) => (producer_index, node, reader_index),
+                    Placed::AtReader(node) => (reader_index, node, producer_index),
+                };
+                self.nodes[hole] = None;
+                self.nodes[index] = Some(node);
+                self.index_writers();
+                fired += 1;
+                break;
+            }
+        }
+        fired
+    }
+
+    /// Projections of one layer that read the same value become one node at the first one's place.
+    fn linear_multi(&mut self) -> u32 {
+        let mut fired = 0;
+        for first in 0..self.nodes.len() {
+            let Some(Node { op: Op::Linear(_), inputs, layer, .. }) = &self.nodes[first] else { continue };
+            let (x, layer) = (inputs[0], *layer);
+            let same: Vec<usize> = (first..self.nodes.len())
+                .filter(|&index| {
+                    matches!(&self.nodes[index], Some(Node { op: Op::Linear(_), inputs, layer: other, .. })
+                        if inputs[0] == x && *other == layer)
+                })
+                .collect();
+            if same.len() < 2 {
+                continue;
+            }
+            let (mut parts, mut outputs) = (Vec::new(), Vec::new());
+            for &index in &same {
+                if let Some(Node { op: Op::Linear(part), outputs: written, .. }) = self.nodes[index].take() {
+                    parts.push(part);
+                    outputs.extend(written);
+                }
+            }
+            self.nodes[first] = Some(Node { op: Op::LinearMulti(parts), inputs: vec![x], outputs, layer });
+            self.index_writers();
+            fired += 1;
+        }
+        fired
+    }
+
+    /// act(gate) · up, perhaps rounded to int8, then the down projection.
+    fn swiglu_linear(&mut self) -> u32 {
+        let mut fired = 0;
+        for index in 0..self.nodes.len() {
+            let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else { continue };
+            let mut x = inputs[0];
+            let mut holes = Vec::new();
+            let quantise = if let Some((at, Node { op: Op::Quantise, inputs, .. })) = self.writer_of(x)
+                && self.only_use(x)
+            {
+                holes.push(at);
+                x = inputs[0];
+                true
+            } else {
+                false
+            };
+            let Some((at, Node { op: Op::ActMul(kind), inputs: gate_up, .. })) = self.writer_of(x) else { continue };
+            if !self.only_use(x) {
+                continue;
+            }
+            let op = Op::SwigluLinear { activation: *kind, part, quantise };
+            let node = Node { op, inputs: gate_up.clone(), outputs, layer };
+            holes.push(at);
+            for hole in holes {
+                self.nodes[hole] = None;
+            }
+            self.nodes[index] = Some(node);
+            self.index_writers();
+            fired += 1;
+        }
+        fired
+    }
+
+    /// Drops holes and the values nobody writes any more, and numbers the rest anew.
+    fn finish(self) -> Graph {
+        let nodes: Vec<Node> = self.nodes.into_iter().flatten().collect();
+        let mut kept = vec![None; self.graph.values.len()];
+        let mut values = Vec::new();
+        for id in nodes.iter().flat_map(|node| node.inputs.iter().chain(&node.outputs)) {
+            kept[id.0 as usize].get_or_insert_with(|| {
+                values.push(self.graph.values[id.0 as usize].clone());
+                ValueId(values.len() as u32 - 1)
+            });
+        }
+        let renumber = |ids: &[ValueId]| ids.iter().filter_map(|id| kept[id.0 as usize]).collect::<Vec<_>>();
+        let nodes = nodes
+            .into_iter()
+            .map(|node| Node { inputs: renumber(&node.inputs), outputs: renumber(&node.outputs), ..node })
+            .collect();
+        Graph { values, nodes, ..self.graph }
+    }
+}
+
+/// x + d, then the norm of the sum, both in one layer; the sum stays readable.
+fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
+    let (Op::Add, Op::RmsNorm(spec)) = (&add.op, &norm.op) else { return None };
+    if add.layer != norm.layer || add.layer.is_none() {
+        return None;
+    }
+    Some(Placed::AtProducer(Node {
+        op: Op::AddRmsNorm { norm: *spec, quantise: false },
+        inputs: add.inputs.clone(),
+        outputs: vec![add.outputs[0], norm.outputs[0]],
+        layer: add.layer,
+    }))
+}
+
+fn qk_norm_rope(rewriter: &Rewriter, norm: &Node, rope: &Node, between: ValueId) -> Option<Placed> {
+    let (Op::RmsNorm(spec), Op::Rope { head_dim, style }) = (&norm.op, &rope.op) else { return None };
+    if !rewriter.only_use(between) || spec.group != *head_dim {
+        return None;
+    }
+    Some(Placed::AtReader(Node {
+        op: Op::QkNormRope { norm: *spec, head_dim: *head_dim, style: *style },
+        inputs: vec![norm.inputs[0], rope.inputs[1]],
+        outputs: rope.outputs.clone(),
+        layer: rope.layer,
+    }))
+}
+
+fn rope_kv_write(rewriter: &Rewriter, rope: &Node, write: &Node, between: ValueId) -> Option<Placed> {
+    let Op::KvWrite { layer } = write.op else { return None };
+    let (norm, head_dim, style) = match rope.op {
+        Op::Rope { head_dim, style } => (None, head_dim, style),
+        Op::QkNormRope { norm, head_dim, style } => (Some(norm), head_dim, style),
+        _ => return None,
+    };
+    if !rewriter.only_use(between) || write.inputs[0] != between {
+        return None;
+    }
+    Some(Placed::AtReader(Node {
+        op: Op::RopeKvWrite { layer, head_dim, style, norm },
+        inputs: vec![rope.inputs[0], rope.inputs[1], write.inputs[1]],
+        outputs: write.outputs.clone(),
+        layer: write.layer,
+    }))
+}
+
+fn act_mul(rewriter: &Rewriter, act: &Node, mul: &Node, between: ValueId) -> Option<Placed> {
+    let (Op::Activation(kind), Op::Mul) = (&act.op, &mul.op) else { return None };
+    if !rewriter.only_use(between) || mul.inputs[0] != between {
+        return None;
+    }
+    Some(Placed::AtReader(Node {
+        op: Op::ActMul(*kind),
+        inputs: vec![act.inputs[0], mul.inputs[1]],
+        outputs: mul.outputs.clone(),
+        layer: mul.layer,
+    }))
+}
+
+fn norm_quantise(rewriter: &Rewriter, norm: &Node, quantise: &Node, between: ValueId) -> Option<Placed> {
+    if quantise.op != Op::Quantise || !rewriter.only_use(between) {
+        return None;
+    }
+    let (op, outputs) = match &norm.op {
+        Op::RmsNorm(spec) => (Op::NormQuantise(*spec), quantise.outputs.clone()),
+        Op::AddRmsNorm { norm: spec, quantise: false } if norm.outputs[1] == between => {
+            (Op::AddRmsNorm { norm: *spec, quantise: true }, vec![norm.outputs[0], quantise.outputs[0]])
+        }
+        _ => return None,
+    };
+    Some(Placed::AtProducer(Node { op, inputs: norm.inputs.clone(), outputs, layer: norm.layer }))
+}

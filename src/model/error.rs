@@ -1,0 +1,63 @@
+//! Why a model could not be understood.
+
+/// What is wrong with a model's description or its tensors.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// The architecture is not implemented.
+    #[error("model architecture {name:?} is not supported; supported are llama, mistral, qwen2, qwen3")]
+    UnsupportedArchitecture {
+        /// Its name in the model's own files.
+        name: String,
+    },
+    /// A feature that would change the model's numbers is not implemented.
+    #[error("{field} = {value} is not supported; {expected}")]
+    UnsupportedFeature {
+        /// Field of the description.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What is supported.
+        expected: String,
+    },
+    /// A field has a value that cannot be.
+    #[error("{field} = {value} is invalid; expected {expected}")]
+    InvalidField {
+        /// Field of the description.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// A field that must be there is not.
+    #[error("{field} is missing")]
+    MissingField {
+        /// Field of the description.
+        field: String,
+    },
+    /// The description is no JSON.
+    #[error("{file} is no valid JSON: {reason}")]
+    Json {
+        /// The file.
+        file: String,
+        /// What the parser said.
+        reason: String,
+    },
+    /// A tensor the model needs is not in its files.
+    #[error("tensor {name} is missing")]
+    MissingTensor {
+        /// The tensor.
+        name: String,
+    },
+    /// A tensor has another shape than the description says.
+    #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
+    TensorShape {
+        /// The tensor.
+        name: String,
+        /// Shape in the file.
+        got: Vec<usize>,
+        /// Shape by the description.
+        expected: Vec<usize>,
+    },
+}

@@ -1,0 +1,120 @@
+//! Rotary frequencies of a model, with the scalings that stretch a context.
+//!
+//! The formulas are those of the public reference (transformers, `modeling_rope_utils`), computed in f64 and rounded once.
+//! Position enters on the device; scalings whose frequencies change with the sequence's length are not here.
+
+#![forbid(unsafe_code)]
+
+use std::f64::consts::TAU;
+
+/// How the frequencies are changed from `theta^(-2i / width)`.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// Not at all.
+    #[default]
+    Default,
+    /// All divided by `factor`.
+    Linear {
+        /// Longer by this much.
+        factor: f64,
+    },
+    /// Llama 3: low frequencies divided by `factor`, high ones kept, a ramp between.
+    Llama3 {
+        /// Longer by this much.
+        factor: f64,
+        /// Wavelengths above `original / low_freq_factor` are stretched.
+        low_freq_factor: f64,
+        /// Wavelengths below `original / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// Context the model was first trained with.
+        original_max_position_embeddings: u32,
+    },
+    /// `YaRN`: a ramp over dimensions by the number of turns in the original context, and a factor on cosines and sines.
+    Yarn {
+        /// Longer by this much.
+        factor: f64,
+        /// Context the model was first trained with.
+        original_max_position_embeddings: u32,
+        /// Dimensions that turn more often than this are kept; usually 32.
+        beta_fast: f64,
+        /// Dimensions that turn less often than this are stretched; usually 1.
+        beta_slow: f64,
+        /// Factor on cosines and sines; without it, it follows from `factor` and the two below.
+        attention_factor: Option<f64>,
+        /// Numerator's coefficient of the factor (used only with `mscale_all_dim`).
+        mscale: Option<f64>,
+        /// Denominator's coefficient of the factor (used only with `mscale`).
+        mscale_all_dim: Option<f64>,
+        /// Whether the ramp's ends are rounded to whole dimensions; usually true.
+        truncate: bool,
+    },
+}
+
+impl RopeScaling {
+    /// Frequency of each pair of a rotary width of `head_dim`, and the factor on cosines and sines.
+    #[allow(clippy::cast_possible_truncation)]
+    pub fn inv_freq(&self, head_dim: usize, theta: f64) -> (Vec<f32>, f32) {
+        let width = head_dim as f64;
+        let plain = (0..head_dim / 2).map(|i| theta.powf(-((2 * i) as f64) / width));
+        let (frequencies, factor): (Vec<f64>, f64) = match *self {
+            Self::Default => (plain.collect(), 1.0),
+            Self::Linear { factor } => (plain.map(|f| f / factor).collect(), 1.0),
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                let original = f64::from(original_max_position_embeddings);
+                let scaled = plain.map(|f| {
+                    let wavelength = TAU / f;
+                    if wavelength < original / high_freq_factor {
+                        f
+                    } else if wavelength > original / low_freq_factor {
+                        f / factor
+                    } else {
+                        let kept =
+                            (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                        (1.0 - kept) * f / factor + kept * f
+                    }
+                });
+                (scaled.collect(), 1.0)
+            }
+            Self::Yarn {
+                factor,
+                original_max_position_embeddings,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+                mscale,
+                mscale_all_dim,
+                truncate,
+            } => {
+                let original = f64::from(original_max_position_embeddings);
+                // The dimension that turns `turns` times in the original context.
+                let dimension = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
+                let (mut low, mut high) = (dimension(beta_fast), dimension(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                low = low.max(0.0);
+                high = high.min(width - 1.0);
+                if low == high {
+                    high += 0.001;
+                }
+                let scaled = plain.enumerate().map(|(i, f)| {
+                    let stretched = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    f / factor * stretched + f * (1.0 - stretched)
+                });
+                let given = attention_factor.unwrap_or_else(|| match (mscale, mscale_all_dim) {
+                    (Some(above), Some(below)) if above != 0.0 && below != 0.0 => {
+                        yarn_mscale(factor, above) / yarn_mscale(factor, below)
+                    }
+                    _ => yarn_mscale(factor, 1.0),
+                });
+                (scaled.collect(), given)
+            }
+        };
+        (frequencies.into_iter().map(|f| f as f32).collect(), factor as f32)
+    }
+}
+
+fn yarn_mscale(factor: f64, coefficient: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 }
+}

@@ -1,0 +1,557 @@
+//! Attention gives a row the same bits whatever shares the step with it, and the right numbers.
+
+use ascend_llm::device::cpu::Isa;
+use ascend_llm::device::cpu::attention::{Attention, AttentionScratch, AttentionShape, Schedule};
+use ascend_llm::device::cpu::kv::{KvLayout, KvRows, Rows, kv_write, kv_writes};
+use ascend_llm::device::cpu::reference::{self, AttentionParams};
+use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
+
+/// SplitMix64; the seed is part of each test.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+    /// Roughly normal.
+    fn value(&mut self) -> f32 {
+        (0..4).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
+    }
+    fn values(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.value()).collect()
+    }
+}
+
+/// Queries, keys and values of one sequence.
+#[derive(Clone)]
+struct Sequence {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    tokens: usize,
+}
+
+impl Sequence {
+    fn new(shape: &AttentionShape, tokens: usize, seed: u64) -> Self {
+        let mut rng = Rng(seed);
+        let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        Self { q: rng.values(tokens * q), k: rng.values(tokens * kv), v: rng.values(tokens * kv), tokens }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Chunks {
+    Whole,
+    Ones,
+    Random(u64),
+    /// The whole but the last token, then the last.
+    AllButOne,
+}
+
+#[derive(Clone, Copy)]
+struct Setup {
+    shape: AttentionShape,
+    dtype: KvDType,
+    isa: Isa,
+    block_size: usize,
+    blocks_seed: u64,
+    members: usize,
+    chunks: Chunks,
+    poison: u8,
+    threads: bool,
+}
+
+impl Setup {
+    fn plain(shape: AttentionShape, dtype: KvDType) -> Self {
+        Self {
+            shape,
+            dtype,
+            isa: Isa::detect(),
+            block_size: 16,
+            blocks_seed: 1,
+            members: 1,
+            chunks: Chunks::Whole,
+            poison: 0xff,
+            threads: false,
+        }
+    }
+}
+
+const LAYERS: usize = 2;
+const LAYER: usize = 1;
+
+fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None }
+}
+
+/// Runs all sequences side by side, chunk by chunk, and returns the outputs of each. Says in how many steps segments were
+/// split.
+fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) -> (Vec<Vec<f32>>, usize) {
+    let shape = &setup.shape;
+    let (q_width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let geometry = KvGeometry {
+        layers: LAYERS,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        block_size: setup.block_size,
+        dtype: setup.dtype,
+    };
+    let layout = KvLayout::new(geometry);
+    let mut rng = Rng(setup.blocks_seed);
+    let needed: usize = sequences.iter().map(|s| s.tokens.div_ceil(setup.block_size)).sum();
+    let mut free: Vec<u32> = (0..needed as u32 + 3).collect();
+    for i in (1..free.len()).rev() {
+        free.swap(i, rng.below(i + 1));
+    }
+    let mut pool = vec![setup.poison; (needed + 3) * layout.bytes_per_block()];
+    let tables: Vec<Vec<BlockId>> = sequences
+        .iter()
+        .map(|s| (0..s.tokens.div_ceil(setup.block_size)).map(|_| BlockId(free.pop().unwrap())).collect())
+        .collect();
+
+    let mut done = vec![0; sequences.len()];
+    let mut outputs: Vec<Vec<f32>> = sequences.iter().map(|s| vec![f32::NAN; s.tokens * q_width]).collect();
+    let mut scratch: Vec<_> = (0..setup.members).map(|_| AttentionScratch::new(shape)).collect();
+    let mut schedule = Schedule::new(setup.members);
+    let mut splits = 0;
+    let mut chunk_rng = Rng(if let Chunks::Random(seed) = setup.chunks { seed } else { 0 });
+    while done.iter().zip(sequences).any(|(d, s)| *d < s.tokens) {
+        let (mut q_lens, mut kv_lens, mut table, mut who) = (vec![], vec![], vec![], vec![]);
+        let (mut q, mut k, mut v) = (vec![], vec![], vec![]);
+        for (i, s) in sequences.iter().enumerate() {
+            let left = s.tokens - done[i];
+            let take = match setup.chunks {
+                Chunks::Whole => left,
+                Chunks::Ones => left.min(1),
+                Chunks::Random(_) => left.min(1 + chunk_rng.below(70)),
+                Chunks::AllButOne => (left - usize::from(left > 1)).max(left.min(1)),
+            };
+            if take == 0 {
+                continue;
+            }
+            let (from, to) = (done[i], done[i] + take);
+            q_lens.push(take as u32);
+            kv_lens.push(to as u32);
+            table.extend(&tables[i][..to.div_ceil(setup.block_size)]);
+            q.extend_from_slice(&s.q[from * q_width..to * q_width]);
+            k.extend_from_slice(&s.k[from * kv_width..to * kv_width]);
+            v.extend_from_slice(&s.v[from * kv_width..to * kv_width]);
+            who.push((i, from, take));
+            done[i] = to;
+        }
+        let rows = Rows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &table };
+        let kv = KvRows { k: &k, k_stride: kv_width, v: &v, v_stride: kv_width };
+        for member in 0..setup.members {
+            for write in kv_writes(rows, setup.block_size, member, setup.members) {
+                let bytes = &mut pool[layout.layer_range(write.block, LAYER)];
+                kv_write(setup.isa, &layout, write, 0..shape.kv_heads, kv, bytes);
+            }
+        }
+        let attention = Attention {
+            isa: setup.isa,
+            shape: *shape,
+            layout,
+            layer: LAYER,
+            pool: &pool,
+            rows,
+            q: &q,
+            q_stride: q_width,
+            sinks,
+        };
+        schedule.plan(shape, rows, setup.block_size);
+        splits += usize::from(schedule.needs_merge());
+        let mut out = vec![f32::NAN; q.len()];
+        if schedule.needs_merge() {
+            let pieces = *schedule.bounds().last().unwrap();
+            let most = *kv_lens.iter().max().unwrap() as usize;
+            assert!(pieces <= shape.max_partials(setup.members, most));
+            let mut partials = vec![f32::NAN; pieces * shape.partial_len()];
+            team(setup, schedule.bounds(), shape.partial_len(), &mut partials, &mut scratch, &|m, scratch, store| {
+                attention.attend(&schedule, m, scratch, store);
+            });
+            team(setup, schedule.merge_bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
+                attention.merge(&schedule, m, &partials, scratch, store);
+            });
+        } else {
+            team(setup, schedule.bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
+                attention.attend(&schedule, m, scratch, store);
+            });
+        }
+        let mut row = 0;
+        for (i, from, take) in who {
+            outputs[i][from * q_width..(from + take) * q_width]
+                .copy_from_slice(&out[row * q_width..(row + take) * q_width]);
+            row += take;
+        }
+    }
+    (outputs, splits)
+}
+
+type Share<'a> = dyn Fn(usize, &mut AttentionScratch, &mut dyn FnMut(usize, &[f32])) + Sync + 'a;
+
+/// Every member fills its own contiguous part of `out`, one after the other or on threads.
+fn team(
+    setup: &Setup,
+    bounds: &[usize],
+    len: usize,
+    out: &mut [f32],
+    scratch: &mut [AttentionScratch],
+    share: &Share<'_>,
+) {
+    let mut parts = vec![];
+    let mut rest = out;
+    for pair in bounds.windows(2) {
+        let (part, behind) = rest.split_at_mut((pair[1] - pair[0]) * len);
+        parts.push((pair[0], part));
+        rest = behind;
+    }
+    assert!(rest.is_empty(), "the bounds cover everything");
+    let work = |m: usize, first: usize, part: &mut [f32], scratch: &mut AttentionScratch| {
+        share(m, scratch, &mut |index, values| {
+            assert_eq!(values.len(), len);
+            let place = &mut part[(index - first) * len..][..len];
+            assert!(place.iter().all(|x| x.is_nan()), "a piece is stored once");
+            place.copy_from_slice(values);
+        });
+    };
+    if setup.threads {
+        std::thread::scope(|scope| {
+            for (m, ((first, part), scratch)) in parts.into_iter().zip(scratch).enumerate() {
+                let work = &work;
+                scope.spawn(move || work(m, first, part, scratch));
+            }
+        });
+    } else {
+        for (m, ((first, part), scratch)) in parts.into_iter().zip(scratch).enumerate() {
+            work(m, first, part, scratch);
+        }
+    }
+}
+
+fn run(setup: &Setup, sequences: &[Sequence]) -> Vec<Vec<f32>> {
+    run_counting(setup, sequences, None).0
+}
+
+fn bits(outputs: &[f32]) -> Vec<u32> {
+    outputs.iter().map(|x| x.to_bits()).collect()
+}
+
+fn assert_same(name: &str, a: &[f32], b: &[f32]) {
+    assert!(a.iter().all(|x| x.is_finite()), "{name}: not finite");
+    assert_eq!(a.len(), b.len());
+    let different = a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits());
+    assert_eq!(different, None, "{name}: {:?}", different.map(|i| (a[i], b[i])));
+}
+
+const LENGTHS: [usize; 8] = [1, 15, 16, 17, 255, 256, 257, 1000];
+
+/// Softmax attention in f64 over keys and values as they are stored.
+fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, sinks: Option<&[f32]>) -> Vec<f64> {
+    let stored = |x: f32| -> f64 {
+        f64::from(match dtype {
+            KvDType::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
+            KvDType::BF16 => half::bf16::from_f32(x).to_f32(),
+            _ => x,
+        })
+    };
+    let (dim, group) = (shape.head_dim, shape.heads / shape.kv_heads);
+    let kv_width = shape.kv_heads * dim;
+    let mut out = vec![];
+    for row in 0..s.tokens {
+        let start = shape.window.map_or(0, |w| (row + 1).saturating_sub(w as usize));
+        for head in 0..shape.heads {
+            let q = &s.q[(row * shape.heads + head) * dim..][..dim];
+            let mut scores: Vec<f64> = (start..=row)
+                .map(|t| {
+                    let k = &s.k[t * kv_width + head / group * dim..][..dim];
+                    let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(*a) * stored(*b)).sum();
+                    let score = dot * f64::from(shape.scale);
+                    shape.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                })
+                .collect();
+            let sink = sinks.map(|s| f64::from(s[head]));
+            let largest = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+            scores.iter_mut().for_each(|x| *x = (*x - largest).exp());
+            let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |s| (s - largest).exp());
+            for d in 0..dim {
+                let value: f64 = (start..=row)
+                    .zip(&scores)
+                    .map(|(t, w)| w * stored(s.v[t * kv_width + head / group * dim + d]))
+                    .sum();
+                out.push(value / sum);
+            }
+        }
+    }
+    out
+}
+
+fn assert_close(name: &str, got: &[f32], want: &[f64], bound: f64) {
+    let worst = got.iter().zip(want).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+    assert!(got.len() == want.len() && worst <= bound, "{name}: error {worst:e} above {bound:e}");
+}
+
+#[test]
+fn window_is_self_and_the_tokens_before_it() {
+    // Lengths 3 to 12 with a window of 4: self and 3 before.
+    for tokens in 3..=12 {
+        for (window, dim) in [(4, 16), (1, 16), (3, 20), (20, 16)] {
+            let shape = AttentionShape { window: Some(window), ..shape(2, 1, dim) };
+            let s = Sequence::new(&shape, tokens, 7 + tokens as u64);
+            let p = AttentionParams {
+                heads: 2,
+                kv_heads: 1,
+                head_dim: dim,
+                scale: shape.scale,
+                window: Some(window),
+                softcap: None,
+            };
+            let mut want = vec![0.0; s.q.len()];
+            reference::attention(&p, &s.q, &s.k, &s.v, &mut want);
+            for chunks in [Chunks::Whole, Chunks::Ones] {
+                let setup = Setup { chunks, ..Setup::plain(shape, KvDType::F32) };
+                let got = run(&setup, std::slice::from_ref(&s));
+                assert_close("window", &got[0], &want.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn error_against_f64_is_small() {
+    // 16 times the rounding of a sum of values below 4.
+    let bound = 4e-6;
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+        for (heads, kv_heads, dim) in [(3, 1, 64), (4, 2, 128), (2, 2, 80), (1, 1, 20), (7, 1, 16)] {
+            for (window, softcap) in [(None, None), (Some(100), Some(5.0))] {
+                let shape = AttentionShape { window, softcap, ..shape(heads, kv_heads, dim) };
+                let s = Sequence::new(&shape, 600, 11);
+                let got = run(&Setup::plain(shape, dtype), std::slice::from_ref(&s));
+                let want = oracle(&shape, dtype, &s, None);
+                assert_close(&format!("{shape:?} {dtype:?}"), &got[0], &want, bound);
+            }
+        }
+    }
+}
+
+#[test]
+fn sinks_take_part_in_the_sum() {
+    let shape = shape(4, 2, 32);
+    let s = Sequence::new(&shape, 300, 5);
+    let sinks = [0.5, -2.0, 3.0, 40.0];
+    let want = oracle(&shape, KvDType::F32, &s, Some(&sinks));
+    for members in [1, 3] {
+        let setup = Setup { members, chunks: Chunks::AllButOne, ..Setup::plain(shape, KvDType::F32) };
+        let got = run_counting(&setup, std::slice::from_ref(&s), Some(&sinks)).0;
+        assert_close("sinks", &got[0], &want, 4e-6);
+    }
+}
+
+#[test]
+fn chunking_does_not_show() {
+    for (group, dtype) in [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)] {
+        for window in [None, Some(33)] {
+            let shape = AttentionShape { window, ..shape(group * 2, 2, 16) };
+            for tokens in LENGTHS {
+                let s = [Sequence::new(&shape, tokens, 100 + tokens as u64)];
+                let whole = run(&Setup::plain(shape, dtype), &s);
+                for chunks in [Chunks::Ones, Chunks::Random(1), Chunks::Random(2), Chunks::AllButOne] {
+                    let got = run(&Setup { chunks, ..Setup::plain(shape, dtype) }, &s);
+                    assert_same(&format!("group {group}, window {window:?}, {tokens} tokens"), &got[0], &whole[0]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_do_not_show() {
+    let shape = shape(6, 2, 32);
+    for tokens in LENGTHS {
+        let s = [Sequence::new(&shape, tokens, 3)];
+        let want = run(&Setup::plain(shape, KvDType::F16), &s);
+        for block_size in [16, 32, 128] {
+            for blocks_seed in [2, 3] {
+                let setup =
+                    Setup { block_size, blocks_seed, chunks: Chunks::Random(9), ..Setup::plain(shape, KvDType::F16) };
+                assert_same(&format!("blocks of {block_size}, {tokens} tokens"), &run(&setup, &s)[0], &want[0]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_unused_slots_hold_does_not_show() {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+        let shape = AttentionShape { window: Some(40), ..shape(4, 2, 20) };
+        let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 50)).collect();
+        for chunks in [Chunks::Whole, Chunks::Random(4)] {
+            // 0xff is NaN in every type, 0x7b is a large number.
+            let outputs = [0x00, 0xff, 0x7b].map(|poison| run(&Setup { poison, chunks, ..Setup::plain(shape, dtype) }, &s));
+            for (a, b) in outputs[0].iter().zip(&outputs[1]).chain(outputs[0].iter().zip(&outputs[2])) {
+                assert_same("poison", a, b);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_that_cannot_be_seen_do_not_show() {
+    // Keys and values before the window are infinite and NaN; rows behind them do not notice.
+    let shape = AttentionShape { window: Some(10), ..shape(2, 1, 16) };
+    let clean = Sequence::new(&shape, 60, 8);
+    let mut dirty = clean.clone();
+    for (i, x) in dirty.k[..30 * 16].iter_mut().enumerate() {
+        *x = if i % 2 == 0 { f32::NAN } else { f32::INFINITY };
+    }
+    dirty.v[..30 * 16].fill(f32::NAN);
+    for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(3)] {
+        let setup = Setup { chunks, ..Setup::plain(shape, KvDType::F32) };
+        let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
+        assert_same("window", &a[39 * 32..], &b[39 * 32..]);
+        assert!(b[38 * 32].is_nan(), "a visible NaN shows");
+    }
+}
+
+#[test]
+fn company_does_not_show() {
+    let shape = shape(6, 2, 16);
+    let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, *t as u64)).collect();
+    let alone: Vec<_> = s.iter().map(|s| run(&Setup::plain(shape, KvDType::F16), std::slice::from_ref(s)).remove(0)).collect();
+    for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
+        let together = run(&Setup { chunks, members: 2, ..Setup::plain(shape, KvDType::F16) }, &s);
+        for (a, b) in together.iter().zip(&alone) {
+            assert_same("company", a, b);
+        }
+    }
+}
+
+#[test]
+fn members_and_split_segments_do_not_show() {
+    for (heads, kv_heads) in [(1, 1), (3, 1), (4, 4), (8, 1)] {
+        for window in [None, Some(300)] {
+            let shape = AttentionShape { window, ..shape(heads, kv_heads, 32) };
+            for tokens in LENGTHS {
+                let s = [Sequence::new(&shape, tokens, 77)];
+                let want = run(&Setup::plain(shape, KvDType::BF16), &s);
+                for members in 1..=3 {
+                    for chunks in [Chunks::Whole, Chunks::AllButOne, Chunks::Random(6)] {
+                        let setup = Setup { members, chunks, ..Setup::plain(shape, KvDType::BF16) };
+                        let (got, splits) = run_counting(&setup, &s, None);
+                        assert_same(&format!("{members} members, {tokens} tokens"), &got[0], &want[0]);
+                        if members > 1 && heads == 3 && tokens == 1000 && matches!(chunks, Chunks::AllButOne) {
+                            assert_eq!(splits, 1, "the last step is split");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_show() {
+    let shape = shape(3, 1, 64);
+    let s = [Sequence::new(&shape, 700, 21)];
+    let want = run(&Setup::plain(shape, KvDType::F16), &s);
+    for members in [2, 3] {
+        for chunks in [Chunks::Whole, Chunks::AllButOne] {
+            let setup = Setup { members, chunks, threads: true, ..Setup::plain(shape, KvDType::F16) };
+            assert_same("threads", &run(&setup, &s)[0], &want[0]);
+        }
+    }
+}
+
+#[test]
+fn the_plain_twin_has_the_same_bits() {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+        for dim in [16, 20, 64, 80, 128] {
+            let shape = AttentionShape { window: Some(200), softcap: Some(20.0), ..shape(5, 1, dim) };
+            let s = [Sequence::new(&shape, 270, 31)];
+            let fast = run(&Setup::plain(shape, dtype), &s);
+            let plain = run(&Setup { isa: Isa::Plain, ..Setup::plain(shape, dtype) }, &s);
+            assert_same(&format!("{dtype:?}, {dim}"), &fast[0], &plain[0]);
+        }
+    }
+}
+
+#[test]
+fn stores_round_to_nearest_even_and_clamp() {
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 8, block_size: 16, dtype: KvDType::F16 };
+    let v = [1e6, -1e6, f32::NAN, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0, 65519.0, f32::INFINITY, 6e-8];
+    for isa in [Isa::detect(), Isa::Plain] {
+        for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+            let layout = KvLayout::new(KvGeometry { dtype, ..geometry });
+            let mut pool = vec![0; layout.bytes_per_block()];
+            let rows = Rows { q_lens: &[1], kv_lens: &[6], tables: &[BlockId(0)] };
+            let kv = KvRows { k: &v, k_stride: 8, v: &v, v_stride: 8 };
+            for write in kv_writes(rows, 16, 0, 1) {
+                kv_write(isa, &layout, write, 0..1, kv, &mut pool);
+            }
+            let bytes = dtype.bytes();
+            for (d, x) in v.iter().enumerate() {
+                let want: Vec<u8> = match dtype {
+                    KvDType::F16 => {
+                        let clamped = if x.is_nan() { *x } else { x.clamp(-65504.0, 65504.0) };
+                        half::f16::from_f32(clamped).to_le_bytes().to_vec()
+                    }
+                    KvDType::BF16 => half::bf16::from_f32(*x).to_le_bytes().to_vec(),
+                    _ => x.to_le_bytes().to_vec(),
+                };
+                let key = (d * 16 + 5) * bytes;
+                let value = layout.v_offset(0) + (5 * 8 + d) * bytes;
+                assert_eq!(&pool[key..key + bytes], want, "{dtype:?} key of {x}");
+                assert_eq!(&pool[value..value + bytes], want, "{dtype:?} value of {x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn writes_cover_every_row_once_and_share_no_block() {
+    let mut rng = Rng(99);
+    for _ in 0..200 {
+        let block_size = [16, 32, 128][rng.below(3)];
+        let sequences = 1 + rng.below(5);
+        let (mut q_lens, mut kv_lens, mut tables) = (vec![], vec![], vec![]);
+        for _ in 0..sequences {
+            let kv = 1 + rng.below(400);
+            q_lens.push(1 + rng.below(kv) as u32);
+            kv_lens.push(kv as u32);
+            for _ in 0..kv.div_ceil(block_size) {
+                tables.push(BlockId(tables.len() as u32));
+            }
+        }
+        let rows = Rows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &tables };
+        let members = 1 + rng.below(4);
+        let (mut written, mut owners) = (vec![0; rows.total()], std::collections::HashMap::new());
+        for member in 0..members {
+            for write in kv_writes(rows, block_size, member, members) {
+                assert!(write.first_slot + write.rows <= block_size && write.rows > 0);
+                assert_eq!(*owners.entry(write.block).or_insert(member), member);
+                written[write.first_row..write.first_row + write.rows].iter_mut().for_each(|n| *n += 1);
+            }
+        }
+        assert!(written.iter().all(|n| *n == 1));
+    }
+}
+
+#[test]
+fn a_non_finite_row_shows_in_that_row_only() {
+    let shape = shape(2, 1, 16);
+    let clean = Sequence::new(&shape, 40, 1);
+    let mut dirty = clean.clone();
+    dirty.q[20 * 32..21 * 32].fill(f32::NAN);
+    let setup = Setup::plain(shape, KvDType::F32);
+    let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
+    assert_eq!(bits(&a[..20 * 32]), bits(&b[..20 * 32]));
+    assert_eq!(bits(&a[21 * 32..]), bits(&b[21 * 32..]));
+    assert!(b[20 * 32..21 * 32].iter().all(|x| x.is_nan()));
+}

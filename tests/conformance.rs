@@ -1,0 +1,133 @@
+//! Every conformance model gives the logits, log-probabilities and greedy tokens of its float32 reference, in both
+//! spellings of `config.json`, at both fusion levels.
+
+#![allow(missing_docs)]
+
+#[path = "support/model.rs"]
+mod model;
+
+use std::path::{Path, PathBuf};
+
+use ascend_llm::engine::Engine;
+use ascend_llm::graph::Numerics;
+use model::{Model, argmax, log_softmax_at, small_config};
+use serde::Deserialize;
+
+/// What the reference promises an f32 engine can reach (its own f32 against f64 differs by up to 2e-5).
+const EXACT_BOUND: f32 = 2e-4;
+/// Fast numerics on float weights differ by the rounding of keys and values to f16 only: 11 bits on values of a few units,
+/// averaged by attention, over two layers.
+const FAST_BOUND: f32 = 2e-2;
+
+#[derive(Deserialize)]
+struct Golden {
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    input_ids: Vec<u32>,
+    last_logits: Vec<f32>,
+    argmax: Vec<u32>,
+    prompt_logprobs: Vec<f64>,
+    greedy: Vec<u32>,
+}
+
+fn models() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance");
+    let mut models: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    models.sort();
+    assert_eq!(models.len(), 10);
+    models
+}
+
+fn golden(folder: &Path) -> Golden {
+    serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap()
+}
+
+/// The folder with `config.hub-style.json` in the place of `config.json`.
+fn older_spelling(folder: &Path) -> PathBuf {
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hub-style").join(folder.file_name().unwrap());
+    std::fs::create_dir_all(&copy).unwrap();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap();
+        if name != "config.json" {
+            std::fs::copy(&path, copy.join(name)).unwrap();
+        }
+    }
+    std::fs::rename(copy.join("config.hub-style.json"), copy.join("config.json")).unwrap();
+    copy
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+fn model(folder: &Path, numerics: Numerics, fusion: u8) -> Model {
+    let mut config = small_config();
+    config.numerics = numerics;
+    config.compile.fusion = fusion;
+    Model::new(Engine::builder(folder).config(config))
+}
+
+#[test]
+fn exact_numerics_meet_the_reference() {
+    for folder in models() {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        for (spelling, folder) in [("new", folder.clone()), ("older", older_spelling(&folder))] {
+            for fusion in [0, 2] {
+                let mut model = model(&folder, Numerics::Exact, fusion);
+                for case in golden(&folder).cases {
+                    let label = format!("{name}, {spelling} spelling, fusion {fusion}, {} tokens", case.input_ids.len());
+                    model.restart();
+                    let rows = model.forward(&case.input_ids, case.input_ids.len());
+                    let error = largest_difference(rows.last().unwrap(), &case.last_logits);
+                    assert!(error <= EXACT_BOUND, "{label}: logits differ by {error}");
+                    let best: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+                    assert_eq!(best, case.argmax, "{label}");
+                    assert_eq!(case.prompt_logprobs.len(), case.input_ids.len() - 1);
+                    for (i, expected) in case.prompt_logprobs.iter().enumerate() {
+                        let got = log_softmax_at(&rows[i], case.input_ids[i + 1]);
+                        assert!((got - expected).abs() <= 2.0 * f64::from(EXACT_BOUND), "{label}: {got} {expected}");
+                    }
+                    assert_eq!(model.greedy(&case.input_ids, case.greedy.len()), case.greedy, "{label}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn fast_numerics_stay_within_their_bound() {
+    for folder in models() {
+        let mut model = model(&folder, Numerics::Fast, 2);
+        for case in golden(&folder).cases {
+            model.restart();
+            let rows = model.forward(&case.input_ids, 1);
+            let error = largest_difference(&rows[0], &case.last_logits);
+            assert!(error <= FAST_BOUND, "{}: logits differ by {error}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn fusion_levels_and_chunks_agree_bit_by_bit() {
+    for folder in models() {
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            let case = golden(&folder).cases.pop().unwrap();
+            let ids = &case.input_ids;
+            let reference = model(&folder, numerics, 0).forward(ids, ids.len());
+            for fusion in [1, 2] {
+                assert!(model(&folder, numerics, fusion).forward(ids, ids.len()) == reference, "fusion {fusion}");
+            }
+            for chunk in [1, 7, 16] {
+                let mut model = model(&folder, numerics, 2);
+                let rows: Vec<Vec<f32>> =
+                    ids.chunks(chunk).flat_map(|chunk| model.forward(chunk, chunk.len())).collect();
+                assert!(rows == reference, "{}: chunks of {chunk}", folder.display());
+            }
+        }
+    }
+}

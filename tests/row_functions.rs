@@ -1,0 +1,230 @@
+//! Norms, rotations, activations and the exponential: right numbers, and the same bits on every path.
+
+use ascend_llm::device::cpu::Isa;
+use ascend_llm::device::cpu::activation::{
+    add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, relu_mul_row, relu_row, scale_row, silu_mul_row, silu_row,
+    softcap_row, sum_row,
+};
+use ascend_llm::device::cpu::exp::exp_row;
+use ascend_llm::device::cpu::norm::{add_rms_norm_row, qk_norm_row, rms_norm_row};
+use ascend_llm::device::cpu::reference::{self, Activation};
+use ascend_llm::device::cpu::rope::{rope_angles, rope_row};
+use ascend_llm::graph::RopeStyle;
+use proptest::prelude::*;
+
+fn row() -> impl Strategy<Value = Vec<f32>> {
+    prop::collection::vec(-8.0f32..8.0, 1..300)
+}
+
+fn both(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
+    let (fast, plain) = (f(Isa::detect()), f(Isa::Plain));
+    assert_eq!(
+        fast.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        plain.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    );
+    fast
+}
+
+fn close(got: &[f32], want: &[f32], bound: f32) {
+    assert_eq!(got.len(), want.len());
+    for (a, b) in got.iter().zip(want) {
+        assert!((a - b).abs() <= bound * b.abs().max(1.0), "{a} instead of {b}");
+    }
+}
+
+#[test]
+fn exp_is_within_two_steps_everywhere() {
+    // Every 997th f32 from exp's smallest nonzero argument to its overflow, both signs, and beyond.
+    let mut worst = 0.0f64;
+    let bits = (0..0x42d0_0000u32).step_by(997).flat_map(|b| [b, b | 0x8000_0000]);
+    let arguments: Vec<f32> = bits.map(f32::from_bits).collect();
+    let results = both(|isa| {
+        let mut row = arguments.clone();
+        exp_row(isa, &mut row);
+        row
+    });
+    for (x, y) in arguments.iter().zip(results) {
+        let want = f64::from(*x).exp();
+        if want > f64::from(f32::MAX) {
+            assert!(y == f32::INFINITY || want < 3.402_824e38, "exp({x}) = {y}");
+            continue;
+        }
+        // A step of f32 at `want`, not below the smallest.
+        let step = (2.0f64).powi((want.log2().floor() as i32 - 23).max(-149));
+        worst = worst.max((f64::from(y) - want).abs() / step);
+    }
+    assert!(worst <= 2.0, "{worst} steps");
+}
+
+#[test]
+fn exp_at_the_ends() {
+    let ends = [f32::NEG_INFINITY, -1e30, -104.0, -0.0, 0.0, 89.0, 1e30, f32::INFINITY];
+    let results = both(|isa| {
+        let mut row = ends.to_vec();
+        exp_row(isa, &mut row);
+        row
+    });
+    assert_eq!(results, [0.0, 0.0, 0.0, 1.0, 1.0, f32::INFINITY, f32::INFINITY, f32::INFINITY]);
+    for isa in [Isa::detect(), Isa::Plain] {
+        let mut row = [f32::NAN];
+        exp_row(isa, &mut row);
+        assert!(row[0].is_nan());
+    }
+}
+
+#[test]
+fn activations_keep_nan() {
+    for isa in [Isa::detect(), Isa::Plain] {
+        for f in [silu_row, gelu_tanh_row, relu_row] {
+            let mut row = [f32::NAN; 17];
+            f(isa, &mut row);
+            assert!(row.iter().all(|x| x.is_nan()));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn activations_follow_the_reference(x in row(), seed in 0usize..7) {
+        let y: Vec<f32> = x.iter().rev().map(|v| v + seed as f32).collect();
+        for (kind, alone, gated) in [
+            (Activation::Silu, silu_row as fn(Isa, &mut [f32]), silu_mul_row as fn(Isa, &[f32], &[f32], &mut [f32])),
+            (Activation::GeluTanh, gelu_tanh_row, gelu_tanh_mul_row),
+            (Activation::Relu, relu_row, relu_mul_row),
+        ] {
+            let mut want = vec![0.0; x.len()];
+            reference::activation(kind, &x, &mut want);
+            let got = both(|isa| {
+                let mut row = x.clone();
+                alone(isa, &mut row);
+                row
+            });
+            close(&got, &want, 1e-6);
+            let fused = both(|isa| {
+                let mut out = vec![0.0; x.len()];
+                gated(isa, &x, &y, &mut out);
+                out
+            });
+            // Fused and in two steps are the same bits.
+            let mut two_steps = vec![0.0; x.len()];
+            reference::mul(&got, &y, &mut two_steps);
+            prop_assert_eq!(fused, two_steps);
+        }
+    }
+
+    #[test]
+    fn sums_and_products_are_exact(x in row()) {
+        let y: Vec<f32> = x.iter().rev().copied().collect();
+        let (mut sum, mut product) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        reference::add(&x, &y, &mut sum);
+        reference::mul(&x, &y, &mut product);
+        let three = both(|isa| {
+            let (mut a, mut b, mut c) = (vec![0.0; x.len()], x.clone(), vec![0.0; x.len()]);
+            sum_row(isa, &x, &y, &mut a);
+            add_row(isa, &mut b, &y);
+            mul_row(isa, &x, &y, &mut c);
+            [a, b, c].concat()
+        });
+        prop_assert_eq!(three, [sum.clone(), sum, product].concat());
+    }
+
+    #[test]
+    fn softcap_and_scale(x in row(), cap in 0.5f32..50.0) {
+        let capped = both(|isa| {
+            let mut row = x.clone();
+            softcap_row(isa, &mut row, cap);
+            row
+        });
+        close(&capped, &x.iter().map(|v| cap * (v / cap).tanh()).collect::<Vec<_>>(), 3e-5);
+        let scaled = both(|isa| {
+            let mut row = x.clone();
+            scale_row(isa, &mut row, cap);
+            row
+        });
+        prop_assert_eq!(scaled, x.iter().map(|v| v * cap).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn norms_follow_the_reference(x in row(), eps in 1e-6f32..1e-2) {
+        let weight: Vec<f32> = x.iter().map(|v| 1.0 + v / 16.0).collect();
+        let mut want = vec![0.0; x.len()];
+        reference::rms_norm(&x, &weight, eps, &mut want);
+        let got = both(|isa| {
+            let mut out = vec![0.0; x.len()];
+            rms_norm_row(isa, &x, &weight, eps, &mut out);
+            out
+        });
+        close(&got, &want, 2e-6);
+
+        // Fused with the residual sum: the same bits as one after the other.
+        let residual: Vec<f32> = x.iter().rev().copied().collect();
+        let fused = both(|isa| {
+            let (mut sum, mut out) = (residual.clone(), vec![0.0; x.len()]);
+            add_rms_norm_row(isa, &mut sum, &x, &weight, eps, &mut out);
+            [sum, out].concat()
+        });
+        let mut sum = vec![0.0; x.len()];
+        reference::add(&residual, &x, &mut sum);
+        let mut out = vec![0.0; x.len()];
+        rms_norm_row(Isa::detect(), &sum, &weight, eps, &mut out);
+        prop_assert_eq!(fused, [sum, out].concat());
+
+        // Head by head is the norm of each head.
+        let heads = both(|isa| {
+            let mut row = [x.clone(), residual.clone()].concat();
+            qk_norm_row(isa, &mut row, &weight, eps);
+            row
+        });
+        let mut second = vec![0.0; x.len()];
+        rms_norm_row(Isa::detect(), &residual, &weight, eps, &mut second);
+        prop_assert_eq!(heads, [got, second].concat());
+    }
+
+    #[test]
+    fn rope_follows_the_reference(
+        pairs in 1usize..40, rest in 0usize..20, heads in 1usize..4, position in 0u32..5000, interleaved: bool,
+    ) {
+        let style = if interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
+        let head_dim = 2 * pairs + rest;
+        let x: Vec<f32> = (0..heads * head_dim).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();
+        let inv_freq: Vec<f32> = (0..pairs).map(|i| 10000f32.powf(-(i as f32) / pairs as f32)).collect();
+        let (mut cos, mut sin) = (vec![0.0; pairs], vec![0.0; pairs]);
+        rope_angles(&inv_freq, position, 1.0, &mut cos, &mut sin);
+        let mut want = x.clone();
+        reference::rope(&mut want, heads, head_dim, style, pairs, &cos, &sin);
+        let got = both(|isa| {
+            let mut row = x.clone();
+            rope_row(isa, &mut row, head_dim, style, &cos, &sin);
+            row
+        });
+        close(&got, &want, 1e-6);
+        for (got, x) in got.chunks(head_dim).zip(x.chunks(head_dim)) {
+            prop_assert_eq!(&got[2 * pairs..], &x[2 * pairs..]);
+        }
+        // A rotation keeps lengths, and position 0 turns nothing.
+        let length = |row: &[f32]| row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
+        prop_assert!((length(&got) - length(&x)).abs() < 1e-4 * length(&x).max(1.0));
+        if position == 0 {
+            prop_assert_eq!(got, x);
+        }
+    }
+}
+
+#[test]
+fn angles_are_those_of_the_position() {
+    let (mut cos, mut sin) = ([0.0; 3], [0.0; 3]);
+    rope_angles(&[1.0, 0.5, 1e-4], 3, 2.0, &mut cos, &mut sin);
+    close(&cos, &[2.0 * 3f32.cos(), 2.0 * 1.5f32.cos(), 2.0 * 3e-4f32.cos()], 1e-6);
+    close(&sin, &[2.0 * 3f32.sin(), 2.0 * 1.5f32.sin(), 2.0 * 3e-4f32.sin()], 1e-6);
+}
+
+#[test]
+fn reference_argmax_and_status() {
+    assert_eq!(reference::argmax(&[1.0, 3.0, 3.0, -1.0]), 1);
+    assert_eq!(reference::argmax(&[f32::NAN, -5.0, f32::NEG_INFINITY]), 1);
+    assert_eq!(reference::row_status(&[0.0, 1e38]) as u8, 0);
+    assert_eq!(reference::row_status(&[0.0, f32::INFINITY]) as u8, 1);
+    let mut out = [0.0; 4];
+    reference::gather_rows(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], &[2, 0], 2, &mut out);
+    assert_eq!(out, [4.0, 5.0, 0.0, 1.0]);
+}
