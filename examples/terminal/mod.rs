@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::engine::{Engine, EngineConfig, LoadProgress};
+use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -49,6 +49,21 @@ impl ModelArgs {
 
     /// Loads the model, with a bar if it takes long enough to be seen.
     pub fn load(&self, config: EngineConfig) -> Result<Engine> {
+        let (builder, bar) = self.builder(config, self.device()?);
+        let engine = builder.build()?;
+        bar.finish_and_clear();
+        Ok(engine)
+    }
+
+    /// Loads the model onto a device, for an engine that the caller steps.
+    pub fn load_core(&self, config: EngineConfig, device: Arc<dyn Device>) -> Result<EngineCore> {
+        let (builder, bar) = self.builder(config, device);
+        let core = builder.build_core()?;
+        bar.finish_and_clear();
+        Ok(core)
+    }
+
+    fn builder(&self, config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {
@@ -62,10 +77,7 @@ impl ModelArgs {
             }
             shown.set_position(p.done_bytes);
         };
-        let engine =
-            Engine::builder(self.path()).config(config).device(self.device()?).on_progress(progress).build()?;
-        bar.finish_and_clear();
-        Ok(engine)
+        (Engine::builder(self.path()).config(config).device(device).on_progress(progress), bar)
     }
 }
 
@@ -74,6 +86,13 @@ pub fn peak_memory_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// Counts [`peak_memory_bytes`] anew from what is in use now. Where the system has no such thing, or refuses, the peak stays
+/// that of the whole process.
+pub fn reset_peak_memory() {
+    // See proc(5): 5 resets the peak resident set size.
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
 /// The whole chain of causes in one line.
