@@ -16,6 +16,7 @@ mod options;
 pub mod passes;
 mod place;
 mod plan;
+mod signature;
 
 pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use builder::GraphBuilder;

@@ -50,6 +50,14 @@ pub enum ModelError {
         /// The tensor.
         name: String,
     },
+    /// A tensor the model needs is there, but cannot be used.
+    #[error("tensor {name} cannot be used: {reason}")]
+    UnusableTensor {
+        /// The tensor.
+        name: String,
+        /// What its file says.
+        reason: String,
+    },
     /// A tensor has another shape than the description says.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
     TensorShape {

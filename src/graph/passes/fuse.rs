@@ -201,7 +201,7 @@ fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Pla
 
 fn qk_norm_rope(rewriter: &Rewriter, norm: &Node, rope: &Node, between: ValueId) -> Option<Placed> {
     let (Op::RmsNorm(spec), Op::Rope { head_dim, style }) = (&norm.op, &rope.op) else { return None };
-    if !rewriter.only_use(between) || spec.group != *head_dim {
+    if !rewriter.only_use(between) || rope.inputs[0] != between || spec.group != *head_dim {
         return None;
     }
     Some(Placed::AtReader(Node {
