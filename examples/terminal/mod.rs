@@ -8,6 +8,7 @@ use std::sync::Arc;
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
+use ascend_llm::graph::Numerics;
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -29,6 +30,9 @@ pub struct ModelArgs {
     /// Device to run on.
     #[arg(long, default_value = "cpu")]
     pub device: String,
+    /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
+    #[arg(long, default_value = "fast", value_parser = ["exact", "fast"])]
+    pub numerics: String,
 }
 
 impl ModelArgs {
@@ -63,7 +67,8 @@ impl ModelArgs {
         Ok(core)
     }
 
-    fn builder(&self, config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {
+    fn builder(&self, mut config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {
+        config.numerics = if self.numerics == "exact" { Numerics::Exact } else { Numerics::Fast };
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {

@@ -21,11 +21,17 @@ use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
-use crate::graph::{CompileError, Op, Plan, QUANT_RECORD_BYTES, Step};
+use crate::graph::{CompileError, Elem, Op, Plan, Step, row_bytes};
 use crate::kv_cache::BlockId;
 
 /// The plan's int8 rows and this device's are one layout.
-const _: () = assert!(QUANT_RECORD_BYTES == super::quant::RECORD_BYTES);
+const _: () = {
+    let mut cols = 1;
+    while cols < 600 {
+        assert!(row_bytes(Elem::Q8, cols) == super::quant::QuantLayout::new(cols).row_bytes());
+        cols += 1;
+    }
+};
 
 /// Buffers of one launch.
 #[derive(Debug)]
