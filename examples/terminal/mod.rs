@@ -31,8 +31,8 @@ pub struct ModelArgs {
     #[arg(long, default_value = "cpu")]
     pub device: String,
     /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
-    #[arg(long, default_value = "fast", value_parser = ["exact", "fast"])]
-    pub numerics: String,
+    #[arg(long, value_parser = ["exact", "fast"])]
+    pub numerics: Option<String>,
 }
 
 impl ModelArgs {
@@ -68,7 +68,11 @@ impl ModelArgs {
     }
 
     fn builder(&self, mut config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {
-        config.numerics = if self.numerics == "exact" { Numerics::Exact } else { Numerics::Fast };
+        match self.numerics.as_deref() {
+            Some("exact") => config.numerics = Numerics::Exact,
+            Some(_) => config.numerics = Numerics::Fast,
+            None => {}
+        }
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {
