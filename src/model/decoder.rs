@@ -5,7 +5,7 @@ use super::{ModelConfig, ModelError};
 use crate::graph::{
     AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole,
 };
-use crate::weights::{WeightError, WeightSource};
+use crate::weights::WeightSource;
 
 /// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
 ///
@@ -139,10 +139,7 @@ impl Decoder<'_> {
     }
 
     fn weight(&mut self, name: &str, shape: Vec<usize>, role: WeightRole) -> Result<WeightId, ModelError> {
-        let tensor = self.source.require(name).map_err(|error| match error {
-            WeightError::MissingTensor { .. } => ModelError::MissingTensor { name: name.to_owned() },
-            other => ModelError::UnusableTensor { name: name.to_owned(), reason: other.to_string() },
-        })?;
+        let tensor = self.source.require(name).map_err(|error| ModelError::of_tensor(name, &error))?;
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });
         }
