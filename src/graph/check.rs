@@ -134,8 +134,8 @@ impl Plan {
                 let name = &self.values[a].name;
                 return Err(invalid(format!("{name} at {start}..{end} is outside the arena or unaligned")));
             }
-            for b in a + 1..self.values.len() {
-                let (Some(other), Some((start_b, end_b))) = (lives[b], span(b)) else { continue };
+            for (b, other) in lives.iter().enumerate().skip(a + 1) {
+                let (Some(other), Some((start_b, end_b))) = (*other, span(b)) else { continue };
                 if life.meets(other) && start < end_b && start_b < end {
                     return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }

@@ -4,7 +4,7 @@ use super::config::{invalid, unsupported};
 use super::rope::RopeScaling;
 use super::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::graph::{ActivationKind, RopeStyle};
-use crate::weights::WeightSource;
+use crate::weights::WeightSource as _;
 use crate::weights::gguf::{Gguf, Metadata, Value};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
