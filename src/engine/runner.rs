@@ -57,7 +57,7 @@ impl ModelRunner {
         shape: RunnerShape,
     ) -> Result<Self, DeviceError> {
         let buffer = |elements: usize, bytes: usize, kind| OwnedBuffer::new(&device, (elements * bytes) as u64, kind);
-        let Bucket { tokens, logit_rows } = shape.bucket;
+        let Bucket { tokens, logit_rows, .. } = shape.bucket;
         let table_entries = shape.max_seqs * shape.max_blocks_per_seq;
         Ok(Self {
             pool: buffer(shape.pool_blocks, layout.bytes_per_block as usize, MemKind::Device)?,
@@ -152,7 +152,7 @@ impl Forward for ModelRunner {
         if input.tokens.is_empty() {
             return Ok(LogitRows { logits: &[], vocab, status: &[] });
         }
-        let Bucket { tokens, logit_rows } = self.shape.bucket;
+        let Bucket { tokens, logit_rows, .. } = self.shape.bucket;
         if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
             let got = format!("{} rows, {rows} of them with logits, {} sequences", input.tokens.len(), input.q_lens.len());
             let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);

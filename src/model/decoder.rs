@@ -5,12 +5,13 @@ use super::{ModelConfig, ModelError};
 use crate::graph::{
     AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole,
 };
-use crate::weights::WeightSource;
+use crate::weights::{WeightError, WeightSource};
 
 /// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
 ///
 /// # Errors
-/// [`ModelError::MissingTensor`] and [`ModelError::TensorShape`] for tensors that are absent or of another shape.
+/// [`ModelError::MissingTensor`], [`ModelError::UnusableTensor`] and [`ModelError::TensorShape`] for tensors that are
+/// absent, stored in a type that is not implemented, or of another shape.
 pub fn decoder_graph(config: &ModelConfig, source: &dyn WeightSource) -> Result<Graph, ModelError> {
     config.validate()?;
     let mut decoder = Decoder { config, source, graph: GraphBuilder::new() };
@@ -143,7 +144,10 @@ impl Decoder<'_> {
     }
 
     fn weight(&mut self, name: &str, shape: Vec<usize>, role: WeightRole) -> Result<WeightId, ModelError> {
-        let tensor = self.source.tensor(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
+        let tensor = self.source.require(name).map_err(|error| match error {
+            WeightError::MissingTensor { .. } => ModelError::MissingTensor { name: name.to_owned() },
+            error => ModelError::UnusableTensor { name: name.to_owned(), reason: error.to_string() },
+        })?;
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });
         }

@@ -50,6 +50,14 @@ pub enum ModelError {
         /// The tensor.
         name: String,
     },
+    /// A tensor is there, but its elements cannot be read.
+    #[error("tensor {name} cannot be used: {reason}")]
+    UnusableTensor {
+        /// The tensor.
+        name: String,
+        /// What the source of the weights said.
+        reason: String,
+    },
     /// A tensor has another shape than the description says.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
     TensorShape {
