@@ -27,8 +27,8 @@ struct Script {
 
 fn script() -> impl Strategy<Value = Script> {
     // A few long beginnings, so that prefixes are shared.
-    let prompt = (0u32..3, 0usize..50, prop::collection::vec(0..VOCAB, 1..12)).prop_map(|(base, len, tail)| {
-        (0..len as u32).map(|at| (base * 17 + at * 7) % VOCAB).chain(tail).collect::<Vec<u32>>()
+    let prompt = (0u32..3, 0u32..50, prop::collection::vec(0..VOCAB, 1..12)).prop_map(|(base, len, tail)| {
+        (0..len).map(|at| (base * 17 + at * 7) % VOCAB).chain(tail).collect::<Vec<u32>>()
     });
     let wishes = (any::<u64>(), 1u32..4, 1u32..20, 0u32..5, prop::option::of(0u32..4), any::<bool>(), any::<bool>());
     let leaving = (0usize..30, prop::option::weighted(0.3, 0usize..12), any::<bool>());
@@ -67,8 +67,6 @@ fn alone(script: &Script) -> Output {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
-
     #[test]
     fn company_does_not_show(
         scripts in prop::collection::vec(script(), 1..10),
@@ -296,4 +294,83 @@ fn parts_that_do_not_fit_are_refused() {
             .unwrap_err()
             .starts_with("kv_cache.blocks: got 4294967295")
     );
+}
+
+#[test]
+fn choices_compute_their_prompt_once() {
+    for prefix_caching in [false, true] {
+        let mut rig = Rig::new(VOCAB, 32);
+        rig.config.prefix_caching = prefix_caching;
+        let mut core = rig.core(rig.hashed());
+        let mut params = SamplingParams::default();
+        (params.n, params.seed, params.max_tokens) = (3, Some(7), Some(5));
+        let handle = core.submit(Request::tokens(vec![1; 40]).sampling(params)).unwrap();
+        core.step().unwrap();
+        let stats = core.stats();
+        assert_eq!((stats.computed_rows, stats.generated_tokens, stats.running), (40, 3, 3));
+        assert_eq!(stats.live_blocks, 3, "all of them shared");
+        finish(&mut core, handle);
+        assert_eq!(core.stats().computed_rows, 40 + 3 * 4);
+    }
+}
+
+#[test]
+fn choices_go_on_when_the_first_of_them_ends_at_once() {
+    let mut rig = Rig::new(2, 32);
+    rig.model.eos_ids = vec![1];
+    // An even chance to end at once: over some seeds every pattern of three choices comes up.
+    let model = || ScriptedForward::new(2, 32, rig::BLOCK, Box::new(|_: &[u32], logits: &mut [f32]| logits.fill(0.0)));
+    let mut patterns = std::collections::BTreeSet::new();
+    for seed in 0..64 {
+        let mut core = rig.core(model());
+        let mut params = SamplingParams::default();
+        (params.n, params.seed, params.max_tokens) = (3, Some(seed), Some(4));
+        let handle = core.submit(Request::tokens(vec![0; 20]).sampling(params)).unwrap();
+        let output = finish(&mut core, handle);
+        patterns.insert(output.choices.iter().map(|choice| choice.token_ids.is_empty()).collect::<Vec<_>>());
+        assert_eq!(core.stats().finished_stop + core.stats().finished_length, 3);
+    }
+    assert_eq!(patterns.len(), 8, "{patterns:?}");
+}
+
+#[test]
+fn a_step_that_wants_many_logits_is_cut_and_computes_each_row_once() {
+    let mut rig = Rig::new(VOCAB, 32);
+    rig.model.max_logit_rows = 7;
+    let rows = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let seen = Arc::clone(&rows);
+    let mut core = rig.core(rig.hashed().watched(Box::new(move |input| {
+        assert!(input.logit_rows.len() <= 7, "{input:?}");
+        seen.fetch_add(input.tokens.len(), std::sync::atomic::Ordering::Relaxed);
+        Ok(())
+    })));
+    let mut params = SamplingParams::greedy();
+    params.max_tokens = Some(3);
+    let plain = core.submit(Request::tokens(vec![2; 10]).sampling(params.clone())).unwrap();
+    params.prompt_logprobs = Some(1);
+    let handle = core.submit(Request::tokens(vec![1; 100]).sampling(params)).unwrap();
+    let output = finish(&mut core, handle);
+    assert_eq!(output.prompt_logprobs.map(|logprobs| logprobs.len()), Some(99));
+    assert_eq!(plain.collect_output().unwrap().choices[0].token_ids.len(), 3);
+    assert_eq!(rows.load(std::sync::atomic::Ordering::Relaxed), 10 + 100 + 2 * 2);
+    assert_eq!(core.stats().computed_rows, 10 + 100 + 2 * 2);
+}
+
+#[test]
+fn preempted_requests_give_the_same() {
+    let script = |seed: u32, n| {
+        let mut params = SamplingParams::default();
+        (params.n, params.seed, params.max_tokens) = (n, Some(u64::from(seed)), Some(40));
+        Script { prompt: vec![seed; 30], params, submit_at: 0, leaves_after: None, cancels: false }
+    };
+    let scripts: Vec<Script> = (1..6).map(|seed| script(seed, 1 + seed % 3)).collect();
+    let mut rig = Rig::new(VOCAB, 9);
+    rig.model.eos_ids = vec![7];
+    let mut core = rig.core(rig.hashed());
+    let handles: Vec<_> = scripts.iter().map(|script| core.submit(request(script)).unwrap()).collect();
+    drain(&mut core);
+    assert!(core.stats().preemptions > 3, "{:?}", core.stats());
+    for (script, handle) in scripts.iter().zip(handles) {
+        assert_eq!(handle.collect_output().unwrap().choices, alone(script).choices);
+    }
 }

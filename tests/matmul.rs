@@ -7,7 +7,7 @@ use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
 use ascend_llm::device::cpu::pool::Team;
 use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
 use ascend_llm::device::cpu::simd::Isa;
-use ascend_llm::weights::DType;
+use ascend_llm::weights::{DType, convert};
 use half::{bf16, f16};
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -156,7 +156,6 @@ fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias:
             Rows::Int8 => matmul_q8(isa, QuantRows::new(layout, &quants), w, bias, panels, &mut tile),
         }
     });
-    drop(parts);
     out
 }
 
@@ -293,6 +292,9 @@ fn dequantised_rows_are_those_of_the_source() {
             let mut got = vec![f32::NAN; k];
             w.row_f32(row, &mut got);
             assert!(got == dequantise(dtype, source), "{dtype} k {k} row {row}");
+            let mut converted = vec![f32::NAN; k];
+            convert::dequantise(dtype, source, &mut converted);
+            assert!(got == converted, "{dtype} k {k} row {row}");
         }
     }
 }

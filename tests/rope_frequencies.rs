@@ -1,5 +1,7 @@
 //! Rotary frequencies are those of the public reference.
 
+#![allow(clippy::cast_possible_truncation)] // test sizes are small
+
 use ascend_llm::model::rope::RopeScaling;
 use serde_json::Value;
 

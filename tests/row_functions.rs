@@ -1,5 +1,7 @@
 //! Norms, rotations, activations and the exponential: right numbers, and the same bits on every path.
 
+#![allow(clippy::cast_possible_truncation)] // test sizes are small
+
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::activation::{
     add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, relu_mul_row, relu_row, scale_row, silu_mul_row, silu_row,

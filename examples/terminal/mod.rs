@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::engine::{Engine, EngineConfig, LoadProgress};
+use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
+use ascend_llm::graph::Numerics;
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -29,6 +30,9 @@ pub struct ModelArgs {
     /// Device to run on.
     #[arg(long, default_value = "cpu")]
     pub device: String,
+    /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
+    #[arg(long, value_parser = ["exact", "fast"])]
+    pub numerics: Option<String>,
 }
 
 impl ModelArgs {
@@ -43,12 +47,39 @@ impl ModelArgs {
                 options.threads = self.threads;
                 Ok(Arc::new(CpuDevice::new(options)?))
             }
-            other => Err(format!("device {other:?} is not available in this build; available: cpu").into()),
+            #[cfg(feature = "ascend")]
+            "ascend" => match ascend_llm::device::ascend::probe(None) {
+                Ok(_) => Err("AscendCL is here, but this version has no Ascend device yet; use --device cpu".into()),
+                Err(missing) => Err(missing.into()),
+            },
+            #[cfg(not(feature = "ascend"))]
+            "ascend" => Err("device ascend needs a build with --features ascend".into()),
+            other => Err(format!("device {other:?}: expected cpu or ascend").into()),
         }
     }
 
     /// Loads the model, with a bar if it takes long enough to be seen.
     pub fn load(&self, config: EngineConfig) -> Result<Engine> {
+        let (builder, bar) = self.builder(config, self.device()?);
+        let engine = builder.build()?;
+        bar.finish_and_clear();
+        Ok(engine)
+    }
+
+    /// Loads the model onto a device, for an engine that the caller steps.
+    pub fn load_core(&self, config: EngineConfig, device: Arc<dyn Device>) -> Result<EngineCore> {
+        let (builder, bar) = self.builder(config, device);
+        let core = builder.build_core()?;
+        bar.finish_and_clear();
+        Ok(core)
+    }
+
+    fn builder(&self, mut config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {
+        match self.numerics.as_deref() {
+            Some("exact") => config.numerics = Numerics::Exact,
+            Some(_) => config.numerics = Numerics::Fast,
+            None => {}
+        }
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {
@@ -62,10 +93,7 @@ impl ModelArgs {
             }
             shown.set_position(p.done_bytes);
         };
-        let engine =
-            Engine::builder(self.path()).config(config).device(self.device()?).on_progress(progress).build()?;
-        bar.finish_and_clear();
-        Ok(engine)
+        (Engine::builder(self.path()).config(config).device(device).on_progress(progress), bar)
     }
 }
 
@@ -74,6 +102,13 @@ pub fn peak_memory_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// Counts [`peak_memory_bytes`] anew from what is in use now. Where the system has no such thing, or refuses, the peak stays
+/// that of the whole process.
+pub fn reset_peak_memory() {
+    // See proc(5): 5 resets the peak resident set size.
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
 /// The whole chain of causes in one line.

@@ -15,6 +15,8 @@
 //! - **`launch` is deterministic a row**: a row's results depend on its own sequence's rows and stored keys and values, never
 //!   on what else is in the batch ([`DeviceCaps::batch_invariant`] says whether the device keeps this promise).
 
+#[cfg(feature = "ascend")]
+pub mod ascend;
 pub mod cpu;
 mod error;
 mod owned;
@@ -107,7 +109,7 @@ pub struct KvLayout {
     pub alignment: u64,
 }
 
-/// Buffers of one launch.
+/// Buffers of one launch: seven different ones, each span exactly as long as the launch's shape says.
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
     /// `u32` ids, one a row.
@@ -147,7 +149,7 @@ pub struct StepArgs<'a> {
     pub io: Bindings,
     /// Sizes.
     pub shape: LaunchShape,
-    /// Rows each sequence brings; at least 1 each, `shape.tokens` in all.
+    /// Rows each sequence brings; at least 1 each, `shape.tokens` in all. No two sequences write into one block.
     pub q_lens: &'a [u32],
     /// Tokens each sequence has after this launch.
     pub kv_lens: &'a [u32],
@@ -192,7 +194,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn unload(&self, program: ProgramId);
     /// Queues one batch.
     fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError>;
-    /// Queues copies of whole KV blocks `(from, to)` from one pool to another (or within one).
+    /// Queues copies of whole KV blocks `(from, to)` from one pool to another (or within one), in the order given. A block
+    /// outside its pool fails the call before anything is copied.
     fn copy_blocks(
         &self,
         layout: &KvLayout,

@@ -18,7 +18,7 @@ use super::batch::Batch;
 use super::builder::EngineInfo;
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
-use super::draw::Draw;
+use super::draw::{Draw, Fork};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
 use super::forward::{Forward, LogitRows};
 use super::handle::RequestHandle;
@@ -205,9 +205,9 @@ impl EngineCore {
         self.intake.submit(request)
     }
 
-    /// Whether there is nothing to do: no request waits or runs.
+    /// Whether there is nothing to do: no request waits or runs, or the engine has failed.
     pub fn is_idle(&self) -> bool {
-        self.roster.is_empty() && !self.intake.is_rung()
+        self.failed.is_some() || (self.roster.is_empty() && !self.intake.is_rung())
     }
 
     pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
@@ -253,8 +253,9 @@ impl EngineCore {
         self.scheduler.check(&self.blocks)?;
         self.roster.check()?;
         let scheduled = self.scheduler.running() + self.scheduler.waiting();
-        if self.failed.is_none() && scheduled != self.roster.sequences() {
-            return Err(format!("{scheduled} sequences are scheduled, {} are open", self.roster.sequences()));
+        let expected = self.roster.sequences() - self.roster.unscheduled();
+        if self.failed.is_none() && scheduled != expected {
+            return Err(format!("{scheduled} sequences are scheduled, {expected} should be"));
         }
         Ok(())
     }
@@ -267,6 +268,7 @@ impl EngineCore {
         if !self.step.chunks.is_empty() {
             report = self.compute()?;
             self.scheduler.commit(&self.step.output, &mut self.blocks);
+            self.fork_choices(start);
             self.dismiss_failed();
             Counters::add(&self.counters.steps, 1);
             self.counters.step_time.record(elapsed_us(start, self.clock.now()));
@@ -297,7 +299,7 @@ impl EngineCore {
 
     fn enter(&mut self, arrival: Arrival, now: Tick) {
         let request = arrival.id;
-        let mut meta = SeqMeta {
+        let meta = SeqMeta {
             prompt: arrival.prompt.to_vec(),
             max_tokens: arrival.max_tokens,
             priority: arrival.priority,
@@ -305,15 +307,36 @@ impl EngineCore {
             // Cached rows have no logits.
             read_prefix_cache: arrival.params.prompt_logprobs.is_none(),
         };
-        for seq in self.roster.enter(arrival) {
-            if let Err(error) = self.scheduler.add(SeqId(seq), meta.clone(), now, &self.blocks) {
-                // What was checked at submission is refused all the same: say so rather than let it wait for ever.
+        let twin = (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, ..meta.clone() });
+        let seq = self.roster.enter(arrival, twin);
+        if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
+            // What was checked at submission is refused all the same: say so rather than let it wait for ever.
+            self.roster.fail(request, RequestError::Schedule(error));
+            self.intake.leave_queue();
+            self.dismiss_failed();
+        }
+    }
+
+    /// Schedules the choices whose choice 0 has just drawn its first token.
+    fn fork_choices(&mut self, now: Tick) {
+        for index in 0..self.draw.forks().len() {
+            let fork = self.draw.forks()[index];
+            let forked = match fork {
+                Fork::Shared { parent, child, token } => {
+                    self.scheduler.fork(parent, child, token, &mut self.blocks).map_err(|error| (child, error))
+                }
+                Fork::Alone { request } => self.roster.take_unforked(request).map_or(Ok(()), |(choices, meta)| {
+                    choices.into_iter().try_for_each(|seq| {
+                        self.scheduler.add(seq, meta.clone(), now, &self.blocks).map_err(|error| (seq, error))
+                    })
+                }),
+            };
+            if let Err((seq, error)) = forked
+                && let Some((sequence, _)) = self.roster.get(seq)
+            {
+                let request = sequence.request;
                 self.roster.fail(request, RequestError::Schedule(error));
-                self.intake.leave_queue();
-                self.dismiss_failed();
-                return;
             }
-            meta.read_prefix_cache = true;
         }
     }
 
@@ -356,6 +379,7 @@ impl EngineCore {
             forward.copy_blocks(copies)?;
         }
         batch.rewind();
+        draw.begin();
         while batch.fill(chunks, self.max_logit_rows, scheduler, blocks, |seq| roster.prompt_rows_from(seq)) {
             let logits = forward.forward(&batch.input)?;
             check_shape(&logits, batch.wanted.len())?;
@@ -373,7 +397,7 @@ impl EngineCore {
         Ok(StepReport {
             sequences: count(|_| true),
             rows,
-            drawn_tokens: count(|result| result.token.is_some()),
+            drawn_tokens: draw.drawn_tokens(),
             finished: count(|result| result.finished),
             preempted: 0,
         })

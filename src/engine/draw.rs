@@ -10,6 +10,7 @@ use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
 use super::batch::{Purpose, WantedRow};
 use super::error::RequestError;
 use super::forward::LogitRows;
+use super::request::RequestId;
 use super::roster::Roster;
 
 #[derive(Debug)]
@@ -17,9 +18,20 @@ pub(crate) struct Draw {
     sampler: Sampler,
     /// Empty between calls; kept for its room.
     rows: Vec<SampleRow<'static>>,
-    /// Index into the wanted rows of each of `rows`.
-    of: Vec<usize>,
+    /// Index into the wanted rows of each of `rows`, and the choice it is drawn for.
+    of: Vec<(usize, SeqId)>,
     sampled: Vec<Result<Sampled, SampleError>>,
+    forks: Vec<Fork>,
+    drawn_tokens: u32,
+}
+
+/// A choice that begins in this step, to be told to the scheduler after the commit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fork {
+    /// `child` has drawn `token` from the same row as its choice 0, `parent`, and shares all that has been computed.
+    Shared { parent: SeqId, child: SeqId, token: u32 },
+    /// Choice 0 ended on its first token, so there is nothing to share: the others compute the prompt themselves.
+    Alone { request: RequestId },
 }
 
 impl Draw {
@@ -29,7 +41,25 @@ impl Draw {
             rows: Vec::with_capacity(max_rows),
             of: Vec::with_capacity(max_rows),
             sampled: Vec::with_capacity(max_rows),
+            forks: Vec::new(),
+            drawn_tokens: 0,
         }
+    }
+
+    /// Starts a step.
+    pub fn begin(&mut self) {
+        self.forks.clear();
+        self.drawn_tokens = 0;
+    }
+
+    /// Choices that began in this step.
+    pub fn forks(&self) -> &[Fork] {
+        &self.forks
+    }
+
+    /// Tokens drawn in this step, for all choices.
+    pub fn drawn_tokens(&self) -> u32 {
+        self.drawn_tokens
     }
 
     /// Reads one call's logits and enters what they give into `output`, which has a result a chunk.
@@ -48,9 +78,25 @@ impl Draw {
             }
         }
         self.sample(logits, wanted, scheduler, roster);
-        for (&row, sampled) in self.of.iter().zip(&self.sampled) {
+        for (&(row, seq), sampled) in self.of.iter().zip(&self.sampled) {
             let want = wanted[row];
-            output.results[want.chunk] = settle(want, sampled, scheduler, roster, now);
+            if seq == want.seq {
+                let before = roster.get(seq).map(|(sequence, _)| sequence.request);
+                let result = settle(seq, want, sampled, scheduler, roster, now);
+                self.drawn_tokens += u32::from(result.token.is_some());
+                output.results[want.chunk] = result;
+                if let Some(request) = before.filter(|&request| result.finished && roster.waits_to_fork(request)) {
+                    self.forks.push(Fork::Alone { request });
+                }
+            } else if !output.results[want.chunk].finished {
+                // Choice 0 goes on: this one begins beside it.
+                let result = settle(seq, want, sampled, scheduler, roster, now);
+                self.drawn_tokens += u32::from(result.token.is_some());
+                roster.forked(seq);
+                if let (Some(token), false) = (result.token, result.finished) {
+                    self.forks.push(Fork::Shared { parent: want.seq, child: seq, token });
+                }
+            }
         }
     }
 
@@ -86,8 +132,7 @@ impl Draw {
             let Some((sequence, active)) = roster.get(want.seq) else { continue };
             let tokens = scheduler.tokens(want.seq);
             let (prompt, output) = tokens.split_at(active.prompt_tokens as usize);
-            self.of.push(row);
-            rows.push(SampleRow {
+            let own = SampleRow {
                 row,
                 params: &active.params,
                 prompt,
@@ -96,7 +141,14 @@ impl Draw {
                 bad_words: &active.bad_words,
                 seed: active.seed,
                 choice: sequence.choice,
-            });
+            };
+            self.of.push((row, want.seq));
+            rows.push(own);
+            for &twin in roster.unforked_of(want.seq) {
+                let Some((sequence, _)) = roster.get(twin) else { continue };
+                self.of.push((row, twin));
+                rows.push(SampleRow { choice: sequence.choice, ..own });
+            }
         }
         self.sampler.sample(logits, &rows, &mut self.sampled);
         self.rows = emptied(rows);
@@ -105,13 +157,13 @@ impl Draw {
 
 /// What one drawn token means for its sequence.
 fn settle(
+    seq: SeqId,
     want: WantedRow,
     sampled: &Result<Sampled, SampleError>,
     scheduler: &Scheduler,
     roster: &mut Roster,
     now: Tick,
 ) -> SeqResult {
-    let seq: SeqId = want.seq;
     match sampled {
         Ok(sampled) => {
             let finished = roster.accept(seq, sampled, scheduler.cached_tokens(seq), now);
@@ -137,7 +189,7 @@ fn failure(error: SampleError, choice: u32, position: u32, generated_tokens: u32
 /// The same vector without its rows, free of what they borrowed. The collection happens in place, so the room stays.
 fn emptied(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();
-    rows.into_iter().filter_map(|_| None).collect()
+    rows.into_iter().map(|_| unreachable!("cleared above")).collect()
 }
 
 #[cfg(test)]

@@ -13,13 +13,13 @@ use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
 use crate::text::Vocabulary;
 
-use crate::text::ChatRender;
 use super::clock::{Clock, micros};
 use super::config::refuse;
 use super::error::{EngineError, SubmitError};
 use super::handle::RequestHandle;
 use super::request::{Prompt, Request, RequestId};
 use super::slot::Slot;
+use crate::text::ChatRender;
 
 /// Longest piece of a refused value that an error repeats, in characters.
 const QUOTED_CHARS: usize = 40;
@@ -276,18 +276,19 @@ impl Intake {
         Ok(prompt_tokens)
     }
 
-    /// Each bad word as it reads at the start of a text and behind a blank.
+    /// Each bad word as it reads at the start of a text and, if the vocabulary can write that, behind a blank.
     fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, SubmitError> {
         let Some(vocabulary) = self.vocabulary.as_deref() else { return Ok(Vec::new()) };
         let mut sequences = Vec::new();
         for word in words {
-            for text in [word.clone(), format!(" {}", word.trim_start())] {
-                let ids = vocabulary.encode(&text, false).map_err(|reason| SubmitError::Encode { reason })?;
-                if ids.is_empty() {
-                    let quoted = word.chars().take(QUOTED_CHARS).collect::<String>();
-                    return Err(refuse("bad_words", quoted, "texts of at least one token".to_owned()).into());
-                }
-                if !sequences.contains(&ids) {
+            let bare = vocabulary.encode(word, false).map_err(|reason| SubmitError::Encode { reason })?;
+            if bare.is_empty() {
+                let quoted = word.chars().take(QUOTED_CHARS).collect::<String>();
+                return Err(refuse("bad_words", quoted, "texts of at least one token".to_owned()).into());
+            }
+            let behind_blank = vocabulary.encode(&format!(" {}", word.trim_start()), false).unwrap_or_default();
+            for ids in [bare, behind_blank] {
+                if !ids.is_empty() && !sequences.contains(&ids) {
                     sequences.push(ids);
                 }
             }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::kv_cache::SeqId;
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
-use crate::scheduler::Tick;
+use crate::scheduler::{SeqMeta, Tick};
 use crate::text::Vocabulary;
 
 use super::clock::elapsed_us;
@@ -35,6 +35,11 @@ pub(crate) struct Active {
     pub queued: bool,
     /// Choices that have not ended.
     open: Vec<SeqId>,
+    /// Of these, the ones the scheduler does not know yet: they fork off choice 0 at its first token, so that the prompt
+    /// is computed once.
+    unforked: Vec<SeqId>,
+    /// What the scheduler is told of such a choice if choice 0 ends before they can fork.
+    twin: Option<SeqMeta>,
     /// Failed in this step; its choices leave once the step is committed.
     failed: bool,
 }
@@ -65,8 +70,8 @@ impl Roster {
         }
     }
 
-    /// Takes a request in; its choices get these sequence ids, in order of their index.
-    pub fn enter(&mut self, arrival: Arrival) -> std::ops::Range<u64> {
+    /// Takes a request in; the sequence of its choice 0, which is scheduled first. `twin` describes the others.
+    pub fn enter(&mut self, arrival: Arrival, twin: Option<SeqMeta>) -> SeqId {
         let ids = self.next_seq..self.next_seq + u64::from(arrival.params.n);
         self.next_seq = ids.end;
         for (choice, seq) in (0..).zip(ids.clone()) {
@@ -85,10 +90,42 @@ impl Roster {
             deadline: arrival.deadline,
             queued: true,
             open: ids.clone().map(SeqId).collect(),
+            unforked: ids.clone().skip(1).map(SeqId).collect(),
+            twin,
             failed: false,
         };
         self.requests.insert(arrival.id, active);
-        ids
+        SeqId(ids.start)
+    }
+
+    /// Choices of the sequence's request that wait to fork off it.
+    pub fn unforked_of(&self, seq: SeqId) -> &[SeqId] {
+        self.get(seq).map_or(&[], |(_, active)| &active.unforked)
+    }
+
+    /// The request's choices that have not forked and now have to be scheduled by themselves, and as what.
+    pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, SeqMeta)> {
+        let active = self.requests.get_mut(&request)?;
+        let unforked = std::mem::take(&mut active.unforked);
+        Some((unforked, active.twin.take()?))
+    }
+
+    /// Whether the request has choices that the scheduler does not know.
+    pub fn waits_to_fork(&self, request: RequestId) -> bool {
+        self.requests.get(&request).is_some_and(|active| !active.failed && !active.unforked.is_empty())
+    }
+
+    /// Notes that a choice is the scheduler's from the end of this step on.
+    pub fn forked(&mut self, seq: SeqId) {
+        let request = self.sequences.get(&seq).map(|sequence| sequence.request);
+        if let Some(active) = request.and_then(|request| self.requests.get_mut(&request)) {
+            active.unforked.retain(|&unforked| unforked != seq);
+        }
+    }
+
+    /// Choices in here that the scheduler does not know.
+    pub fn unscheduled(&self) -> usize {
+        self.requests.values().map(|active| active.unforked.len()).sum()
     }
 
     pub fn is_empty(&self) -> bool {
@@ -263,6 +300,9 @@ impl Roster {
             return Err(format!("requests name {open} open sequences, there are {}", self.sequences.len()));
         }
         for (id, active) in &self.requests {
+            if active.unforked.iter().any(|seq| !active.open.contains(seq)) {
+                return Err(format!("request {id} waits to fork a choice that has ended"));
+            }
             if active.open.is_empty() {
                 return Err(format!("request {id} has no open choice"));
             }
@@ -279,6 +319,7 @@ impl Roster {
         let Some(sequence) = self.sequences.remove(&seq) else { return };
         if let Some(active) = self.requests.get_mut(&sequence.request) {
             active.open.retain(|&open| open != seq);
+            active.unforked.retain(|&unforked| unforked != seq);
             if active.open.is_empty() {
                 self.requests.remove(&sequence.request);
             }

@@ -44,7 +44,7 @@ impl ScriptedForward {
             slots: vec![None; blocks as usize * block_size as usize],
             model,
             watch: Box::new(|_| Ok(())),
-            history: Vec::new(),
+            history: Vec::with_capacity(blocks as usize * block_size as usize),
             logits: Vec::new(),
             status: Vec::new(),
         }
@@ -167,7 +167,7 @@ fn invalid(what: &dyn fmt::Display) -> DeviceError {
 /// A vocabulary of listed pieces; a text is encoded by its longest pieces from the left.
 #[derive(Clone, Debug, Default)]
 pub struct Pieces {
-    pieces: Vec<Vec<u8>>,
+    by_id: Vec<Vec<u8>>,
     special: Vec<u32>,
     bos: Option<u32>,
 }
@@ -175,7 +175,7 @@ pub struct Pieces {
 impl Pieces {
     /// The pieces, by id.
     pub fn new<P: AsRef<[u8]>>(pieces: impl IntoIterator<Item = P>) -> Self {
-        Self { pieces: pieces.into_iter().map(|piece| piece.as_ref().to_vec()).collect(), ..Self::default() }
+        Self { by_id: pieces.into_iter().map(|piece| piece.as_ref().to_vec()).collect(), ..Self::default() }
     }
 
     /// Marks ids as special.
@@ -200,11 +200,11 @@ impl Pieces {
 
 impl Vocabulary for Pieces {
     fn len(&self) -> usize {
-        self.pieces.len()
+        self.by_id.len()
     }
 
     fn token_bytes(&self, id: u32, _first: bool, out: &mut Vec<u8>) {
-        if let Some(piece) = self.pieces.get(id as usize) {
+        if let Some(piece) = self.by_id.get(id as usize) {
             out.extend_from_slice(piece);
         }
     }
@@ -214,7 +214,7 @@ impl Vocabulary for Pieces {
         let mut rest = text.as_bytes();
         while !rest.is_empty() {
             let fits = |(_, piece): &(u32, &Vec<u8>)| !piece.is_empty() && rest.starts_with(piece);
-            let longest = (0..).zip(&self.pieces).filter(fits).max_by_key(|(_, piece)| piece.len());
+            let longest = (0..).zip(&self.by_id).filter(fits).max_by_key(|(_, piece)| piece.len());
             let (id, piece) = longest.ok_or_else(|| format!("no piece for {:?}", String::from_utf8_lossy(rest)))?;
             ids.push(id);
             rest = &rest[piece.len()..];

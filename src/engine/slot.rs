@@ -31,6 +31,7 @@ pub(crate) struct News<'a> {
 
 /// What a reader finds.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // lives on a reader's stack for a moment
 pub(crate) enum Found {
     Delta(Delta),
     Error(RequestError),

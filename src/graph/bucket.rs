@@ -40,11 +40,12 @@ const fn align_up(n: usize, to: usize) -> usize {
     n.div_ceil(to) * to
 }
 
-/// Bytes a row takes: int8 rows hold `cols` quants, then a record a block, each part padded to 64 bytes.
+/// Bytes a row takes: int8 rows hold `cols` quants, then a record a block, each part padded to 64
+/// bytes, an odd number of which makes a row: the rows of a tile must not meet in one set of a cache.
 pub const fn row_bytes(elem: Elem, cols: usize) -> usize {
     match elem {
         Elem::F32 => cols * 4,
-        Elem::Q8 => align_up(cols, 64) + align_up(cols.div_ceil(QUANT_BLOCK) * QUANT_RECORD_BYTES, 64),
+        Elem::Q8 => (align_up(cols, 64) + align_up(cols.div_ceil(QUANT_BLOCK) * QUANT_RECORD_BYTES, 64)) | 64,
         Elem::Effect => 0,
     }
 }

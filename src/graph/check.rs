@@ -1,46 +1,147 @@
-//! States what must hold of every plan; run after each compilation in debug builds and by tests.
+//! States what must hold of every plan; run after each compilation in debug builds, by devices before they load one, and
+//! by tests.
+//!
+//! A plan that passes can be run without a doubt: every index is in range, every operand has the shape its operation
+//! needs and a place of its own while it is alive, and steps that must not run side by side do not.
 
 use super::place::lives;
-use super::plan::{Operand, Plan};
-use super::{CompileError, Elem};
+use super::plan::{Operand, Plan, PlanValue, Step};
+use super::signature::{self, Operands};
+use super::{Bucket, CompileError, Elem, Io, Op, row_bytes};
+
+/// No value may be larger: sums of many stay far from overflow, and no machine has so much.
+const MOST_BYTES: usize = 1 << 48;
+/// No row may be longer.
+const MOST_COLS: usize = 1 << 40;
+
+/// Whether a value of this size can be placed at all.
+pub(super) fn fits(value: &PlanValue, bucket: &Bucket) -> bool {
+    value.cols <= MOST_COLS
+        && bucket.rows(value.rows).checked_mul(row_bytes(value.elem, value.cols)).is_some_and(|n| n <= MOST_BYTES)
+}
+
+fn invalid(what: String) -> CompileError {
+    CompileError::Invalid(what)
+}
 
 impl Plan {
-    /// Checks the plan against its own rules: every value is written once before it is read, arena values lie inside the
-    /// arena, aligned, and those alive at one step never overlap; a step that must wait for an earlier one waits.
+    /// Checks the plan against its own rules: operands fit their operations, every value is written once before it is
+    /// read, arena values lie inside the arena, aligned, and those alive at one step never overlap; a step that must wait
+    /// for an earlier one waits.
     pub fn check(&self) -> Result<(), CompileError> {
-        let fail = |what: String| Err(CompileError::Invalid(what));
-        let mut written = vec![false; self.values.len()];
+        self.check_indices()?;
+        self.check_values()?;
+        self.check_operands()?;
+        self.check_order()?;
+        self.check_places()?;
+        self.check_waits()
+    }
+
+    fn check_indices(&self) -> Result<(), CompileError> {
+        for (at, step) in self.steps.iter().enumerate() {
+            if let Some(value) = touched(step).find(|&value| value >= self.values.len()) {
+                return Err(invalid(format!("step {at} names value {value} of {}", self.values.len())));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_values(&self) -> Result<(), CompileError> {
+        if !self.alignment.is_power_of_two() || self.alignment < 64 {
+            return Err(invalid(format!("alignment {} is no power of two of at least 64", self.alignment)));
+        }
+        for value in &self.values {
+            let name = &value.name;
+            if !fits(value, &self.bucket) {
+                return Err(invalid(format!("{name} of {} columns is too large for the bucket", value.cols)));
+            }
+            let placed = match value.operand {
+                Operand::Arena { .. } => value.elem != Elem::Effect,
+                Operand::Io(io) => io == Io::Logits && value.elem == Elem::F32,
+                Operand::Effect => value.elem == Elem::Effect,
+            };
+            if !placed {
+                return Err(invalid(format!("{name} of {:?} cannot live at {:?}", value.elem, value.operand)));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_operands(&self) -> Result<(), CompileError> {
+        let operand = |v: &usize| {
+            let PlanValue { rows, cols, elem, .. } = self.values[*v];
+            signature::Operand { rows, cols, elem }
+        };
+        for (at, step) in self.steps.iter().enumerate() {
+            let operands = Operands {
+                inputs: step.inputs.iter().map(operand).collect(),
+                outputs: step.outputs.iter().map(operand).collect(),
+                scratch: step.scratch.as_ref().map(operand),
+                weights: &self.weights,
+                ropes: &self.ropes,
+                vocab_size: self.vocab_size,
+            };
+            operands.check(&step.op).map_err(|what| invalid(format!("step {at} {}: {what}", step.op.name())))?;
+            let is_logits = |v: &&usize| self.values[**v].operand == Operand::Io(Io::Logits);
+            let (reads, writes) =
+                (step.inputs.iter().find(is_logits), step.outputs.iter().chain(&step.scratch).find(is_logits));
+            let (reader, writer) = (step.op == Op::RowStatus, matches!(step.op, Op::Linear(_)));
+            if reads.is_some() != reader || (writes.is_some() && !writer) {
+                let rule = "logits are written by a linear operation and read by the row status only";
+                return Err(invalid(format!("step {at} {}: {rule}", step.op.name())));
+            }
+        }
+        match self.steps.iter().filter(|step| step.op == Op::RowStatus).count() {
+            1 => Ok(()),
+            n => Err(invalid(format!("{n} steps write the row status, expected 1"))),
+        }
+    }
+
+    /// Writes come once and before reads, and attention reads the layer that its effect says was stored.
+    fn check_order(&self) -> Result<(), CompileError> {
+        let mut writer: Vec<Option<&Op>> = vec![None; self.values.len()];
         for (at, step) in self.steps.iter().enumerate() {
             for &input in &step.inputs {
-                if !written[input] {
-                    return fail(format!("step {at} reads {} before it is written", self.values[input].name));
+                let name = &self.values[input].name;
+                let Some(written_by) = writer[input] else {
+                    return Err(invalid(format!("step {at} reads {name} before it is written")));
+                };
+                if let (Op::Attention(shape), Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. }) =
+                    (&step.op, written_by)
+                    && shape.layer != *layer
+                {
+                    return Err(invalid(format!("step {at} reads layer {} behind {name} of {layer}", shape.layer)));
                 }
             }
             for &output in step.outputs.iter().chain(&step.scratch) {
-                if std::mem::replace(&mut written[output], true) {
-                    return fail(format!("step {at} writes {} a second time", self.values[output].name));
+                if writer[output].replace(&step.op).is_some() {
+                    return Err(invalid(format!("step {at} writes {} a second time", self.values[output].name)));
                 }
             }
         }
+        Ok(())
+    }
 
+    fn check_places(&self) -> Result<(), CompileError> {
         let lives = lives(self.values.len(), &self.steps);
         let span = |v: usize| match self.values[v].operand {
-            Operand::Arena { offset } => Some((offset, offset + self.values[v].bytes(&self.bucket))),
+            Operand::Arena { offset } => Some((offset, offset.saturating_add(self.values[v].bytes(&self.bucket)))),
             _ => None,
         };
         for a in 0..self.values.len() {
             let (Some(life), Some((start, end))) = (lives[a], span(a)) else { continue };
-            if end > self.arena_bytes || start % self.alignment != 0 {
-                return fail(format!("{} at {start}..{end} is outside the arena or unaligned", self.values[a].name));
+            if end > self.arena_bytes || !start.is_multiple_of(self.alignment) {
+                let name = &self.values[a].name;
+                return Err(invalid(format!("{name} at {start}..{end} is outside the arena or unaligned")));
             }
             for b in a + 1..self.values.len() {
                 let (Some(other), Some((start_b, end_b))) = (lives[b], span(b)) else { continue };
                 if life.meets(other) && start < end_b && start_b < end {
-                    return fail(format!("{} and {} overlap", self.values[a].name, self.values[b].name));
+                    return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }
             }
         }
-        self.check_waits()
+        Ok(())
     }
 
     /// Every read happens after its write, and no region is written while a step of the same stretch uses it.
@@ -52,7 +153,7 @@ impl Plan {
             }
             for &earlier in &stretch {
                 if self.conflict(earlier, at) {
-                    return Err(CompileError::Invalid(format!("step {at} does not wait for step {earlier}")));
+                    return Err(invalid(format!("step {at} does not wait for step {earlier}")));
                 }
             }
             stretch.push(at);
@@ -63,25 +164,27 @@ impl Plan {
     /// Whether two steps must not run at the same time: one writes bytes (or an effect) the other touches.
     pub(super) fn conflict(&self, a: usize, b: usize) -> bool {
         let (a, b) = (&self.steps[a], &self.steps[b]);
-        let writes = |s: &super::Step| s.outputs.iter().chain(&s.scratch).copied().collect::<Vec<_>>();
         let meets = |x: usize, y: usize| {
             if x == y {
                 return true;
             }
             let (x, y) = (&self.values[x], &self.values[y]);
-            match (&x.operand, &y.operand) {
+            match (x.operand, y.operand) {
                 (Operand::Arena { offset: p }, Operand::Arena { offset: q }) => {
-                    *p < q + y.bytes(&self.bucket) && *q < p + x.bytes(&self.bucket)
+                    p < q + y.bytes(&self.bucket) && q < p + x.bytes(&self.bucket)
                 }
                 (Operand::Io(p), Operand::Io(q)) => p == q,
-                _ => x.elem == Elem::Effect && y.elem == Elem::Effect && x.name == y.name,
+                _ => false,
             }
         };
-        let clash = |written: &[usize], other: &super::Step| {
-            written
-                .iter()
-                .any(|&w| other.inputs.iter().chain(&other.outputs).chain(&other.scratch).any(|&o| meets(w, o)))
+        let clash = |writer: &Step, other: &Step| {
+            writer.outputs.iter().chain(&writer.scratch).any(|&w| touched(other).any(|o| meets(w, o)))
         };
-        clash(&writes(a), b) || clash(&writes(b), a)
+        clash(a, b) || clash(b, a)
     }
+}
+
+/// Every value a step reads, writes or scribbles on.
+fn touched(step: &Step) -> impl Iterator<Item = usize> + '_ {
+    step.inputs.iter().chain(&step.outputs).chain(&step.scratch).copied()
 }

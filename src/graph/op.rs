@@ -152,29 +152,57 @@ pub enum Op {
 }
 
 impl Op {
+    /// Names of all operations, so that tests can tell when one is left out.
+    pub const NAMES: [&str; 20] = [
+        "embed",
+        "rope_angles",
+        "rms_norm",
+        "add",
+        "mul",
+        "activation",
+        "quantise",
+        "linear",
+        "rope",
+        "kv_write",
+        "attention",
+        "gather_rows",
+        "row_status",
+        "add_rms_norm",
+        "norm_quantise",
+        "qk_norm_rope",
+        "rope_kv_write",
+        "act_mul",
+        "linear_multi",
+        "swiglu_linear",
+    ];
+
     /// The operation's name in dumps and cost tables.
     pub const fn name(&self) -> &'static str {
+        Self::NAMES[self.index()]
+    }
+
+    const fn index(&self) -> usize {
         match self {
-            Self::Embed { .. } => "embed",
-            Self::RopeAngles { .. } => "rope_angles",
-            Self::RmsNorm(_) => "rms_norm",
-            Self::Add => "add",
-            Self::Mul => "mul",
-            Self::Activation(_) => "activation",
-            Self::Quantise => "quantise",
-            Self::Linear(_) => "linear",
-            Self::Rope { .. } => "rope",
-            Self::KvWrite { .. } => "kv_write",
-            Self::Attention(_) => "attention",
-            Self::GatherRows => "gather_rows",
-            Self::RowStatus => "row_status",
-            Self::AddRmsNorm { .. } => "add_rms_norm",
-            Self::NormQuantise(_) => "norm_quantise",
-            Self::QkNormRope { .. } => "qk_norm_rope",
-            Self::RopeKvWrite { .. } => "rope_kv_write",
-            Self::ActMul(_) => "act_mul",
-            Self::LinearMulti(_) => "linear_multi",
-            Self::SwigluLinear { .. } => "swiglu_linear",
+            Self::Embed { .. } => 0,
+            Self::RopeAngles { .. } => 1,
+            Self::RmsNorm(_) => 2,
+            Self::Add => 3,
+            Self::Mul => 4,
+            Self::Activation(_) => 5,
+            Self::Quantise => 6,
+            Self::Linear(_) => 7,
+            Self::Rope { .. } => 8,
+            Self::KvWrite { .. } => 9,
+            Self::Attention(_) => 10,
+            Self::GatherRows => 11,
+            Self::RowStatus => 12,
+            Self::AddRmsNorm { .. } => 13,
+            Self::NormQuantise(_) => 14,
+            Self::QkNormRope { .. } => 15,
+            Self::RopeKvWrite { .. } => 16,
+            Self::ActMul(_) => 17,
+            Self::LinearMulti(_) => 18,
+            Self::SwigluLinear { .. } => 19,
         }
     }
 

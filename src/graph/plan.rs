@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::check::fits;
 use super::passes::{FusionReport, fuse, select_quantised};
 use super::place::{lower_bound_bytes, place};
 use super::{
@@ -156,6 +157,10 @@ pub fn compile(
             layer: node.layer,
             waits: true,
         });
+    }
+    if let Some(value) = plan.values.iter().find(|value| !fits(value, &bucket)) {
+        let (rows, cols) = (bucket.rows(value.rows), value.cols);
+        return Err(CompileError::Invalid(format!("{} of {rows} rows of {cols} is too large", value.name)));
     }
     plan.arena_bound_bytes = lower_bound_bytes(&plan.values, &plan.steps, &bucket, target.alignment);
     plan.arena_bytes = place(&mut plan.values, &plan.steps, &bucket, target.alignment);

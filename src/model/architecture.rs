@@ -32,8 +32,6 @@ pub(super) struct HubDefaults {
     pub max_position_embeddings: usize,
     pub rms_norm_eps: f32,
     pub sliding_window: Option<usize>,
-    /// Whether the window is on unless the config says otherwise.
-    pub use_sliding_window: bool,
 }
 
 impl Architecture {
@@ -81,7 +79,6 @@ impl Architecture {
             max_position_embeddings: 2048,
             rms_norm_eps: 1e-6,
             sliding_window: None,
-            use_sliding_window: false,
         };
         let qwen2 = HubDefaults {
             vocab_size: 151_936,
@@ -98,7 +95,6 @@ impl Architecture {
                 kv_heads: Some(8),
                 max_position_embeddings: 4096 * 32,
                 sliding_window: Some(4096),
-                use_sliding_window: true,
                 ..llama
             },
             Self::Qwen2 => qwen2,

@@ -66,6 +66,7 @@ pub struct ModelConfig {
 impl ModelConfig {
     /// Checks sizes against each other, so that the graph can be built without a doubt.
     pub fn validate(&self) -> Result<(), ModelError> {
+        // Upper bounds keep products far from overflow, and tables that are made from a size alone small.
         let positive = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
@@ -73,14 +74,15 @@ impl ModelConfig {
             ("num_hidden_layers", self.layers),
             ("num_attention_heads", self.heads),
             ("num_key_value_heads", self.kv_heads),
-            ("head_dim", self.head_dim),
             ("max_position_embeddings", self.max_position_embeddings),
         ];
         for (field, value) in positive {
-            // The upper bound keeps every product of two sizes far from overflow.
             if value == 0 || value > 1 << 28 {
                 return Err(invalid(field, value, "a size from 1 to 2^28"));
             }
+        }
+        if self.head_dim == 0 || self.head_dim > 1 << 16 {
+            return Err(invalid("head_dim", self.head_dim, "a size from 1 to 2^16"));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(invalid("num_key_value_heads", self.kv_heads, &format!("a divisor of {} heads", self.heads)));
@@ -89,22 +91,37 @@ impl ModelConfig {
             let expected = format!("an even number up to head_dim {}", self.head_dim);
             return Err(invalid("rotary dimension", self.rope.dim, &expected));
         }
+        if self.windows.len() != self.layers {
+            let expected = format!("one window for each of {} layers", self.layers);
+            return Err(invalid("windows", format!("{} entries", self.windows.len()), &expected));
+        }
+        if self.windows.contains(&Some(0)) {
+            return Err(invalid("sliding_window", 0, "at least 1, or none"));
+        }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             return Err(invalid("rms_norm_eps", self.rms_norm_eps, "a finite number of at least 0"));
         }
         if !(self.rope.theta.is_finite() && self.rope.theta > 0.0) {
             return Err(invalid("rope_theta", self.rope.theta, "a finite number above 0"));
         }
+        self.rope.scaling.validate()?;
+        // Each of the parameters may be sound and the frequencies still not be.
+        let (inv_freq, factor) = self.rope.scaling.inv_freq(self.rope.dim, self.rope.theta);
+        if !factor.is_finite() || !inv_freq.iter().all(|f| f.is_finite()) {
+            let value = format!("{:?} with rope_theta {}", self.rope.scaling, self.rope.theta);
+            return Err(invalid("rope_scaling", value, "parameters that give finite frequencies"));
+        }
         Ok(())
     }
 
-    /// Weights' count of parameters, embeddings included once where tied.
+    /// Weights' count of parameters, embeddings included once where tied; biases and head norms are left out.
     pub fn parameters(&self) -> u64 {
-        let (h, kv) = ((self.heads * self.head_dim) as u64, (self.kv_heads * self.head_dim) as u64);
-        let (hidden, inter) = (self.hidden_size as u64, self.intermediate_size as u64);
-        let layer = hidden * (2 * h + 2 * kv) + 3 * hidden * inter + 2 * hidden;
-        let tables = if self.tied_embeddings { 1 } else { 2 };
-        self.layers as u64 * layer + tables * self.vocab_size as u64 * hidden + hidden
+        let product = |factors: [usize; 3]| factors.iter().fold(1u64, |n, &m| n.saturating_mul(m as u64));
+        let projections = product([self.hidden_size, 2 * self.head_dim, self.heads.saturating_add(self.kv_heads)]);
+        let mlp = product([3, self.hidden_size, self.intermediate_size]);
+        let layer = projections.saturating_add(mlp).saturating_add(2 * self.hidden_size as u64);
+        let tables = product([if self.tied_embeddings { 1 } else { 2 }, self.vocab_size, self.hidden_size]);
+        layer.saturating_mul(self.layers as u64).saturating_add(tables).saturating_add(self.hidden_size as u64)
     }
 }
 

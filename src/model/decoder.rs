@@ -10,8 +10,7 @@ use crate::weights::{WeightError, WeightSource};
 /// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
 ///
 /// # Errors
-/// [`ModelError::MissingTensor`], [`ModelError::UnusableTensor`] and [`ModelError::TensorShape`] for tensors that are
-/// absent, stored in a type that is not implemented, or of another shape.
+/// [`ModelError::MissingTensor`] and [`ModelError::TensorShape`] for tensors that are absent or of another shape.
 pub fn decoder_graph(config: &ModelConfig, source: &dyn WeightSource) -> Result<Graph, ModelError> {
     config.validate()?;
     let mut decoder = Decoder { config, source, graph: GraphBuilder::new() };
@@ -49,11 +48,8 @@ impl Decoder<'_> {
         let rows = self.graph.gather_rows(x, "wanted");
         let norm = self.norm("model.norm.weight", c.hidden_size)?;
         let h = self.graph.rms_norm(rows, norm, "final");
-        let head = if c.tied_embeddings {
-            embedding
-        } else {
-            self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)?
-        };
+        let head =
+            if c.tied_embeddings { embedding } else { self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)? };
         let logits = self.graph.linear(h, LinearPart { weight: head, bias: None }, "logits");
         Ok(std::mem::take(&mut self.graph).finish(logits))
     }
@@ -67,9 +63,8 @@ impl Decoder<'_> {
     ) -> Result<crate::graph::ValueId, ModelError> {
         let c = self.config;
         let (q_width, kv_width) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let mut project = |name: &str, n: usize, bias: bool| {
-            self.part(&format!("{prefix}.self_attn.{name}"), n, c.hidden_size, bias)
-        };
+        let mut project =
+            |name: &str, n: usize, bias: bool| self.part(&format!("{prefix}.self_attn.{name}"), n, c.hidden_size, bias);
         let (q_part, k_part, v_part) = (
             project("q_proj", q_width, c.qkv_bias)?,
             project("k_proj", kv_width, c.qkv_bias)?,
@@ -146,7 +141,7 @@ impl Decoder<'_> {
     fn weight(&mut self, name: &str, shape: Vec<usize>, role: WeightRole) -> Result<WeightId, ModelError> {
         let tensor = self.source.require(name).map_err(|error| match error {
             WeightError::MissingTensor { .. } => ModelError::MissingTensor { name: name.to_owned() },
-            error => ModelError::UnusableTensor { name: name.to_owned(), reason: error.to_string() },
+            other => ModelError::UnusableTensor { name: name.to_owned(), reason: other.to_string() },
         })?;
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });

@@ -50,12 +50,12 @@ pub enum ModelError {
         /// The tensor.
         name: String,
     },
-    /// A tensor is there, but its elements cannot be read.
+    /// A tensor the model needs is there, but cannot be used.
     #[error("tensor {name} cannot be used: {reason}")]
     UnusableTensor {
         /// The tensor.
         name: String,
-        /// What the source of the weights said.
+        /// What its file says.
         reason: String,
     },
     /// A tensor has another shape than the description says.

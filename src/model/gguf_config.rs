@@ -5,14 +5,13 @@ use super::rope::RopeScaling;
 use super::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::graph::{ActivationKind, RopeStyle};
 use crate::weights::WeightSource;
-use crate::weights::gguf::{Gguf, Metadata};
+use crate::weights::gguf::{Gguf, Metadata, Value};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let metadata = file.metadata();
-    let name = metadata
-        .architecture()
-        .ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
+    let name =
+        metadata.architecture().ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
     let architecture = Architecture::from_gguf(name)?;
     let keys = Keys { metadata, architecture: name };
     let has = |tensor: &str| file.tensor(tensor).is_some();
@@ -20,7 +19,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let hidden_size = keys.size("embedding_length")?;
     let heads = keys.size("attention.head_count")?;
     if heads == 0 {
-        return Err(invalid(&keys.name("attention.head_count"), 0, "at least 1"));
+        return Err(invalid(&keys.name("attention.head_count"), heads, "at least 1"));
     }
     let layers = keys.size("block_count")?;
     if layers > 1 << 20 {
@@ -41,10 +40,16 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let max_position_embeddings = keys.size("context_length")?;
     let window = match keys.optional_size("attention.sliding_window")? {
         None | Some(0) => None,
-        Some(w) => Some(
-            u32::try_from(w).map_err(|_| invalid(&keys.name("attention.sliding_window"), w, "a 32-bit number"))?,
-        ),
+        Some(w) => {
+            Some(u32::try_from(w).map_err(|_| invalid(&keys.name("attention.sliding_window"), w, "a 32-bit number"))?)
+        }
     };
+    let rope_dim = keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
+    if matches!(architecture, Architecture::Llama | Architecture::Mistral) && rope_dim != head_dim {
+        // Their rows are stored in pairs over the whole head.
+        return Err(unsupported(&keys.name("rope.dimension_count"), rope_dim, &format!("it must be {head_dim}")));
+    }
+    keys.refuse_unknown_factors()?;
     let model = ModelConfig {
         architecture,
         vocab_size: embedding.shape.first().copied().unwrap_or(0),
@@ -54,12 +59,14 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         heads,
         kv_heads: keys.optional_size("attention.head_count_kv")?.unwrap_or(heads),
         head_dim,
-        rms_norm_eps: keys.float("attention.layer_norm_rms_epsilon")?,
+        rms_norm_eps: keys
+            .optional_float("attention.layer_norm_rms_epsilon")?
+            .ok_or_else(|| ModelError::MissingField { field: keys.name("attention.layer_norm_rms_epsilon") })?,
         rope: RopeConfig {
-            theta: metadata.f32(&keys.name("rope.freq_base")).map_or(10_000.0, f64::from),
+            theta: keys.optional_float("rope.freq_base")?.map_or(10_000.0, f64::from),
             scaling: rope_scaling(&keys, max_position_embeddings)?,
             divisors: file.tensor("rope_freqs.weight").map(|tensor| tensor.to_f32()),
-            dim: keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim),
+            dim: rope_dim,
             // The weight source hands out query and key rows in the hub's order.
             style: RopeStyle::Half,
         },
@@ -73,21 +80,21 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         max_position_embeddings,
         eos_ids: metadata.u32("tokenizer.ggml.eos_token_id").into_iter().collect(),
     };
-    model.validate()?;
+    model.validate().map_err(|error| keys.rename(error))?;
     Ok(model)
 }
 
 fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, ModelError> {
-    let metadata = keys.metadata;
-    let key = keys.name("rope.scaling.type");
-    let factor = metadata.f32(&keys.name("rope.scaling.factor")).or(metadata.f32(&keys.name("rope.scale_linear")));
-    let need_factor = || match factor {
-        Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(f64::from(factor)),
-        Some(factor) => Err(invalid(&keys.name("rope.scaling.factor"), factor, "a finite number of at least 1")),
-        None => Err(ModelError::MissingField { field: keys.name("rope.scaling.factor") }),
-    };
-    match metadata.str(&key) {
-        None if factor.is_some_and(|factor| factor > 1.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
+    let kind = keys.optional_str("rope.scaling.type")?;
+    let mut factor = keys.optional_float("rope.scaling.factor")?;
+    if factor.is_none() {
+        factor = keys.optional_float("rope.scale_linear")?;
+    }
+    let need_factor =
+        || factor.map(f64::from).ok_or_else(|| ModelError::MissingField { field: keys.name("rope.scaling.factor") });
+    match kind {
+        // Files without a type scale linearly; a factor of 0 there means none.
+        None if factor.is_some_and(|factor| factor != 0.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
         None | Some("none") => Ok(RopeScaling::Default),
         Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),
         Some("yarn") => Ok(RopeScaling::Yarn {
@@ -97,16 +104,43 @@ fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, Mo
                 let tokens = keys.optional_size(name)?.unwrap_or(max_positions);
                 u32::try_from(tokens).map_err(|_| invalid(&keys.name(name), tokens, "a 32-bit number"))?
             },
-            beta_fast: metadata.f32(&keys.name("rope.scaling.yarn_beta_fast")).map_or(32.0, f64::from),
-            beta_slow: metadata.f32(&keys.name("rope.scaling.yarn_beta_slow")).map_or(1.0, f64::from),
+            beta_fast: keys.optional_float("rope.scaling.yarn_beta_fast")?.map_or(32.0, f64::from),
+            beta_slow: keys.optional_float("rope.scaling.yarn_beta_slow")?.map_or(1.0, f64::from),
             attention_factor: None,
             mscale: None,
             mscale_all_dim: None,
             truncate: true,
         }),
-        Some(other) => Err(unsupported(&key, other, "none, linear or yarn would be")),
+        Some(other) => Err(unsupported(&keys.name("rope.scaling.type"), other, "none, linear or yarn would be")),
     }
 }
+
+/// Factors that other engines read and that would change every number, with the value that means "none".
+const FACTORS: [(&str, f32); 8] = [
+    ("attention.scale", 0.0),
+    ("attn_logit_softcapping", 0.0),
+    ("final_logit_softcapping", 0.0),
+    ("logit_scale", 0.0),
+    ("embedding_scale", 0.0),
+    ("residual_scale", 0.0),
+    ("rope.scaling.attn_factor", 1.0),
+    ("rope.scaling.yarn_attn_factor", 1.0),
+];
+
+/// What the configuration's fields are called here, where they are named otherwise.
+const FIELDS: [(&str, &str); 11] = [
+    ("hidden_size", "embedding_length"),
+    ("intermediate_size", "feed_forward_length"),
+    ("num_hidden_layers", "block_count"),
+    ("num_attention_heads", "attention.head_count"),
+    ("num_key_value_heads", "attention.head_count_kv"),
+    ("head_dim", "attention.key_length"),
+    ("max_position_embeddings", "context_length"),
+    ("rotary dimension", "rope.dimension_count"),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+    ("rope_theta", "rope.freq_base"),
+    ("rope_scaling.factor", "rope.scaling.factor"),
+];
 
 /// Keys of one architecture.
 struct Keys<'a> {
@@ -114,9 +148,43 @@ struct Keys<'a> {
     architecture: &'a str,
 }
 
-impl Keys<'_> {
+impl<'a> Keys<'a> {
     fn name(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
+    }
+
+    /// The error with the file's own name of the field.
+    fn rename(&self, error: ModelError) -> ModelError {
+        match error {
+            ModelError::InvalidField { field, value, expected } => {
+                let key = FIELDS.iter().find(|(hub, _)| *hub == field).map(|(_, key)| self.name(key));
+                ModelError::InvalidField { field: key.unwrap_or(field), value, expected }
+            }
+            other => other,
+        }
+    }
+
+    fn refuse_unknown_factors(&self) -> Result<(), ModelError> {
+        for (key, none) in FACTORS {
+            if let Some(factor) = self.optional_float(key)?.filter(|factor| *factor != none) {
+                return Err(unsupported(&self.name(key), factor, &format!("{none} would be")));
+            }
+        }
+        Ok(())
+    }
+
+    fn optional_float(&self, key: &str) -> Result<Option<f32>, ModelError> {
+        let name = self.name(key);
+        let value = self.metadata.get(&name);
+        value.map(|value| value.as_f32().ok_or_else(|| invalid(&name, format!("{value:?}"), "a float"))).transpose()
+    }
+
+    fn optional_str(&self, key: &str) -> Result<Option<&'a str>, ModelError> {
+        let name = self.name(key);
+        match (self.metadata.get(&name), self.metadata.str(&name)) {
+            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a string")),
+            (_, text) => Ok(text),
+        }
     }
 
     fn optional_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
@@ -124,18 +192,15 @@ impl Keys<'_> {
         match (self.metadata.get(&name), self.metadata.u64(&name)) {
             (None, _) => Ok(None),
             (_, Some(n)) => usize::try_from(n).map(Some).map_err(|_| invalid(&name, n, "a size")),
-            (Some(value), None) => {
-                Err(unsupported(&name, format!("{value:?}"), "one whole number for all layers would be"))
+            (Some(Value::Array(list)), None) => {
+                let value = format!("a list of {}", list.len());
+                Err(unsupported(&name, value, "one whole number for all layers would be"))
             }
+            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a whole number of at least 0")),
         }
     }
 
     fn size(&self, key: &str) -> Result<usize, ModelError> {
         self.optional_size(key)?.ok_or_else(|| ModelError::MissingField { field: self.name(key) })
-    }
-
-    fn float(&self, key: &str) -> Result<f32, ModelError> {
-        let name = self.name(key);
-        self.metadata.f32(&name).ok_or(ModelError::MissingField { field: name })
     }
 }

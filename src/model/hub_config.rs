@@ -15,7 +15,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     let Value::Object(object) = parsed else {
         return Err(ModelError::Json { file: "config.json".into(), reason: "it is no object".into() });
     };
-    let config = Fields(&object);
+    let config = Fields { object: &object, parent: "" };
     let architecture = architecture(&config)?;
     let defaults = architecture.hub_defaults();
 
@@ -23,8 +23,10 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
         let name = method.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
         return Err(unsupported("quantization_config.quant_method", name, "use unquantised weights or a GGUF file"));
     }
-    if config.bool("is_encoder_decoder")?.unwrap_or(false) || config.bool("add_cross_attention")?.unwrap_or(false) {
-        return Err(unsupported("is_encoder_decoder", true, "only decoder models run"));
+    for field in ["is_encoder_decoder", "add_cross_attention"] {
+        if config.bool(field)?.unwrap_or(false) {
+            return Err(unsupported(field, true, "only decoder models run"));
+        }
     }
 
     let hidden_size = config.size("hidden_size")?.unwrap_or(defaults.hidden_size);
@@ -34,8 +36,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     }
     let layers = config.size("num_hidden_layers")?.unwrap_or(defaults.layers);
     let head_dim = config.size("head_dim")?.or(defaults.head_dim).unwrap_or(hidden_size / heads);
-    let max_position_embeddings =
-        config.size("max_position_embeddings")?.unwrap_or(defaults.max_position_embeddings);
+    let max_position_embeddings = config.size("max_position_embeddings")?.unwrap_or(defaults.max_position_embeddings);
     let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
     let model = ModelConfig {
         architecture,
@@ -67,7 +68,7 @@ pub(crate) fn eos_ids_of_generation_config(json: &[u8]) -> Result<Vec<u32>, Mode
     let parsed: Value = serde_json::from_slice(json)
         .map_err(|e| ModelError::Json { file: "generation_config.json".into(), reason: e.to_string() })?;
     match parsed {
-        Value::Object(object) => Fields(&object).ids("eos_token_id"),
+        Value::Object(object) => Fields { object: &object, parent: "" }.ids("eos_token_id"),
         _ => Err(ModelError::Json { file: "generation_config.json".into(), reason: "it is no object".into() }),
     }
 }
@@ -76,7 +77,8 @@ fn architecture(config: &Fields<'_>) -> Result<Architecture, ModelError> {
     if let Some(name) = config.str("model_type")? {
         return Architecture::from_hub(name);
     }
-    let first = config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
+    let names = config.list("architectures")?;
+    let first = names.and_then(|names| names.first()).and_then(Value::as_str);
     match first {
         Some(name) => Architecture::from_hub(name),
         None => Err(ModelError::MissingField { field: "model_type".into() }),
@@ -93,56 +95,55 @@ fn activation(name: &str) -> Result<ActivationKind, ModelError> {
 
 fn rope(config: &Fields<'_>, head_dim: usize, max_positions: usize) -> Result<RopeConfig, ModelError> {
     let parameters = config.object("rope_parameters")?;
-    let scaling = parameters.or(config.object("rope_scaling")?);
-    let theta = match parameters.map(Fields) {
-        Some(parameters) if parameters.float("rope_theta")?.is_some() => parameters.float("rope_theta")?,
-        _ => config.float("rope_theta")?,
+    let scaling = match &parameters {
+        Some(parameters) => Some(*parameters),
+        None => config.object("rope_scaling")?,
     };
-    let nested_factor = parameters.map_or(Ok(None), |map| Fields(map).float("partial_rotary_factor"))?;
-    let rotary_factor = nested_factor.or(config.float("partial_rotary_factor")?).unwrap_or(1.0);
+    if let Some(scaling) = scaling
+        && let Some((kind, _)) = scaling.object.iter().find(|(_, value)| value.is_object())
+    {
+        // Transformers 5 nests one set a layer type; none of these families has more than one.
+        return Err(unsupported(&scaling.name(kind), "a set of its own", "one set for all layers would be"));
+    }
+    let nested = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.float(field));
+    let either = |field: &str| -> Result<Option<f64>, ModelError> { Ok(nested(field)?.or(config.float(field)?)) };
+    let rotary_factor = either("partial_rotary_factor")?.unwrap_or(1.0);
     if !(rotary_factor > 0.0 && rotary_factor <= 1.0) {
         return Err(invalid("partial_rotary_factor", rotary_factor, "a number above 0 and up to 1"));
     }
+    // Some configs keep the first training's length beside the parameters.
+    let original = config.size("original_max_position_embeddings")?.unwrap_or(max_positions);
+    let scaling = scaling.map_or(Ok(RopeScaling::Default), |scaling| rope_scaling(&scaling, original))?;
+    scaling.validate()?;
     Ok(RopeConfig {
-        theta: theta.unwrap_or(10_000.0),
-        scaling: scaling.map_or(Ok(RopeScaling::Default), |map| rope_scaling(&Fields(map), max_positions))?,
+        theta: either("rope_theta")?.unwrap_or(10_000.0),
+        scaling,
         divisors: None,
         dim: (head_dim as f64 * rotary_factor) as usize,
         style: RopeStyle::Half,
     })
 }
 
-fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScaling, ModelError> {
+fn rope_scaling(scaling: &Fields<'_>, default_original: usize) -> Result<RopeScaling, ModelError> {
     let kind = scaling.str("rope_type")?.or(scaling.str("type")?).unwrap_or("default");
-    let need = |field: &str| {
-        scaling.float(field)?.ok_or_else(|| ModelError::MissingField { field: format!("rope_scaling.{field}") })
-    };
+    let need =
+        |field: &str| scaling.float(field)?.ok_or_else(|| ModelError::MissingField { field: scaling.name(field) });
     let original = || -> Result<u32, ModelError> {
-        let tokens = scaling.size("original_max_position_embeddings")?.unwrap_or(max_positions);
-        u32::try_from(tokens)
-            .ok()
-            .filter(|tokens| *tokens > 0)
-            .ok_or_else(|| invalid("rope_scaling.original_max_position_embeddings", tokens, "a 32-bit number above 0"))
-    };
-    let factor = || {
-        let factor = need("factor")?;
-        if factor >= 1.0 && factor.is_finite() {
-            Ok(factor)
-        } else {
-            Err(invalid("rope_scaling.factor", factor, "a finite number of at least 1"))
-        }
+        let field = "original_max_position_embeddings";
+        let tokens = scaling.size(field)?.unwrap_or(default_original);
+        u32::try_from(tokens).map_err(|_| invalid(&scaling.name(field), tokens, "a 32-bit number above 0"))
     };
     match kind {
         "default" => Ok(RopeScaling::Default),
-        "linear" => Ok(RopeScaling::Linear { factor: factor()? }),
+        "linear" => Ok(RopeScaling::Linear { factor: need("factor")? }),
         "llama3" => Ok(RopeScaling::Llama3 {
-            factor: factor()?,
+            factor: need("factor")?,
             low_freq_factor: need("low_freq_factor")?,
             high_freq_factor: need("high_freq_factor")?,
             original_max_position_embeddings: original()?,
         }),
         "yarn" => Ok(RopeScaling::Yarn {
-            factor: factor()?,
+            factor: need("factor")?,
             original_max_position_embeddings: original()?,
             beta_fast: scaling.float("beta_fast")?.unwrap_or(32.0),
             beta_slow: scaling.float("beta_slow")?.unwrap_or(1.0),
@@ -151,7 +152,7 @@ fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScalin
             mscale_all_dim: scaling.float("mscale_all_dim")?,
             truncate: scaling.bool("truncate")?.unwrap_or(true),
         }),
-        _ => Err(unsupported("rope_scaling.rope_type", kind, "default, linear, llama3 or yarn would be")),
+        _ => Err(unsupported(&scaling.name("rope_type"), kind, "default, linear, llama3 or yarn would be")),
     }
 }
 
@@ -159,14 +160,16 @@ fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScalin
 fn windows(config: &Fields<'_>, arch: Architecture, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
     let defaults = arch.hub_defaults();
     // Null says "none" here, unlike for sizes.
-    let window = if config.0.contains_key("sliding_window") {
+    let window = if config.object.contains_key("sliding_window") {
         config.size("sliding_window")?
     } else {
         defaults.sliding_window
     };
     let on = match arch {
         Architecture::Llama => false,
-        _ => config.bool("use_sliding_window")?.unwrap_or(defaults.use_sliding_window),
+        // Mistral's class has no such switch.
+        Architecture::Mistral => true,
+        Architecture::Qwen2 | Architecture::Qwen3 => config.bool("use_sliding_window")?.unwrap_or(false),
     };
     let window = match window.filter(|_| on) {
         Some(0) => return Err(invalid("sliding_window", 0, "at least 1, or null for none")),
@@ -176,7 +179,7 @@ fn windows(config: &Fields<'_>, arch: Architecture, layers: usize) -> Result<Vec
     if layers > 1 << 20 {
         return Err(invalid("num_hidden_layers", layers, "at most 2^20"));
     }
-    if let Some(types) = config.get("layer_types").and_then(Value::as_array) {
+    if let Some(types) = config.list("layer_types")? {
         if types.len() != layers {
             let expected = format!("one entry for each of {layers} layers");
             return Err(invalid("layer_types", format!("{} entries", types.len()), &expected));
@@ -202,11 +205,21 @@ fn windows(config: &Fields<'_>, arch: Architecture, layers: usize) -> Result<Vec
 }
 
 /// Typed access to a JSON object; null counts as absent.
-struct Fields<'a>(&'a Map<String, Value>);
+#[derive(Clone, Copy)]
+struct Fields<'a> {
+    object: &'a Map<String, Value>,
+    /// The field that holds the object, for errors; empty for the config itself.
+    parent: &'static str,
+}
 
 impl<'a> Fields<'a> {
     fn get(&self, field: &str) -> Option<&'a Value> {
-        self.0.get(field).filter(|value| !value.is_null())
+        self.object.get(field).filter(|value| !value.is_null())
+    }
+
+    /// The field's name with its path.
+    fn name(&self, field: &str) -> String {
+        if self.parent.is_empty() { field.to_owned() } else { format!("{}.{field}", self.parent) }
     }
 
     fn typed<T>(
@@ -217,7 +230,7 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<T>, ModelError> {
         match self.get(field) {
             None => Ok(None),
-            Some(value) => read(value).map(Some).ok_or_else(|| invalid(field, value, expected)),
+            Some(value) => read(value).map(Some).ok_or_else(|| invalid(&self.name(field), value, expected)),
         }
     }
 
@@ -237,8 +250,13 @@ impl<'a> Fields<'a> {
         self.typed(field, "a string", Value::as_str)
     }
 
-    fn object(&self, field: &str) -> Result<Option<&'a Map<String, Value>>, ModelError> {
-        self.typed(field, "an object or null", Value::as_object)
+    fn list(&self, field: &str) -> Result<Option<&'a Vec<Value>>, ModelError> {
+        self.typed(field, "a list", Value::as_array)
+    }
+
+    fn object(&self, field: &'static str) -> Result<Option<Self>, ModelError> {
+        let object = self.typed(field, "an object or null", Value::as_object)?;
+        Ok(object.map(|object| Self { object, parent: field }))
     }
 
     /// One id or a list of ids.

@@ -7,6 +7,9 @@
 
 use std::f64::consts::TAU;
 
+use super::ModelError;
+use super::config::invalid;
+
 /// How the frequencies are changed from `theta^(-2i / width)`.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 #[non_exhaustive]
@@ -52,6 +55,45 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
+    /// Refuses parameters that the formulas cannot take.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let factor_of = |factor: f64| {
+            let sound = factor >= 1.0 && factor.is_finite();
+            if sound { Ok(()) } else { Err(invalid("rope_scaling.factor", factor, "a finite number of at least 1")) }
+        };
+        let positive = |field: &str, value: f64| {
+            let sound = value > 0.0 && value.is_finite();
+            if sound { Ok(()) } else { Err(invalid(field, value, "a finite number above 0")) }
+        };
+        let original = |tokens: u32| positive("rope_scaling.original_max_position_embeddings", f64::from(tokens));
+        match *self {
+            Self::Default => Ok(()),
+            Self::Linear { factor } => factor_of(factor),
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                factor_of(factor)?;
+                original(original_max_position_embeddings)?;
+                positive("rope_scaling.low_freq_factor", low_freq_factor)?;
+                positive("rope_scaling.high_freq_factor", high_freq_factor)?;
+                if high_freq_factor <= low_freq_factor {
+                    let expected = format!("more than low_freq_factor {low_freq_factor}");
+                    return Err(invalid("rope_scaling.high_freq_factor", high_freq_factor, &expected));
+                }
+                Ok(())
+            }
+            Self::Yarn { factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor, .. } => {
+                factor_of(factor)?;
+                original(original_max_position_embeddings)?;
+                positive("rope_scaling.beta_fast", beta_fast)?;
+                positive("rope_scaling.beta_slow", beta_slow)?;
+                if beta_fast < beta_slow {
+                    let expected = format!("at least beta_slow {beta_slow}");
+                    return Err(invalid("rope_scaling.beta_fast", beta_fast, &expected));
+                }
+                attention_factor.map_or(Ok(()), |given| positive("rope_scaling.attention_factor", given))
+            }
+        }
+    }
+
     /// Frequency of each pair of a rotary width of `head_dim`, and the factor on cosines and sines.
     #[allow(clippy::cast_possible_truncation)]
     pub fn inv_freq(&self, head_dim: usize, theta: f64) -> (Vec<f32>, f32) {
@@ -69,8 +111,7 @@ impl RopeScaling {
                     } else if wavelength > original / low_freq_factor {
                         f / factor
                     } else {
-                        let kept =
-                            (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                        let kept = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
                         (1.0 - kept) * f / factor + kept * f
                     }
                 });

@@ -3,11 +3,12 @@
 //! Templates are Jinja as the Transformers library runs it: blocks trimmed, loop controls, `raise_exception`,
 //! `strftime_now`, a `tojson` that keeps key order and escapes nothing but what JSON asks for, the `generation` tag,
 //! and the string methods of Python. A template is foreign code: it sees its arguments only, and a render ends with a
-//! typed error once it has used up a budget of steps and memory that grows with the conversation.
+//! typed error once it has used up a budget of steps and memory that grows with the conversation. One thing the engine
+//! below does not count: a list added to itself over and over.
 
 mod clock;
-mod generation_tag;
 mod python;
+mod tags;
 mod tojson;
 mod values;
 
@@ -66,11 +67,13 @@ impl ChatTemplate {
         environment.set_syntax(syntax);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(python::method);
+        environment.add_test("iterable", python::is_iterable);
+        environment.add_test("sequence", python::is_sequence);
+        environment.add_test("number", python::is_number);
+        environment.add_filter(tags::ITERABLE, python::iterable);
         environment.add_filter("tojson", tojson::tojson);
         environment.add_function("raise_exception", raise_exception);
-        environment
-            .add_template_owned(NAME, generation_tag::as_plain_block(source))
-            .map_err(|error| explain(&error, BASE_BUDGET))?;
+        environment.add_template_owned(NAME, tags::rewrite(source)).map_err(|error| explain(&error, BASE_BUDGET))?;
         Ok(Self { environment, bos: bos.map(str::to_owned), eos: eos.map(str::to_owned) })
     }
 

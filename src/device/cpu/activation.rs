@@ -63,7 +63,7 @@ pub fn silu<L: Lanes>(l: L, x: L::F32) -> L::F32 {
 #[inline(always)]
 pub fn gelu_tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
     // -2 √(2/π) and that times 0.044715.
-    const LINEAR: f32 = -1.595_769_1;
+    const LINEAR: f32 = -1.595_769;
     const CUBIC: f32 = -0.071_354_814;
     let slope = l.fma(l.mul(x, x), l.splat(CUBIC), l.splat(LINEAR));
     l.div(x, l.add(l.splat(1.0), exp(l, l.mul(x, slope))))
@@ -110,15 +110,15 @@ macro_rules! two_rows {
 }
 
 in_place! {
-    /// SiLU in place.
+    /// `silu` in place.
     silu_row, silu
 }
 in_place! {
-    /// GELU (tanh form) in place.
+    /// `gelu_tanh` in place.
     gelu_tanh_row, gelu_tanh
 }
 in_place! {
-    /// ReLU in place.
+    /// `relu` in place.
     relu_row, relu
 }
 two_rows! {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Isa;
 use super::arena::AlignedBytes;
@@ -44,6 +44,10 @@ pub struct CpuDevice {
 #[derive(Debug, Default)]
 struct State {
     next: u64,
+    /// Streams handed out so far; they are never given back.
+    streams: u64,
+    /// Events recorded so far.
+    events: u64,
     buffers: HashMap<u64, AlignedBytes>,
     weights: HashMap<u64, Arc<WeightSet>>,
     programs: HashMap<u64, Program>,
@@ -93,6 +97,39 @@ impl CpuDevice {
         state.next += 1;
         self.tag | state.next
     }
+
+    /// The state, once `stream` is known to be one of this device's.
+    fn on(&self, stream: StreamId) -> Result<MutexGuard<'_, State>, DeviceError> {
+        let state = self.state.lock();
+        self.known(stream.0, state.streams, "stream")?;
+        Ok(state)
+    }
+
+    /// Streams and events are numbered from 1 without gaps, so a count tells which exist.
+    fn known(&self, id: u64, count: u64, what: &str) -> Result<(), DeviceError> {
+        if id.checked_sub(self.tag).is_some_and(|number| (1..=count).contains(&number)) {
+            return Ok(());
+        }
+        Err(invalid(format!("unknown {what}")))
+    }
+
+    /// The layout of keys and values, if this device has one for the geometry.
+    fn layout(&self, geometry: &KvGeometry) -> Result<kv::KvLayout, DeviceError> {
+        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
+        let (step, most) = (self.caps.block_size_step, self.caps.max_block_size);
+        if block_size == 0 || !block_size.is_multiple_of(step) || block_size > most {
+            return Err(invalid(format!("block size {block_size} is no multiple of {step} up to {most}")));
+        }
+        if !self.caps.kv_dtypes.contains(&dtype) {
+            return Err(invalid(format!("KV type {dtype:?} is not available")));
+        }
+        // Two and the type's bytes at most 4: a factor of 8.
+        let product = [layers, kv_heads, head_dim, block_size, 8].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
+        if product.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) {
+            return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
+        }
+        Ok(kv::KvLayout::new(*geometry))
+    }
 }
 
 impl State {
@@ -132,8 +169,8 @@ impl Device for CpuDevice {
         self.state.lock().buffers.remove(&buffer.0);
     }
 
-    fn write(&self, dst: Span, src: &[u8], _on: StreamId) -> Result<(), DeviceError> {
-        let state = &mut *self.state.lock();
+    fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
+        let state = &mut *self.on(on)?;
         let dst = state.bytes_mut(dst)?;
         if dst.len() != src.len() {
             return Err(invalid(format!("write of {} bytes into a span of {}", src.len(), dst.len())));
@@ -152,44 +189,42 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn copy(&self, dst: Span, src: Span, _on: StreamId) -> Result<(), DeviceError> {
+    fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
+        let state = &mut *self.on(on)?;
         if dst.bytes != src.bytes {
             return Err(invalid(format!("copy of {} bytes into {}", src.bytes, dst.bytes)));
         }
-        let state = &mut *self.state.lock();
-        copy_between(&mut state.buffers, dst.buffer, src.buffer, &[(src.offset, dst.offset)], src.bytes)
+        state.bytes(src)?;
+        state.bytes(dst)?;
+        copy_between(&mut state.buffers, dst.buffer, src.buffer, (src.offset, dst.offset), src.bytes)
     }
 
     fn stream(&self) -> Result<StreamId, DeviceError> {
-        Ok(StreamId(self.new_id(&mut self.state.lock())))
+        let state = &mut *self.state.lock();
+        state.streams += 1;
+        Ok(StreamId(self.tag | state.streams))
     }
 
-    fn record(&self, _on: StreamId) -> Result<EventId, DeviceError> {
-        Ok(EventId(self.new_id(&mut self.state.lock())))
+    fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
+        let state = &mut *self.on(on)?;
+        state.events += 1;
+        Ok(EventId(self.tag | state.events))
     }
 
     // Streams run inline: by the time an event exists, it has been reached.
-    fn wait(&self, _on: StreamId, _event: EventId) -> Result<(), DeviceError> {
-        Ok(())
+    fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError> {
+        let state = self.on(on)?;
+        self.known(event.0, state.events, "event")
     }
 
-    fn wait_host(&self, _event: EventId) -> Result<(), DeviceError> {
-        Ok(())
+    fn wait_host(&self, event: EventId) -> Result<(), DeviceError> {
+        self.known(event.0, self.state.lock().events, "event")
     }
 
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
-        let KvGeometry { block_size, dtype, .. } = *geometry;
-        if block_size == 0 || !block_size.is_multiple_of(16) {
-            return Err(invalid(format!("block size {block_size} is no multiple of 16")));
-        }
-        if !self.caps.kv_dtypes.contains(&dtype) {
-            return Err(invalid(format!("KV type {dtype:?} is not available")));
-        }
-        let layout = kv::KvLayout::new(*geometry);
-        let id = format!(
-            "cpu-tile16-{dtype:?}-l{}-h{}-d{}-b{block_size}",
-            geometry.layers, geometry.kv_heads, geometry.head_dim
-        );
+        let layout = self.layout(geometry)?;
+        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
+        let id = format!("cpu-tile16-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}");
         Ok(KvLayout { id, bytes_per_block: layout.bytes_per_block() as u64, alignment: 64 })
     }
 
@@ -206,12 +241,14 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, plan: &Plan, weights: WeightSetId, kv: &KvGeometry) -> Result<ProgramId, CompileError> {
+        plan.check()?;
+        let layout = self.layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
         let state = &mut *self.state.lock();
         let unknown = || CompileError::Invalid("unknown weight set".into());
         let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
             .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
-        let program = Program::new(plan.clone(), set, arena, kv::KvLayout::new(*kv), self.team.count())?;
+        let program = Program::new(plan.clone(), set, arena, layout, self.team.count())?;
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))
@@ -221,19 +258,17 @@ impl Device for CpuDevice {
         self.state.lock().programs.remove(&program.0);
     }
 
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, _on: StreamId) -> Result<(), DeviceError> {
-        let State { buffers, programs, .. } = &mut *self.state.lock();
+    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+        let State { buffers, programs, .. } = &mut *self.on(on)?;
         let program = programs.get_mut(&program.0).ok_or_else(|| invalid("unknown program"))?;
         let io = &args.io;
-        let spans =
-            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
+        let spans = [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
         let keys = spans.map(|span| span.buffer.0);
         if (1..keys.len()).any(|i| keys[..i].contains(&keys[i])) {
             return Err(invalid("two bindings name the same buffer"));
         }
-        let mut bound = buffers.get_disjoint_mut([
-            &keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6],
-        ]);
+        let mut bound =
+            buffers.get_disjoint_mut([&keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6]]);
         let mut slices: [&mut [u8]; 7] = Default::default();
         for ((slice, buffer), span) in slices.iter_mut().zip(&mut bound).zip(spans) {
             let buffer = buffer.take().ok_or_else(|| invalid("unknown buffer"))?;
@@ -259,20 +294,25 @@ impl Device for CpuDevice {
         src_pool: Span,
         dst_pool: Span,
         pairs: &[(BlockId, BlockId)],
-        _on: StreamId,
+        on: StreamId,
     ) -> Result<(), DeviceError> {
+        let state = &mut *self.on(on)?;
         let bytes = layout.bytes_per_block;
+        state.bytes(src_pool)?;
+        state.bytes(dst_pool)?;
         let offset = |pool: Span, block: BlockId| {
-            let start = u64::from(block.0) * bytes;
-            if start + bytes > pool.bytes {
-                return Err(invalid(format!("block {} is outside the pool", block.0)));
-            }
-            Ok(pool.offset + start)
+            let end = bytes.checked_mul(u64::from(block.0) + 1).filter(|end| *end <= pool.bytes);
+            let end = end.ok_or_else(|| invalid(format!("block {} is outside the pool", block.0)))?;
+            Ok(pool.offset + end - bytes)
         };
-        let state = &mut *self.state.lock();
+        // All or nothing: what is wrong is said before anything moves.
         for &(from, to) in pairs {
-            let moves = [(offset(src_pool, from)?, offset(dst_pool, to)?)];
-            copy_between(&mut state.buffers, dst_pool.buffer, src_pool.buffer, &moves, bytes)?;
+            offset(src_pool, from)?;
+            offset(dst_pool, to)?;
+        }
+        for &(from, to) in pairs {
+            let places = (offset(src_pool, from)?, offset(dst_pool, to)?);
+            copy_between(&mut state.buffers, dst_pool.buffer, src_pool.buffer, places, bytes)?;
         }
         Ok(())
     }
@@ -282,27 +322,25 @@ fn words(bytes: &[u8]) -> Result<&[u32], DeviceError> {
     bytemuck::try_cast_slice(bytes).map_err(|_| invalid("a buffer of u32 is unaligned or of odd length"))
 }
 
-/// Copies `bytes` bytes from each first to each second offset.
+/// Copies `bytes` bytes from the first to the second offset; both ranges may overlap.
 fn copy_between(
     buffers: &mut HashMap<u64, AlignedBytes>,
     dst: BufferId,
     src: BufferId,
-    moves: &[(u64, u64)],
+    (from, to): (u64, u64),
     bytes: u64,
 ) -> Result<(), DeviceError> {
     let checked = |buffer: BufferId, offset: u64, len: usize| range_of(Span { buffer, offset, bytes }, len);
-    for &(from, to) in moves {
-        if dst == src {
-            let buffer = buffers.get_mut(&dst.0).ok_or_else(|| invalid("unknown buffer"))?;
-            let (from, to) = (checked(src, from, buffer.len())?, checked(dst, to, buffer.len())?);
-            buffer.as_mut_slice().copy_within(from, to.start);
-        } else {
-            let [Some(src_bytes), Some(dst_bytes)] = buffers.get_disjoint_mut([&src.0, &dst.0]) else {
-                return Err(invalid("unknown buffer"));
-            };
-            let (from, to) = (checked(src, from, src_bytes.len())?, checked(dst, to, dst_bytes.len())?);
-            dst_bytes.as_mut_slice()[to].copy_from_slice(&src_bytes.as_slice()[from]);
-        }
+    if dst == src {
+        let buffer = buffers.get_mut(&dst.0).ok_or_else(|| invalid("unknown buffer"))?;
+        let (from, to) = (checked(src, from, buffer.len())?, checked(dst, to, buffer.len())?);
+        buffer.as_mut_slice().copy_within(from, to.start);
+    } else {
+        let [Some(src_bytes), Some(dst_bytes)] = buffers.get_disjoint_mut([&src.0, &dst.0]) else {
+            return Err(invalid("unknown buffer"));
+        };
+        let (from, to) = (checked(src, from, src_bytes.len())?, checked(dst, to, dst_bytes.len())?);
+        dst_bytes.as_mut_slice()[to].copy_from_slice(&src_bytes.as_slice()[from]);
     }
     Ok(())
 }

@@ -14,11 +14,10 @@ const HIGHEST: f32 = 100.0;
 // 1.5 * 2^23: adding it rounds to the nearest whole number.
 const ROUNDER: f32 = 12_582_912.0;
 // ln 2 in two pieces (Cody and Waite): the first has few bits, so its product with a whole number is exact.
-const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_HIGH: f32 = 355.0 / 512.0;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-// (exp(r) - 1 - r) / r² on |r| <= ln(2) / 2, as in Cephes' expf.
-const POLYNOMIAL: [f32; 6] =
-    [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1];
+// (exp(r) - 1 - r) / r² on |r| <= ln(2) / 2, as in Cephes' expf; highest power first.
+const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
 
 /// `exp` of each lane.
 #[inline(always)]

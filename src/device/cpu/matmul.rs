@@ -111,10 +111,11 @@ fn plain_f32(x: FloatRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: R
             let mut values = [[0.0; PANEL]; BLOCK];
             let depth = BLOCK.min(w.k() - k0);
             if Scheme::of(w.dtype()).is_some() {
-                for column in 0..PANEL {
-                    let block = column_block(w.dtype(), w.panel(panel), column, k0 / BLOCK);
-                    for (k, q) in block.q.iter().enumerate() {
-                        values[k][column] = block.scale[k / 16] * f32::from(*q) + block.min;
+                let blocks: [ColumnBlock; PANEL] =
+                    std::array::from_fn(|column| column_block(w.dtype(), w.panel(panel), column, k0 / BLOCK));
+                for (k, values) in values.iter_mut().enumerate() {
+                    for (value, block) in values.iter_mut().zip(&blocks) {
+                        *value = block.scale[k / 16] * f32::from(block.q[k]) + block.min;
                     }
                 }
             } else {

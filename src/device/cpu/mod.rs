@@ -32,6 +32,8 @@ pub mod quant;
 #[doc(hidden)]
 pub mod reference;
 #[doc(hidden)]
+pub mod reference_model;
+#[doc(hidden)]
 pub mod rope;
 #[doc(hidden)]
 pub mod simd;

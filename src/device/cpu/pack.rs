@@ -36,7 +36,7 @@ pub(crate) struct Scheme {
     /// Bits of a quant.
     pub(crate) bits: usize,
     /// What is subtracted from a stored quant.
-    pub(crate) offset: i32,
+    pub(crate) offset: i16,
     /// Integer scales for a 32-block and column: 0, 1 or (one for each 16 k) 2.
     pub(crate) sub_scales: usize,
     /// Whether there are minima (integer ones if there are integer scales).
@@ -129,7 +129,6 @@ impl PackedMatrix {
                 pack_panel(dtype, rows, row_bytes, tile.row_mut(local));
             }
         });
-        drop(parts);
         Ok(Self { dtype, n, k, panel_bytes, bytes })
     }
 
@@ -216,7 +215,7 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
             };
             low | high << 4
         };
-        *q = i16::from(stored) - scheme.offset as i16;
+        *q = i16::from(stored) - scheme.offset;
     }
     let half = |at: usize| f16::from_le_bytes([unit[at + 2 * column], unit[at + 2 * column + 1]]).to_f32();
     let scale = half(scheme.scales_at());
@@ -236,23 +235,29 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
     out
 }
 
-/// Packs up to 16 rows into a zeroed panel.
+/// Packs up to 16 rows into a zeroed panel, a piece of K at a time so that what is written stays in the cache.
 fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
-    for (column, row) in rows.chunks_exact(row_bytes).enumerate() {
-        match Scheme::of(dtype) {
-            None => {
-                let width = dtype.block_bytes();
-                for (k, element) in row.chunks_exact(width).enumerate() {
-                    panel[(k * PANEL + column) * width..][..width].copy_from_slice(element);
-                }
-            }
-            Some(scheme) => {
-                let units = row.chunks_exact(dtype.block_bytes()).zip(panel.chunks_exact_mut(scheme.unit_bytes()));
-                for (block, unit) in units {
-                    pack_unit(dtype, scheme, column, block, unit);
-                }
+    let (blocks, piece_bytes) = match Scheme::of(dtype) {
+        None => (BLOCK, BLOCK * PANEL * dtype.block_bytes()),
+        Some(scheme) => (1, scheme.unit_bytes()),
+    };
+    let piece_of_row = blocks * dtype.block_bytes();
+    for (i, piece) in panel.chunks_mut(piece_bytes).enumerate() {
+        for (column, row) in rows.chunks_exact(row_bytes).enumerate() {
+            let source = &row[i * piece_of_row..row_bytes.min((i + 1) * piece_of_row)];
+            match (Scheme::of(dtype), dtype.block_bytes()) {
+                (Some(scheme), _) => pack_unit(dtype, scheme, column, source, piece),
+                (None, 2) => pack_floats::<2>(column, source, piece),
+                (None, _) => pack_floats::<4>(column, source, piece),
             }
         }
+    }
+}
+
+fn pack_floats<const BYTES: usize>(column: usize, source: &[u8], piece: &mut [u8]) {
+    let places = piece.as_chunks_mut::<BYTES>().0.chunks_exact_mut(PANEL);
+    for (place, element) in places.zip(source.as_chunks::<BYTES>().0) {
+        place[column] = *element;
     }
 }
 
@@ -337,16 +342,20 @@ struct SuperBlock {
     scale_at: usize,
 }
 
-/// Unpacks a block of Q4_K, Q5_K or Q6_K (layouts: ggml `ggml-common.h`, `dequantize_row_q*_K` in `ggml-quants.c`).
+/// Unpacks a block of `Q4_K`, `Q5_K` or `Q6_K` (layouts: ggml `ggml-common.h`, `dequantize_row_q*_K` in `ggml-quants.c`).
 fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
     let mut out = SuperBlock { q: [0; 256], scales: [0; 16], minima: [0; 8], scale_at: 0 };
     if dtype == DType::Q6_K {
         // 128 bytes of low nibbles, 64 of high bit pairs, 16 scales, d; in halves of 128 weights.
         let (low, high) = block.split_at(128);
-        for (i, q) in out.q.iter_mut().enumerate() {
-            let (half, quarter, l) = (i / 128, i % 128 / 32, i % 32);
-            let nibble = low[64 * half + quarter % 2 * 32 + l] >> (quarter / 2 * 4) & 15;
-            *q = nibble | (high[32 * half + l] >> (2 * quarter) & 3) << 4;
+        for (half, q) in out.q.as_chunks_mut::<128>().0.iter_mut().enumerate() {
+            let (low, high) = (&low[64 * half..][..64], &high[32 * half..][..32]);
+            for l in 0..32 {
+                q[l] = low[l] & 15 | (high[l] & 3) << 4;
+                q[l + 32] = low[l + 32] & 15 | (high[l] >> 2 & 3) << 4;
+                q[l + 64] = low[l] >> 4 | (high[l] >> 4 & 3) << 4;
+                q[l + 96] = low[l + 32] >> 4 | (high[l] >> 6) << 4;
+            }
         }
         out.scales.copy_from_slice(&block[192..208]);
         out.scale_at = 208;
@@ -361,11 +370,17 @@ fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
         out.minima[j + 4] = packed[j + 8] >> 4 | packed[j + 4] >> 6 << 4;
     }
     let (high, nibbles) = block[16..].split_at(block.len() - 16 - 128);
-    for (i, q) in out.q.iter_mut().enumerate() {
-        let (sub, l) = (i / 32, i % 32);
-        *q = nibbles[sub / 2 * 32 + l] >> (sub % 2 * 4) & 15;
+    for (pair, q) in out.q.as_chunks_mut::<64>().0.iter_mut().enumerate() {
+        let nibbles = &nibbles[32 * pair..][..32];
+        for l in 0..32 {
+            q[l] = nibbles[l] & 15;
+            q[l + 32] = nibbles[l] >> 4;
+        }
         if dtype == DType::Q5_K {
-            *q |= (high[l] >> sub & 1) << 4;
+            for l in 0..32 {
+                q[l] |= (high[l] >> (2 * pair) & 1) << 4;
+                q[l + 32] |= (high[l] >> (2 * pair + 1) & 1) << 4;
+            }
         }
     }
     out

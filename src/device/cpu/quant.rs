@@ -3,7 +3,7 @@
 //! A row is self-contained bytes, so that rows can be written by different members and read by any:
 //!
 //! ```text
-//! | k × i8, padded to 64 | per 32-block: scale f32, -sum i32, -sum of the first 16 i32, scale·sum f32 | padded to 64 |
+//! | k × i8, padded to 64 | per 32-block: scale f32, -sum i32, -sum of the first 16 i32, scale·sum f32 | padded |
 //! ```
 //! `scale = amax / 127`, `q = round(x · 127 / amax)`, ties to even. The negated sums start the accumulators of weights
 //! that are stored with an offset; `scale·sum` multiplies the minimum of formats that have one. A block that is not
@@ -48,9 +48,9 @@ impl QuantLayout {
         self.k.next_multiple_of(64)
     }
 
-    /// Bytes of a row, a multiple of 64.
+    /// Bytes of a row: an odd multiple of 64, so that the rows of a tile do not meet in one set of the cache.
     pub const fn row_bytes(self) -> usize {
-        self.records_at() + (self.blocks() * RECORD_BYTES).next_multiple_of(64)
+        (self.records_at() + (self.blocks() * RECORD_BYTES).next_multiple_of(64)) | 64
     }
 }
 
@@ -84,6 +84,7 @@ impl<'a> QuantRows<'a> {
     }
 
     /// Some of the rows.
+    #[must_use]
     pub fn slice(&self, rows: Range<usize>) -> Self {
         let row_bytes = self.layout.row_bytes();
         Self { layout: self.layout, bytes: &self.bytes[rows.start * row_bytes..rows.end * row_bytes] }

@@ -119,6 +119,40 @@ pub fn rope(x: &mut [f32], heads: usize, head_dim: usize, style: RopeStyle, pair
     }
 }
 
+/// Cosines, then sines, of each position: the angle rounded to f32, its functions taken in f64 and rounded.
+#[allow(clippy::cast_possible_truncation)]
+pub fn rope_angles(inv_freq: &[f32], attention_factor: f32, positions: &[u32], out: &mut [f32]) {
+    let pairs = inv_freq.len();
+    for (position, row) in positions.iter().zip(out.chunks_exact_mut(2 * pairs)) {
+        let (cos, sin) = row.split_at_mut(pairs);
+        for ((f, c), s) in inv_freq.iter().zip(cos).zip(sin) {
+            let angle = f64::from(*position as f32 * f);
+            *c = angle.cos() as f32 * attention_factor;
+            *s = angle.sin() as f32 * attention_factor;
+        }
+    }
+}
+
+/// `out = x` as int8 activations have it: a row's blocks of 32 rounded to 127 steps each way, ties to even. A block that
+/// is not finite becomes NaN.
+pub fn quantise(x: &[f32], width: usize, out: &mut [f32]) {
+    for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+        for (x, y) in x.chunks(32).zip(y.chunks_mut(32)) {
+            let largest = x.iter().fold(0.0f32, |most, x| if x.is_nan() { *x } else { most.max(x.abs()) });
+            let inverse = 127.0 / largest;
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = if x.is_nan() || !largest.is_finite() {
+                    f32::NAN
+                } else if inverse.is_finite() {
+                    (x * inverse).round_ties_even() * (largest / 127.0)
+                } else {
+                    0.0
+                };
+            }
+        }
+    }
+}
+
 /// What [`attention`] computes.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]

@@ -68,7 +68,9 @@ impl WeightSet {
     pub(super) fn serves(&self, weights: &[Weight]) -> bool {
         self.packed.len() == weights.len()
             && self.packed.iter().zip(weights).all(|(packed, weight)| match (packed, weight.role) {
-                (Packed::Matrix(matrix), WeightRole::Matrix) => [matrix.n(), matrix.k()] == weight.shape[..],
+                (Packed::Matrix(matrix), WeightRole::Matrix) => {
+                    [matrix.n(), matrix.k()] == weight.shape[..] && matrix.dtype() == weight.dtype
+                }
                 (Packed::Vector(vector), WeightRole::Vector) => [vector.len()] == weight.shape[..],
                 _ => false,
             })

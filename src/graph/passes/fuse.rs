@@ -134,7 +134,9 @@ impl Rewriter {
     fn swiglu_linear(&mut self) -> u32 {
         let mut fired = 0;
         for index in 0..self.nodes.len() {
-            let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else { continue };
+            let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else {
+                continue;
+            };
             let mut x = inputs[0];
             let mut holes = Vec::new();
             let quantise = if let Some((at, Node { op: Op::Quantise, inputs, .. })) = self.writer_of(x)
@@ -199,7 +201,7 @@ fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Pla
 
 fn qk_norm_rope(rewriter: &Rewriter, norm: &Node, rope: &Node, between: ValueId) -> Option<Placed> {
     let (Op::RmsNorm(spec), Op::Rope { head_dim, style }) = (&norm.op, &rope.op) else { return None };
-    if !rewriter.only_use(between) || spec.group != *head_dim {
+    if !rewriter.only_use(between) || rope.inputs[0] != between || spec.group != *head_dim {
         return None;
     }
     Some(Placed::AtReader(Node {

@@ -1,6 +1,6 @@
-//! Methods of Python's types that templates call and the template engine lacks.
+//! What Python does and the template engine does not: methods of its types, and what counts as iterable.
 //!
-//! Most come from `minijinja-contrib`; here are the few more that real templates use.
+//! Most methods come from `minijinja-contrib`; here are the few more that real templates use.
 
 use minijinja::value::{Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
@@ -19,6 +19,29 @@ pub(super) fn method(
         },
         done => done,
     }
+}
+
+/// Whether Python could iterate over the value. None is no list; an undefined variable is an empty one.
+pub(super) fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
+}
+
+/// Whether the value has a length and items: lists, but strings and dicts too.
+pub(super) fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map | ValueKind::Undefined)
+}
+
+/// Whether the value is a number; truth values are.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
+}
+
+/// What a loop iterates over: anything but none.
+pub(super) fn iterable(value: Value) -> Result<Value, Error> {
+    if value.is_none() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "'NoneType' object is not iterable"));
+    }
+    Ok(value)
 }
 
 fn string_method(text: &str, name: &str, arguments: &[Value]) -> Result<Value, Error> {

@@ -52,10 +52,16 @@ element!(F32, 4, load_f32_bytes);
 element!(F16, 2, load_f16_bytes);
 element!(BF16, 2, load_bf16_bytes);
 
+/// Tiles scored together.
+pub(super) const TOGETHER: usize = 4;
+
 /// Keys and values of a segment under one KV head; tiles that no query sees are empty.
 pub(super) struct SegmentTiles<'a> {
-    pub k: [&'a [u8]; TILES],
+    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched.
+    pub k: [&'a [u8]; TILES + TOGETHER],
     pub v: [&'a [u8]; TILES],
+    /// Bytes from a tile's keys to its values.
+    pub to_values: usize,
 }
 
 /// Queries of one pass and the tokens each sees, counted from the segment's start.
@@ -88,7 +94,7 @@ impl BlockScratch {
     }
 }
 
-/// Runs one pass for the first `count` queries.
+/// Runs the first `count` queries over a segment.
 #[inline(always)]
 pub(super) fn segment<L: Lanes, E: Element>(
     l: L,
@@ -96,28 +102,38 @@ pub(super) fn segment<L: Lanes, E: Element>(
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
     count: usize,
+    prefetch: bool,
     scratch: &mut BlockScratch,
 ) {
+    if !L::HAS_32_REGISTERS {
+        for query in 0..count {
+            pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
+        }
+        return;
+    }
     match count {
-        1 => pass::<L, E, 1, 4>(l, shape, tiles, queries, scratch),
-        2 => pass::<L, E, 2, 4>(l, shape, tiles, queries, scratch),
-        3 => pass::<L, E, 3, 4>(l, shape, tiles, queries, scratch),
-        4 => pass::<L, E, 4, 4>(l, shape, tiles, queries, scratch),
-        5 => pass::<L, E, 5, 4>(l, shape, tiles, queries, scratch),
-        _ => pass::<L, E, 6, 4>(l, shape, tiles, queries, scratch),
+        1 => pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
+        2 => pass::<L, E, 2, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
+        3 => pass::<L, E, 3, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
+        4 => pass::<L, E, 4, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
+        5 => pass::<L, E, 5, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
+        _ => pass::<L, E, 6, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
     }
 }
 
+/// One pass over the tiles for `Q` queries from `query` on, `T` tiles at a time.
 #[inline(always)]
 fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     l: L,
     shape: &AttentionShape,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
+    query: usize,
+    prefetch: bool,
     scratch: &mut BlockScratch,
 ) {
-    let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[i]);
-    let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[i]);
+    let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[query + i]);
+    let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[query + i]);
     let first = seen.iter().map(|s| s.0).min().unwrap_or(0) / LANES;
     let last = seen.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(LANES);
     let scores: &mut [[f32; SEGMENT_TOKENS]; Q] =
@@ -128,15 +144,24 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     while tile < last {
         if tile + T <= last {
             let k: [&[u8]; T] = std::array::from_fn(|t| tiles.k[tile + t]);
-            score_tiles::<L, E, Q, T>(l, shape, &q, &seen, &k, tile, scores, &mut largest);
+            let ahead = prefetch.then(|| {
+                let ahead = std::array::from_fn(|t| {
+                    let next = tiles.k[tile + T + t];
+                    if next.is_empty() { k[t] } else { next }
+                });
+                (ahead, tiles.to_values)
+            });
+            score_tiles::<L, E, Q, T>(l, shape, &q, &seen, &k, ahead, tile, scores, &mut largest);
             tile += T;
         } else {
-            score_tiles::<L, E, Q, 1>(l, shape, &q, &seen, &[tiles.k[tile]], tile, scores, &mut largest);
+            score_tiles::<L, E, Q, 1>(l, shape, &q, &seen, &[tiles.k[tile]], None, tile, scores, &mut largest);
             tile += 1;
         }
     }
 
-    let padded_head = scratch.stride - LANES;
+    let stride = scratch.stride;
+    let partials = &mut scratch.partials[query * stride..];
+    let padded_head = stride - LANES;
     for i in 0..Q {
         let (lo, hi) = seen[i];
         if lo >= hi {
@@ -150,7 +175,7 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
             sums = l.add(sums, p);
             l.store(p, chunk);
         }
-        let partial = &mut scratch.partials[i * scratch.stride..][..scratch.stride];
+        let partial = &mut partials[i * stride..][..stride];
         partial[..padded_head].fill(0.0);
         partial[padded_head] = largest;
         partial[padded_head + 1] = l.sum(sums);
@@ -161,22 +186,23 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     let common = (seen.iter().map(|s| s.0).max().unwrap_or(0), seen.iter().map(|s| s.1).min().unwrap_or(0));
     if Q == 1 || common.0 >= common.1 {
         for i in 0..Q {
-            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut scratch.partials[i * scratch.stride..]);
+            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut partials[i * stride..]);
         }
         return;
     }
     for i in 0..Q {
         let before = (seen[i].0, common.0);
-        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], before, &mut scratch.partials[i * scratch.stride..]);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], before, &mut partials[i * stride..]);
     }
-    weigh::<L, E, Q>(l, shape.head_dim, tiles, scores, common, &mut scratch.partials, scratch.stride);
+    weigh::<L, E, Q>(l, shape.head_dim, tiles, scores, common, partials, stride);
     for i in 0..Q {
         let behind = (common.1, seen[i].1);
-        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], behind, &mut scratch.partials[i * scratch.stride..]);
+        weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], behind, &mut partials[i * stride..]);
     }
 }
 
-/// Scores of `Q` queries against `T` tiles, hidden lanes at minus infinity.
+/// Scores of `Q` queries against `T` tiles, hidden lanes at minus infinity. Lines of the tiles `ahead` are prefetched
+/// between the multiply-adds: a decode step is bound by memory, and tiles are too short for the machine's own prefetcher.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
@@ -185,33 +211,46 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
     q: &[&[f32]; Q],
     seen: &[(usize, usize); Q],
     k: &[&[u8]; T],
+    ahead: Option<([&[u8]; T], usize)>,
     first_tile: usize,
     scores: &mut [[f32; SEGMENT_TOKENS]; Q],
     largest: &mut [L::F32; Q],
 ) {
     let head_dim = shape.head_dim;
-    let q: [&[f32]; Q] = std::array::from_fn(|i| &q[i][..head_dim]);
-    let k: [&[E::Chunk]; T] = std::array::from_fn(|t| &E::chunks(k[t])[..head_dim]);
     let mut sums = [[l.splat(0.0); T]; Q];
-    for d in 0..head_dim {
-        let keys: [L::F32; T] = std::array::from_fn(|t| E::load(l, &k[t][d]));
-        for i in 0..Q {
-            let x = l.splat(q[i][d]);
-            for t in 0..T {
-                sums[i][t] = l.fma(x, keys[t], sums[i][t]);
+    // A T-th of the head at a time, each prefetching one tile: more live pointers than that would not fit in registers.
+    for part in 0..T {
+        let elements = part * head_dim / T..(part + 1) * head_dim / T;
+        let len = elements.len();
+        let q: [&[f32]; Q] = std::array::from_fn(|i| &q[i][elements.clone()][..len]);
+        let k: [&[E::Chunk]; T] = std::array::from_fn(|t| &E::chunks(k[t])[elements.clone()][..len]);
+        for d in 0..len {
+            if let Some((ahead, to_values)) = ahead {
+                for line in d * E::BYTES..(d + 1) * E::BYTES {
+                    l.prefetch(ahead[part], line * 64);
+                    l.prefetch(ahead[part], line * 64 + to_values);
+                }
+            }
+            let keys: [L::F32; T] = std::array::from_fn(|t| E::load(l, &k[t][d]));
+            for i in 0..Q {
+                let x = l.splat(q[i][d]);
+                for t in 0..T {
+                    sums[i][t] = l.fma(x, keys[t], sums[i][t]);
+                }
             }
         }
     }
     let scale = l.splat(shape.scale);
     for i in 0..Q {
-        for t in 0..T {
+        for (t, sum) in sums[i].iter().enumerate() {
             let tile = first_tile + t;
-            let mut score = l.mul(sums[i][t], scale);
+            let mut score = l.mul(*sum, scale);
             if let Some(cap) = shape.softcap {
                 score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
             }
             let start = tile * LANES;
-            let (lo, hi) = (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
+            let (lo, hi) =
+                (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
             if lo > 0 || hi < LANES {
                 score = l.keep(score, lo, hi, f32::NEG_INFINITY);
             }

@@ -23,7 +23,7 @@ use super::exp::exp;
 use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
 use crate::kv_cache::KvDType;
-use kernel::{BF16, Element, F16, F32, MAX_QUERIES, SegmentTiles};
+use kernel::{BF16, Element, F16, F32, MAX_QUERIES, SegmentTiles, TOGETHER};
 pub use schedule::Schedule;
 use schedule::Unit;
 
@@ -140,14 +140,20 @@ impl Attention<'_> {
         scratch: &mut AttentionScratch,
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
-        schedule.for_member(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit, segments| {
-            let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
-            match self.layout.geometry().dtype {
-                KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
-                KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
-                KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
-            }
-        });
+        schedule.for_member(
+            &self.shape,
+            self.rows,
+            self.layout.geometry().block_size,
+            member,
+            &mut |unit, segments| {
+                let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
+                match self.layout.geometry().dtype {
+                    KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
+                    KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
+                    KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
+                }
+            },
+        );
     }
 
     /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`Schedule::needs_merge`].
@@ -173,13 +179,17 @@ impl Attention<'_> {
     fn tiles(&self, unit: &Unit<'_>, segment: usize, tiles: Range<usize>) -> SegmentTiles<'_> {
         let layout = &self.layout;
         let block_size = layout.geometry().block_size;
-        let mut found = SegmentTiles { k: [&[]; TILES], v: [&[]; TILES] };
-        for tile in tiles {
+        let to_values = layout.v_offset(0) - layout.k_offset(0);
+        let mut found = SegmentTiles { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values };
+        for tile in tiles.start..TILES + TOGETHER {
             let token = segment * SEGMENT_TOKENS + tile * LANES;
-            let layer = &self.pool[layout.layer_range(unit.seq.table[token / block_size], self.layer)];
+            let Some(block) = unit.seq.table.get(token / block_size) else { break };
+            let layer = &self.pool[layout.layer_range(*block, self.layer)];
             let skipped = token % block_size / LANES * layout.tile_bytes();
             found.k[tile] = &layer[layout.k_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
-            found.v[tile] = &layer[layout.v_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
+            if tiles.contains(&tile) {
+                found.v[tile] = &layer[layout.v_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
+            }
         }
         found
     }
@@ -301,7 +311,7 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
                         visible.end.max(base).min(base + SEGMENT_TOKENS) - base,
                     );
                 }
-                kernel::segment::<L, E>(l, shape, &tiles, &block, count, &mut scratch.block);
+                kernel::segment::<L, E>(l, shape, &tiles, &block, count, first == 0, &mut scratch.block);
                 for i in 0..count {
                     if block.seen[i].0 >= block.seen[i].1 {
                         continue;

@@ -21,11 +21,21 @@ use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
+<<<<<<< HEAD
 use crate::graph::{ArenaTooLarge, CompileError, Op, Plan, QUANT_RECORD_BYTES, Step};
+=======
+use crate::graph::{CompileError, Elem, Op, Plan, Step, row_bytes};
+>>>>>>> main
 use crate::kv_cache::BlockId;
 
 /// The plan's int8 rows and this device's are one layout.
-const _: () = assert!(QUANT_RECORD_BYTES == super::quant::RECORD_BYTES);
+const _: () = {
+    let mut cols = 1;
+    while cols < 600 {
+        assert!(row_bytes(Elem::Q8, cols) == super::quant::QuantLayout::new(cols).row_bytes());
+        cols += 1;
+    }
+};
 
 /// Buffers of one launch.
 #[derive(Debug)]
@@ -49,6 +59,10 @@ pub(super) struct Program {
     scratch: Scratch,
     /// Block tables of the launch, concatenated.
     tables: Vec<BlockId>,
+    /// A bit for each block that the launch writes.
+    written: Vec<u64>,
+    /// Token ids it can embed.
+    ids: usize,
 }
 
 /// Room that members need besides the arena.
@@ -85,6 +99,7 @@ struct Frame<'a> {
 }
 
 impl Program {
+    /// Prepares a plan that passed its own check.
     pub(super) fn new(
         plan: Plan,
         weights: Arc<WeightSet>,
@@ -96,9 +111,19 @@ impl Program {
             return Err(CompileError::Invalid("the weight set is not the plan's".into()));
         }
         let mut attention: Option<AttentionShape> = None;
+        let mut ids = usize::MAX;
+        let g = kv.geometry();
         for step in &plan.steps {
+            match &step.op {
+                Op::Embed { table } => ids = ids.min(weights.matrix(*table).n()),
+                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => {
+                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers {
+                        return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
+                    }
+                }
+                _ => {}
+            }
             let Op::Attention(shape) = &step.op else { continue };
-            let g = kv.geometry();
             if (shape.kv_heads, shape.head_dim) != (g.kv_heads, g.head_dim) || shape.layer >= g.layers {
                 return Err(CompileError::Invalid("attention and KV geometry differ".into()));
             }
@@ -110,10 +135,8 @@ impl Program {
             attention = Some(shape);
         }
         let widest = plan.values.iter().map(|value| value.cols).max().unwrap_or(0);
-        let member = |_| MemberScratch {
-            attention: attention.as_ref().map(AttentionScratch::new),
-            row: vec![0.0; widest],
-        };
+        let member =
+            |_| MemberScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
         let most_parts = plan.steps.iter().map(|step| step.outputs.len()).max().unwrap_or(0);
         let scratch = Scratch {
             members: (0..members).map(member).collect(),
@@ -122,9 +145,13 @@ impl Program {
             claims: Vec::new(),
             bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
         };
+<<<<<<< HEAD
         let longest = plan.bucket.kv_tokens.div_ceil(kv.geometry().block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
         Ok(Self { plan, weights, arena, kv, scratch, tables })
+=======
+        Ok(Self { plan, weights, arena, kv, scratch, tables: Vec::new(), written: Vec::new(), ids })
+>>>>>>> main
     }
 
     /// Runs the plan over one batch.
@@ -161,37 +188,54 @@ impl Program {
         Ok(())
     }
 
-    /// What kernels rely on: sizes agree, and every id, row and block is in range.
-    fn check(&self, args: &StepArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
+    /// What kernels rely on: sizes agree, every id, row and block is in range, and no block has two writers.
+    fn check(&mut self, args: &StepArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
         let bucket = &self.plan.bucket;
         let block_size = self.kv.geometry().block_size;
         let pool_blocks = io.kv_pool.len() / self.kv.bytes_per_block();
-        let vocab = self.plan.vocab_size;
         let lens = || args.q_lens.iter().zip(args.kv_lens);
-        let table_ok = |(line, kv_len): (&[u32], &u32)| {
-            let blocks = (*kv_len as usize).div_ceil(block_size);
-            blocks <= table_stride && line[..blocks].iter().all(|&block| (block as usize) < pool_blocks)
-        };
         let rules = [
             ("the batch fits the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows && seqs <= bucket.seqs),
             ("sequences fit the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
             ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
             ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
-            ("row lengths add up", args.q_lens.iter().map(|&q| q as usize).sum::<usize>() == tokens),
+            ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
             ("there is an id and a position a row", io.token_ids.len() == tokens && io.positions.len() == tokens),
-            ("ids are inside the vocabulary", io.token_ids.iter().all(|&id| (id as usize) < vocab)),
+            ("ids are rows of the embedding table", io.token_ids.iter().all(|&id| (id as usize) < self.ids)),
             ("logit rows are rows of the batch", io.logit_rows.iter().all(|&row| (row as usize) < tokens)),
             ("there is a logit row each", io.logit_rows.len() == logit_rows && io.row_status.len() == logit_rows),
-            ("logits have room", io.logits.len() == logit_rows * vocab),
-            ("there is a table line a sequence", io.block_tables.len() == seqs * table_stride),
+            ("logits have room", Some(io.logits.len()) == logit_rows.checked_mul(self.plan.vocab_size)),
+            ("there is a table line a sequence", Some(io.block_tables.len()) == seqs.checked_mul(table_stride)),
+            (
+                "a table line has all blocks of its sequence",
+                args.kv_lens.iter().all(|kv_len| (*kv_len as usize).div_ceil(block_size) <= table_stride),
+            ),
         ];
         let broken = |rule: &str| DeviceError::Invalid { what: format!("launch: broken rule: {rule}") };
         if let Some((rule, _)) = rules.iter().find(|(_, holds)| !holds) {
             return Err(broken(rule));
         }
-        if !io.block_tables.chunks(table_stride.max(1)).zip(args.kv_lens).all(table_ok) {
+        let lines = || io.block_tables.chunks(table_stride.max(1)).zip(lens());
+        let in_pool = |(line, (_, kv_len)): (&[u32], (&u32, &u32))| {
+            let blocks = (*kv_len as usize).div_ceil(block_size);
+            line[..blocks].iter().all(|&block| (block as usize) < pool_blocks)
+        };
+        if !lines().all(in_pool) {
             return Err(broken("tables name blocks of the pool"));
+        }
+        let written = &mut self.written;
+        written.clear();
+        written.resize(pool_blocks.div_ceil(64), 0);
+        for (line, (q_len, kv_len)) in lines() {
+            let first = (kv_len - q_len) as usize / block_size;
+            for &block in &line[first..(*kv_len as usize).div_ceil(block_size)] {
+                let (word, bit) = (block as usize / 64, 1 << (block % 64));
+                if written[word] & bit != 0 {
+                    return Err(broken("a block is written by one sequence, at one place of its table"));
+                }
+                written[word] |= bit;
+            }
         }
         Ok(())
     }

@@ -1,11 +1,14 @@
 //! f32 activations × any weight with AVX-512: lanes are output columns, activations are broadcast, K is walked in order.
 //!
-//! Few rows read float weights as stored (1 or 2 rows × 4 panels). More rows, and quantised weights, first widen a piece
-//! of K of a few panels into a buffer on the stack that fits the first-level cache, then all rows pass over it (12 × 2:
-//! 24 accumulators, 2 weights, 1 activation in registers); between pieces the sums wait in `out`. Both give the same
-//! additions in the same order.
+//! One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, first widen a
+//! piece of K of some panels into a buffer on the stack, then all rows pass over it (12 × 2: 24 accumulators, 2 weights and
+//! 1 activation in registers); between pieces the sums wait in `out`. All give the same additions in the same order.
 
 #![allow(unsafe_code)]
+// Loops over r and p run through several register arrays at once and must unroll completely.
+#![allow(clippy::needless_range_loop)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
 use super::super::matmul::{FloatRows, columns_of};
@@ -14,19 +17,32 @@ use super::super::quant::BLOCK;
 use super::avx512_words::{Format, minimum, scale, with_format, words};
 use crate::weights::DType;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// Values in the buffer: 16 KiB, a third to a half of a first-level cache.
-const BUFFER: usize = 4096;
 /// Panels that one row passes over side by side: their chains hide the latency of the FMA.
 const WIDE: usize = 4;
+/// Panels widened together. Copying the activations of a tile is shared by all of them.
+const GROUP: usize = 8;
+/// K of a piece: a tile's activations (6 KiB) and two panels (16 KiB) stay in the first-level cache.
+const PIECE: usize = 128;
 /// From this many rows on, float weights are widened once for all of them.
 const BUFFER_FROM_ROWS: usize = 3;
-/// See `avx512_int`.
+/// How far ahead of its use a weight is asked for when it is read as stored.
 const AHEAD_BYTES: usize = 4096;
+/// Rows of the tallest tile.
+const TALL: usize = 12;
+/// Values from a row to the next in a copied tile: not a power of two, so that rows do not meet in one set of the cache,
+/// as those of a matrix do when K is a multiple of 1,024.
+const COPY_STRIDE: usize = PIECE + 16;
 
+/// Widened weights: 64 KiB, in the second-level cache. Not initialised: a piece is written before it is read.
 #[repr(align(64))]
-struct Buffer([f32; BUFFER]);
+struct Widened(MaybeUninit<[f32; GROUP * PIECE * PANEL]>);
+
+/// Activations of a tile, likewise.
+#[repr(align(64))]
+struct Copied(MaybeUninit<[f32; TALL * COPY_STRIDE]>);
 
 /// How 16 weights are stored.
 trait Load {
@@ -87,9 +103,14 @@ struct Job {
     start: bool,
     /// Null, or the tile's first bias, if the sums end here.
     bias: *const f32,
+    /// Null, or what is to be asked for ahead of time: addresses for the first panel, bytes to the next panel and k.
+    ahead: *const u8,
+    ahead_panel: usize,
+    ahead_step: usize,
 }
 
 impl Job {
+    /// The same, some rows further down and panels further right.
     unsafe fn at(self, rows: usize, panels: usize) -> Self {
         // SAFETY: the caller stays within the rows and panels of the job.
         unsafe {
@@ -99,6 +120,11 @@ impl Job {
                 out: self.out.add(rows * self.stride + panels * PANEL),
                 cols: self.cols - panels * PANEL,
                 bias: if self.bias.is_null() { self.bias } else { self.bias.add(panels * PANEL) },
+                ahead: if self.ahead.is_null() {
+                    self.ahead
+                } else {
+                    self.ahead.wrapping_add(panels * self.ahead_panel)
+                },
                 ..self
             }
         }
@@ -129,102 +155,123 @@ pub(super) fn matmul(
         cols: columns.len(),
         start: true,
         bias: bias.map_or(std::ptr::null(), |bias| bias[columns.start..].as_ptr()),
+        ahead: std::ptr::null(),
+        ahead_panel: w.panel_bytes(),
+        ahead_step: w.panel_bytes() / w.k(),
     };
+    let panels = panels.len();
     // SAFETY: `job` covers all rows and the panels; `assert_available` was called for the instruction set.
     unsafe {
         match w.dtype() {
-            DType::F32 => direct::<F32>(job, rows, panels.len()),
-            DType::F16 if rows < BUFFER_FROM_ROWS => direct::<F16>(job, rows, panels.len()),
-            DType::BF16 if rows < BUFFER_FROM_ROWS => direct::<Bf16>(job, rows, panels.len()),
-            DType::F16 => buffered(job, rows, panels.len(), widen_floats::<F16>),
-            DType::BF16 => buffered(job, rows, panels.len(), widen_floats::<Bf16>),
-            _ => with_format!(w.dtype(), quantised::<_>(job, rows, panels.len())),
+            DType::F32 if rows < BUFFER_FROM_ROWS => as_stored::<F32>(job, rows, panels),
+            DType::F16 if rows < BUFFER_FROM_ROWS => as_stored::<F16>(job, rows, panels),
+            DType::BF16 if rows < BUFFER_FROM_ROWS => as_stored::<Bf16>(job, rows, panels),
+            DType::F32 => widened(job, rows, panels, widen_floats::<F32>),
+            DType::F16 => widened(job, rows, panels, widen_floats::<F16>),
+            DType::BF16 => widened(job, rows, panels, widen_floats::<Bf16>),
+            _ => with_format!(w.dtype(), quantised::<_>(job, rows, panels)),
         }
     }
 }
 
 unsafe fn quantised<F: Format>(job: Job, rows: usize, panels: usize) {
     // SAFETY: the caller's.
-    unsafe { buffered(job, rows, panels, widen_blocks::<F>) }
+    unsafe { widened(job, rows, panels, widen_blocks::<F>) }
 }
 
-/// Reads weights as they are stored, K in pieces that fit the first-level cache while all rows pass over them.
-unsafe fn direct<L: Load>(job: Job, rows: usize, panels: usize) {
-    let width = if rows < BUFFER_FROM_ROWS { WIDE } else { 2 };
-    let piece = if rows < BUFFER_FROM_ROWS { job.depth } else { BUFFER / (2 * PANEL) };
-    for first in (0..panels).step_by(width) {
-        let group = width.min(panels - first);
-        for k in (0..job.depth).step_by(piece) {
-            let depth = piece.min(job.depth - k);
-            // SAFETY: within the rows, panels and depth of the job.
+/// One row at a time over weights as they are stored, all of K at once.
+unsafe fn as_stored<L: Load>(job: Job, rows: usize, panels: usize) {
+    for first in (0..panels).step_by(WIDE) {
+        for row in 0..rows {
+            // SAFETY: within the rows and panels of the job.
             unsafe {
-                all_rows::<L>(
-                    part(job.at(0, first), k, depth, job.w.add(first * job.w_stride + k * PANEL * L::BYTES)),
-                    rows,
-                    group,
-                )
+                let mut job = job.at(row, first);
+                if row == 0 {
+                    job.ahead = job.w.wrapping_add(AHEAD_BYTES);
+                }
+                over_panels(job, WIDE.min(panels - first), (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>));
             }
         }
     }
 }
 
 /// Widens a piece of K of a group of panels, then passes all rows over it.
-unsafe fn buffered(job: Job, rows: usize, panels: usize, widen: unsafe fn(*const u8, Range<usize>, *mut f32)) {
-    let mut buffer = Buffer([0.0; BUFFER]);
-    let width = if rows < BUFFER_FROM_ROWS { WIDE } else { 2 };
-    let piece = BUFFER / (width * PANEL);
-    for first in (0..panels).step_by(width) {
-        let group = width.min(panels - first);
-        for k in (0..job.depth).step_by(piece) {
-            let depth = piece.min(job.depth - k);
-            // SAFETY: within the rows, panels and depth of the job; `width` panels of `piece` fill the buffer exactly.
+unsafe fn widened(job: Job, rows: usize, panels: usize, widen: unsafe fn(*const u8, Range<usize>, *mut f32)) {
+    let mut values = Widened(MaybeUninit::uninit());
+    let mut copy = Copied(MaybeUninit::uninit());
+    for first in (0..panels).step_by(GROUP) {
+        let group = GROUP.min(panels - first);
+        for k in (0..job.depth).step_by(PIECE) {
+            let end = (k + PIECE).min(job.depth);
+            // SAFETY: within the rows, panels and depth of the job; `GROUP` panels of `PIECE` fill the buffer exactly.
             unsafe {
-                let values = buffer.0.as_mut_ptr();
+                let source = job.at(0, first);
                 for p in 0..group {
-                    widen(job.w.add((first + p) * job.w_stride), k..k + depth, values.add(p * piece * PANEL));
+                    let panel = source.w.add(p * job.w_stride);
+                    widen(panel, k..end, values.0.as_mut_ptr().cast::<f32>().add(p * PIECE * PANEL));
                 }
-                let mut piece_job = part(job.at(0, first), k, depth, values.cast());
-                piece_job.w_stride = piece * PANEL * 4;
-                all_rows::<F32>(piece_job, rows, group);
+                // The next piece of these panels, or the first of the next group.
+                let next = if end < job.depth { end * job.ahead_step } else { group * job.w_stride };
+                let piece = Job {
+                    x: source.x.add(k),
+                    w: values.0.as_ptr().cast(),
+                    w_stride: PIECE * PANEL * 4,
+                    depth: end - k,
+                    start: k == 0,
+                    bias: if end == job.depth { source.bias } else { std::ptr::null() },
+                    ahead: source.w.wrapping_add(next),
+                    ..source
+                };
+                all_rows(piece, rows, group, &mut copy);
             }
         }
     }
 }
 
-/// A job's piece of K, from other bytes.
-unsafe fn part(job: Job, k: usize, depth: usize, w: *const u8) -> Job {
-    // SAFETY: the caller stays within the depth of the job.
-    let x = unsafe { job.x.add(k) };
-    let bias = if k + depth == job.depth { job.bias } else { std::ptr::null() };
-    Job { x, w, depth, start: k == 0, bias, ..job }
-}
+type Body = unsafe fn(Job);
 
-/// All rows over a group of panels that are in cache (or, for few rows, on their way).
-unsafe fn all_rows<L: Load>(job: Job, rows: usize, panels: usize) {
-    type Body = unsafe fn(Job);
-    let bodies: [(usize, usize, Body, Body); 5] = [
-        (12, 2, tile::<L, 12, 2>, tile::<L, 12, 1>),
-        (6, 2, tile::<L, 6, 2>, tile::<L, 6, 1>),
-        (3, 2, tile::<L, 3, 2>, tile::<L, 3, 1>),
-        (2, WIDE, tile::<L, 2, WIDE>, tile::<L, 2, 1>),
-        (1, WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>),
+/// All rows over a widened piece, the first of them asking for the next piece.
+unsafe fn all_rows(mut job: Job, rows: usize, panels: usize, copy: &mut Copied) {
+    let bodies: [(usize, (usize, Body, Body)); 5] = [
+        (TALL, (2, tile::<F32, TALL, 2>, tile::<F32, TALL, 1>)),
+        (6, (2, tile::<F32, 6, 2>, tile::<F32, 6, 1>)),
+        (3, (2, tile::<F32, 3, 2>, tile::<F32, 3, 1>)),
+        (2, (WIDE, tile::<F32, 2, WIDE>, tile::<F32, 2, 1>)),
+        (1, (WIDE, tile::<F32, 1, WIDE>, tile::<F32, 1, 1>)),
     ];
     let mut row = 0;
-    for (height, width, wide, single) in bodies {
+    for (height, body) in bodies {
         while rows - row >= height {
-            let mut panel = 0;
-            // SAFETY: rows and panels of the tile are within the job's.
+            // SAFETY: rows and panels of the tile are within the job's; `height` rows of a piece fit the copy.
             unsafe {
-                while panels - panel >= width {
-                    wide(job.at(row, panel));
-                    panel += width;
+                let mut tile = job.at(row, 0);
+                if height > 3 {
+                    for r in 0..height {
+                        let to = copy.0.as_mut_ptr().cast::<f32>().add(r * COPY_STRIDE);
+                        std::ptr::copy_nonoverlapping(tile.x.add(r * tile.x_stride), to, tile.depth);
+                    }
+                    (tile.x, tile.x_stride) = (copy.0.as_ptr().cast(), COPY_STRIDE);
                 }
-                while panel < panels {
-                    single(job.at(row, panel));
-                    panel += 1;
-                }
+                over_panels(tile, panels, body);
             }
             row += height;
+            job.ahead = std::ptr::null();
+        }
+    }
+}
+
+/// One tile of rows over some panels.
+unsafe fn over_panels(job: Job, panels: usize, (width, wide, single): (usize, Body, Body)) {
+    let mut panel = 0;
+    // SAFETY: panels of the tile are within the job's.
+    unsafe {
+        while panels - panel >= width {
+            wide(job.at(0, panel));
+            panel += width;
+        }
+        while panel < panels {
+            single(job.at(0, panel));
+            panel += 1;
         }
     }
 }
@@ -234,7 +281,7 @@ unsafe fn all_rows<L: Load>(job: Job, rows: usize, panels: usize) {
 unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
     // SAFETY: the job covers R rows, P panels and `depth` of K; masks keep to its columns. Prefetches read nothing.
     unsafe {
-        let mask = |p: usize| (0xffff_u32 >> (PANEL - PANEL.min(job.cols - p * PANEL))) as u16;
+        let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
         if !job.start {
             for p in 0..P {
@@ -243,18 +290,16 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
                 }
             }
         }
-        let panel_bytes = job.depth * PANEL * L::BYTES;
         for k in 0..job.depth {
-            let at = k * PANEL * L::BYTES;
+            if !job.ahead.is_null() {
+                for p in 0..P {
+                    let address = job.ahead.wrapping_add(p * job.ahead_panel + k * job.ahead_step);
+                    _mm_prefetch::<_MM_HINT_T0>(address.cast());
+                }
+            }
             let mut w = [_mm512_setzero_ps(); P];
             for p in 0..P {
-                let word = job.w.add(p * job.w_stride + at);
-                w[p] = L::load(word);
-                if P == WIDE {
-                    // Beyond a panel's end its stream goes on in the next group of P panels.
-                    let next_group = if at + AHEAD_BYTES < panel_bytes { 0 } else { (P - 1) * job.w_stride };
-                    _mm_prefetch::<_MM_HINT_T0>(word.wrapping_add(AHEAD_BYTES + next_group).cast());
-                }
+                w[p] = L::load(job.w.add(p * job.w_stride + k * PANEL * L::BYTES));
             }
             for r in 0..R {
                 let x = _mm512_set1_ps(*job.x.add(r * job.x_stride + k));
@@ -308,7 +353,7 @@ unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *m
                     ];
                     for (j, shifted) in shifted.into_iter().enumerate() {
                         let stored = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
-                        let q = _mm512_sub_epi32(stored, _mm512_set1_epi32(F::SCHEME.offset));
+                        let q = _mm512_sub_epi32(stored, _mm512_set1_epi32(F::SCHEME.offset.into()));
                         let mut value = _mm512_mul_ps(_mm512_cvtepi32_ps(q), scales[part]);
                         if F::SCHEME.minima {
                             value = _mm512_add_ps(value, min);

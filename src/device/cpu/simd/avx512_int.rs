@@ -6,6 +6,10 @@
 //! one output value are the same in every tile.
 
 #![allow(unsafe_code)]
+// Loops over r and p run through several register arrays at once and must unroll completely.
+#![allow(clippy::needless_range_loop)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
 use super::super::matmul::columns_of;
@@ -15,11 +19,16 @@ use super::avx512_words::{Format, minimum, scale, with_format, words};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// How far ahead of its use a weight is asked for when few rows pass over it: 4 KiB a panel stream, 16 KiB in all, covers
-/// about 100 ns at 30 GB/s and four streams.
+/// How far ahead of its use a weight is asked for by the rows that bring it in: 4 KiB a panel stream, 16 KiB for four.
 const AHEAD_BYTES: usize = 4096;
-/// From this many rows on the arithmetic takes longer than the memory, and prefetches would only be in the way.
-const PREFETCH_BELOW_ROWS: usize = 8;
+/// Panels over which rows pass together.
+const GROUP: usize = 4;
+/// From this many rows on K is cut into pieces, so that what a tile reads (12 rows: 9 KiB, and 9 KiB a panel) stays in the
+/// first-level cache; between pieces the sums wait in `out`. With fewer rows the weights come from memory anyway, in long
+/// streams.
+const PIECES_FROM_ROWS: usize = 12;
+/// K of a piece: a multiple of every unit.
+const PIECE: usize = 512;
 
 /// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations.
 trait Dot {
@@ -56,33 +65,60 @@ impl Dot for Widened {
     }
 }
 
-/// What a tile works on. Pointers are to the tile's first row and panel.
+/// What a tile works on: a piece of K, pointers to the tile's first row and panel.
 #[derive(Clone, Copy)]
 struct Job {
     x: *const u8,
+    record: *const u8,
     row_bytes: usize,
-    records_at: usize,
-    panel: *const u8,
+    w: *const u8,
+    /// Bytes of the piece in a panel, and from a panel to the next.
+    piece_bytes: usize,
     panel_bytes: usize,
     out: *mut f32,
     stride: usize,
     /// Output columns from the tile's first on.
     cols: usize,
-    /// Null, or the tile's first bias.
+    /// Whether the sums start here, or go on from `out`.
+    start: bool,
+    /// Null, or the tile's first bias, if the sums end here.
     bias: *const f32,
+    /// Whether these rows bring the weights in, for those behind them.
+    ahead: bool,
+    /// Bytes from the piece's start to the panel's end, and from there to where its stream goes on in the next group.
+    left: usize,
+    skip: usize,
 }
 
 impl Job {
-    /// The same tile, some rows further down and panels further right.
+    /// The same, some rows further down and panels further right.
     unsafe fn at(self, rows: usize, panels: usize) -> Self {
         // SAFETY: the caller stays within the rows and panels of the job.
         unsafe {
             Self {
                 x: self.x.add(rows * self.row_bytes),
-                panel: self.panel.add(panels * self.panel_bytes),
+                record: self.record.add(rows * self.row_bytes),
+                w: self.w.add(panels * self.panel_bytes),
                 out: self.out.add(rows * self.stride + panels * PANEL),
                 cols: self.cols - panels * PANEL,
                 bias: if self.bias.is_null() { self.bias } else { self.bias.add(panels * PANEL) },
+                ..self
+            }
+        }
+    }
+
+    /// The blocks from `k` on, `depth` of K in `bytes` of each panel at `at`; `last` if K ends there.
+    unsafe fn piece(self, k: usize, at: usize, bytes: usize) -> Self {
+        // SAFETY: the caller stays within the depth of the job.
+        unsafe {
+            Self {
+                x: self.x.add(k),
+                record: self.record.add(k / BLOCK * RECORD_BYTES),
+                w: self.w.add(at),
+                piece_bytes: bytes,
+                start: k == 0,
+                bias: if at + bytes == self.panel_bytes { self.bias } else { std::ptr::null() },
+                left: self.panel_bytes - at,
                 ..self
             }
         }
@@ -104,14 +140,19 @@ pub(super) fn matmul(
     }
     let job = Job {
         x: x.bytes().as_ptr(),
+        record: x.bytes()[x.layout().records_at()..].as_ptr(),
         row_bytes: x.layout().row_bytes(),
-        records_at: x.layout().records_at(),
-        panel: w.panel(panels.start).as_ptr(),
+        w: w.panel(panels.start).as_ptr(),
+        piece_bytes: w.panel_bytes(),
         panel_bytes: w.panel_bytes(),
         stride: out.stride(),
         out: out.as_mut_ptr(),
         cols: columns.len(),
+        start: true,
         bias: bias.map_or(std::ptr::null(), |bias| bias[columns.start..].as_ptr()),
+        ahead: true,
+        left: w.panel_bytes(),
+        skip: (GROUP - 1) * w.panel_bytes(),
     };
     // SAFETY: `job` covers `x.rows()` rows and `panels.len()` panels; `assert_available` was called for the instruction set.
     unsafe {
@@ -139,51 +180,61 @@ unsafe fn tile_widened<F: Format, const R: usize, const P: usize>(job: Job) {
 type Body = unsafe fn(Job);
 
 /// The bodies for some number of rows: over how many panels the wide one goes, the wide one, the one for a single panel.
-type Bodies = [(usize, usize, Body, Body); 4];
+type Bodies = [(usize, usize, Body, Body)];
 
 unsafe fn all_vnni<F: Format>(job: Job, rows: usize, panels: usize) {
-    let bodies: Bodies = [
+    // Each body is compiled for every format: fewer of them keep the build short.
+    let bodies: [(usize, usize, Body, Body); 3] = [
         (12, 1, tile_vnni::<F, 12, 1>, tile_vnni::<F, 12, 1>),
         (4, 2, tile_vnni::<F, 4, 2>, tile_vnni::<F, 4, 1>),
-        (2, 4, tile_vnni::<F, 2, 4>, tile_vnni::<F, 2, 1>),
         (1, 4, tile_vnni::<F, 1, 4>, tile_vnni::<F, 1, 1>),
     ];
     // SAFETY: the caller's.
-    unsafe { all(&bodies, job, rows, panels) }
+    unsafe { all(&bodies, PIECE / (BLOCK * F::SCHEME.subs) * F::SCHEME.unit_bytes(), job, rows, panels) }
 }
 
 unsafe fn all_widened<F: Format>(job: Job, rows: usize, panels: usize) {
-    let bodies: Bodies = [
-        (8, 1, tile_widened::<F, 8, 1>, tile_widened::<F, 8, 1>),
-        (4, 2, tile_widened::<F, 4, 2>, tile_widened::<F, 4, 1>),
-        (2, 4, tile_widened::<F, 2, 4>, tile_widened::<F, 2, 1>),
-        (1, 4, tile_widened::<F, 1, 4>, tile_widened::<F, 1, 1>),
+    // Processors with AVX-512 but without VNNI are few and old.
+    let bodies: [(usize, usize, Body, Body); 2] = [
+        (6, 1, tile_widened::<F, 6, 1>, tile_widened::<F, 6, 1>),
+        (1, 1, tile_widened::<F, 1, 1>, tile_widened::<F, 1, 1>),
     ];
     // SAFETY: the caller's.
-    unsafe { all(&bodies, job, rows, panels) }
+    unsafe { all(&bodies, PIECE / (BLOCK * F::SCHEME.subs) * F::SCHEME.unit_bytes(), job, rows, panels) }
 }
 
-/// Four panels at a time, which stay in the second-level cache while all rows pass over them.
-unsafe fn all(bodies: &Bodies, job: Job, rows: usize, panels: usize) {
-    for first in (0..panels).step_by(4) {
-        let group = 4.min(panels - first);
-        let mut row = 0;
-        for &(height, width, wide, single) in bodies {
-            while rows - row >= height {
-                let mut panel = 0;
-                // SAFETY: rows and panels of the tile are within the job's.
-                unsafe {
-                    while group - panel >= width {
-                        wide(job.at(row, first + panel));
-                        panel += width;
-                    }
-                    while panel < group {
-                        single(job.at(row, first + panel));
-                        panel += 1;
-                    }
-                }
-                row += height;
+/// Panels by groups, K by pieces, then all rows over them: the group's piece stays in the second-level cache.
+unsafe fn all(bodies: &Bodies, piece_bytes: usize, job: Job, rows: usize, panels: usize) {
+    let piece_bytes = if rows < PIECES_FROM_ROWS { job.panel_bytes } else { piece_bytes };
+    for first in (0..panels).step_by(GROUP) {
+        for (i, at) in (0..job.panel_bytes).step_by(piece_bytes).enumerate() {
+            // SAFETY: the group and the piece are within the job's.
+            unsafe {
+                let piece = job.at(0, first).piece(i * PIECE, at, piece_bytes.min(job.panel_bytes - at));
+                all_rows(bodies, piece, rows, GROUP.min(panels - first));
             }
+        }
+    }
+}
+
+unsafe fn all_rows(bodies: &Bodies, mut job: Job, rows: usize, panels: usize) {
+    let mut row = 0;
+    for &(height, width, wide, single) in bodies {
+        while rows - row >= height {
+            let mut panel = 0;
+            // SAFETY: rows and panels of the tile are within the job's.
+            unsafe {
+                while panels - panel >= width {
+                    wide(job.at(row, panel));
+                    panel += width;
+                }
+                while panel < panels {
+                    single(job.at(row, panel));
+                    panel += 1;
+                }
+            }
+            row += height;
+            job.ahead = false;
         }
     }
 }
@@ -196,22 +247,31 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
     // SAFETY: the job covers R rows and P panels of whole units; offsets below stay within a row, a record or a unit.
     // Prefetched addresses are never read.
     unsafe {
+        let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
-        let (mut x, mut record) = (job.x, job.x.add(job.records_at));
-        let mut at = 0;
-        while at < job.panel_bytes {
-            let unit = job.panel.add(at);
-            if R < PREFETCH_BELOW_ROWS {
-                // Beyond a panel's end its stream goes on in the next group of P panels.
-                let next_group = if at + AHEAD_BYTES < job.panel_bytes { 0 } else { (P - 1) * job.panel_bytes };
-                for p in 0..P {
-                    let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + next_group);
-                    for line in 0..unit_bytes.div_ceil(64) {
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
-                    }
+        if !job.start {
+            for p in 0..P {
+                for r in 0..R {
+                    sums[p][r] = _mm512_maskz_loadu_ps(mask(p), job.out.add(r * job.stride + p * PANEL));
                 }
             }
+        }
+        let (mut x, mut record) = (job.x, job.record);
+        let mut at = 0;
+        while at < job.piece_bytes {
+            let unit = job.w.add(at);
+            let skip = if at + AHEAD_BYTES < job.left { 0 } else { job.skip };
             for sub in 0..scheme.subs {
+                if job.ahead {
+                    // Each 32-block asks for its share of a unit: a burst would fill the queue of misses and wait.
+                    let share = unit_bytes / scheme.subs;
+                    for p in 0..P {
+                        let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip + sub * share);
+                        for line in 0..share.div_ceil(64) {
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
+                        }
+                    }
+                }
                 let mut lo = [[_mm512_setzero_si512(); R]; P];
                 let mut hi = [[_mm512_setzero_si512(); R]; P];
                 if scheme.offset != 0 {
@@ -269,16 +329,14 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
             at += unit_bytes;
         }
         for p in 0..P {
-            let cols = PANEL.min(job.cols - p * PANEL);
-            let mask = (0xffff_u32 >> (PANEL - cols)) as u16;
             let bias = if job.bias.is_null() {
                 _mm512_setzero_ps()
             } else {
-                _mm512_maskz_loadu_ps(mask, job.bias.add(p * PANEL))
+                _mm512_maskz_loadu_ps(mask(p), job.bias.add(p * PANEL))
             };
             for r in 0..R {
                 let sum = if job.bias.is_null() { sums[p][r] } else { _mm512_add_ps(sums[p][r], bias) };
-                _mm512_mask_storeu_ps(job.out.add(r * job.stride + p * PANEL), mask, sum);
+                _mm512_mask_storeu_ps(job.out.add(r * job.stride + p * PANEL), mask(p), sum);
             }
         }
     }

@@ -1,6 +1,8 @@
 //! Quantising activations with AVX-512: bit-equal to the plain twin in [`quant`](super::super::quant).
 
 #![allow(unsafe_code)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::quant::{BLOCK, RECORD_BYTES, TINY};
 use std::arch::x86_64::*;

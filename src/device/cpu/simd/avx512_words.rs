@@ -4,6 +4,8 @@
 //! enable the features; the branches are on constants.
 
 #![allow(unsafe_code)]
+// One name for each instruction would fill a page.
+#![allow(clippy::wildcard_imports)]
 
 use super::super::pack::{PANEL, Scheme};
 use crate::weights::DType;

@@ -20,6 +20,8 @@ pub const F16_MAX: f32 = 65504.0;
 pub trait Lanes: Copy {
     /// A vector.
     type F32: Copy;
+    /// Whether a few dozen vectors fit in registers, so that blocking over them pays.
+    const HAS_32_REGISTERS: bool;
 
     fn splat(self, value: f32) -> Self::F32;
     fn load(self, from: &[f32; 16]) -> Self::F32;
@@ -50,6 +52,8 @@ pub trait Lanes: Copy {
     fn keep(self, a: Self::F32, lo: usize, hi: usize, other: f32) -> Self::F32;
     /// Sum of the lanes by halving: `i` and `i + 8`, then `i + 4`, `i + 2`, `i + 1`.
     fn sum(self, a: Self::F32) -> f32;
+    /// Brings the cache line of byte `offset` of `bytes` closer, as a hint; any offset is allowed.
+    fn prefetch(self, bytes: &[u8], offset: usize);
     /// Largest lane by the same halving, with [`max`](Self::max)'s rule for NaN.
     fn max_lane(self, a: Self::F32) -> f32;
 }
@@ -81,18 +85,6 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     }
     let _ = isa;
     kernel.run(Plain)
-}
-
-/// Whether the AVX-512 body can run here.
-pub fn has_avx512() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        Avx512::detect().is_some()
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        false
-    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -155,16 +147,17 @@ fn min_plain(a: f32, b: f32) -> f32 {
 /// Widens a half exactly, without branches: the exponent is rebased by a multiplication, which also normalises
 /// subnormals.
 #[inline(always)]
-pub fn f16_to_f32(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff) << 13;
+fn widen_f16(bits: u32) -> f32 {
+    let magnitude = (bits & 0x7fff) << 13;
     let rebased = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
-    let special = if magnitude >= 0x0f80_0000 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(rebased | special | (u32::from(bits & 0x8000) << 16))
+    let special = u32::from(magnitude >= 0x0f80_0000).wrapping_neg() & 0x7f80_0000;
+    f32::from_bits(rebased | special | ((bits & 0x8000) << 16))
 }
 
 /// The upper half of an f32, rounded to nearest even; NaN becomes quiet.
 #[inline(always)]
-pub fn f32_to_bf16(value: f32) -> u16 {
+#[allow(clippy::cast_possible_truncation)] // the upper half is what is wanted
+fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
@@ -173,6 +166,7 @@ pub fn f32_to_bf16(value: f32) -> u16 {
 
 impl Lanes for Plain {
     type F32 = [f32; 16];
+    const HAS_32_REGISTERS: bool = false;
 
     #[inline(always)]
     fn splat(self, value: f32) -> [f32; 16] {
@@ -196,9 +190,14 @@ impl Lanes for Plain {
     }
     #[inline(always)]
     fn load_f16_bytes(self, from: &[u8; 32]) -> [f32; 16] {
+        // Two loops, so that each becomes vector instructions.
+        let mut bits = [0; 16];
+        for (x, b) in bits.iter_mut().zip(from.as_chunks::<2>().0) {
+            *x = u32::from(u16::from_le_bytes(*b));
+        }
         let mut out = [0.0; 16];
-        for (x, b) in out.iter_mut().zip(from.as_chunks::<2>().0) {
-            *x = f16_to_f32(u16::from_le_bytes(*b));
+        for i in 0..16 {
+            out[i] = widen_f16(bits[i]);
         }
         out
     }
@@ -286,6 +285,8 @@ impl Lanes for Plain {
         halve(map1(a, |x| x), |x, y| x + y)
     }
     #[inline(always)]
+    fn prefetch(self, _: &[u8], _: usize) {}
+    #[inline(always)]
     fn max_lane(self, a: [f32; 16]) -> f32 {
         halve(a, max_plain)
     }
@@ -298,14 +299,15 @@ pub use x86::Avx512;
 mod x86 {
     use super::{F16_MAX, Lanes};
     use std::arch::x86_64::{
-        __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _mm_add_ps, _mm_add_ss,
-        _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_shuffle_ps, _mm256_add_ps, _mm256_castps256_ps128,
-        _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps,
-        _mm512_and_si512, _mm512_castps_si512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-        _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_div_ps,
-        _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mask_mov_ps,
-        _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_scalef_ps, _mm512_set1_epi32,
-        _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+        __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
+        _mm_add_ss, _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm256_add_ps,
+        _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_storeu_si256,
+        _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castps512_ps256,
+        _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+        _mm512_cvtps_ph, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+        _mm512_mask_mov_epi32, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512,
+        _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
+        _mm512_sub_ps,
     };
 
     /// Sixteen lanes in one register. A value proves that the machine has the instructions.
@@ -342,6 +344,7 @@ mod x86 {
 
     impl Lanes for Avx512 {
         type F32 = __m512;
+        const HAS_32_REGISTERS: bool = true;
 
         #[inline(always)]
         fn splat(self, value: f32) -> __m512 {
@@ -445,6 +448,10 @@ mod x86 {
             }
         }
         #[inline(always)]
+        fn prefetch(self, bytes: &[u8], offset: usize) {
+            vector! { _mm_prefetch::<_MM_HINT_T1>(bytes.as_ptr().wrapping_add(offset).cast()) }
+        }
+        #[inline(always)]
         fn max_lane(self, a: __m512) -> f32 {
             let (low, high) = halves(a);
             vector! {
@@ -452,6 +459,140 @@ mod x86 {
                 let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
                 let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
                 _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::cast_possible_truncation)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Runs on every path this machine has, the plain body compiled without FMA included, and wants the same bits of all.
+    fn everywhere<K: Kernel<Output = Vec<u32>> + Clone>(kernel: K) -> Vec<u32> {
+        let bare = kernel.clone().run(Plain);
+        for isa in Isa::available() {
+            assert!(dispatch(*isa, kernel.clone()) == bare, "{isa:?} has other bits");
+        }
+        bare
+    }
+
+    /// NaN payloads are not promised.
+    fn bits(x: f32) -> u32 {
+        if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
+    }
+
+    #[derive(Clone)]
+    struct Widen;
+    impl Kernel for Widen {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let mut out = vec![];
+            for first in (0..=u16::MAX).step_by(16) {
+                let mut bytes = [0; 32];
+                for (i, pair) in bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    *pair = (first + i as u16).to_le_bytes();
+                }
+                for wide in [l.load_f16_bytes(&bytes), l.load_bf16_bytes(&bytes)] {
+                    let mut lanes = [0.0; 16];
+                    l.store(wide, &mut lanes);
+                    out.extend(lanes.map(bits));
+                }
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn every_half_widens_exactly() {
+        let got = everywhere(Widen);
+        for (i, pair) in got.as_chunks::<32>().0.iter().enumerate() {
+            for lane in 0..16 {
+                let stored = u16::try_from(i * 16 + lane).unwrap();
+                assert_eq!(pair[lane], bits(f16::from_bits(stored).to_f32()), "f16 {stored:#x}");
+                assert_eq!(pair[16 + lane], bits(bf16::from_bits(stored).to_f32()), "bf16 {stored:#x}");
+            }
+        }
+    }
+
+    #[derive(Clone)]
+    struct Narrow(Vec<[f32; 16]>);
+    impl Kernel for Narrow {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let pairs = self.0.iter().flat_map(|x| {
+                let x = l.load(x);
+                l.to_f16(x).into_iter().zip(l.to_bf16(x))
+            });
+            pairs.map(|(a, b)| u32::from(a) << 16 | u32::from(b)).collect()
+        }
+    }
+
+    #[test]
+    fn narrowing_rounds_to_nearest_even() {
+        // Every 65,521st pattern, and around each representable half the neighbours of its midpoints.
+        let spread = (0..u32::MAX / 65_521).map(|i| i * 65_521);
+        let midpoints = (0..=u16::MAX).flat_map(|h| {
+            let wide = f16::from_bits(h).to_f32().to_bits();
+            let half_way = (u32::from(h) << 16) + 0x8000;
+            [wide, wide + 0xfff, wide + 0x1000, wide + 0x1001, half_way - 1, half_way, half_way + 1]
+        });
+        let mut values: Vec<f32> = spread.chain(midpoints).map(f32::from_bits).filter(|x| !x.is_nan()).collect();
+        values.truncate(values.len() / 16 * 16);
+        let got = everywhere(Narrow(values.as_chunks().0.to_vec()));
+        for (x, got) in values.iter().zip(got) {
+            let want = f16::from_f32(x.clamp(-F16_MAX, F16_MAX)).to_bits();
+            assert_eq!(got, u32::from(want) << 16 | u32::from(bf16::from_f32(*x).to_bits()), "{x:e}");
+        }
+        let nan = everywhere(Narrow(vec![[f32::NAN; 16]]))[0];
+        assert!(f16::from_bits((nan >> 16) as u16).is_nan() && bf16::from_bits(nan as u16).is_nan());
+    }
+
+    #[derive(Clone)]
+    struct Arithmetic([f32; 16], [f32; 16], usize, usize);
+    impl Kernel for Arithmetic {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let (a, b) = (l.load(&self.0), l.load(&self.1));
+            let vectors = [
+                l.add(a, b),
+                l.sub(a, b),
+                l.mul(a, b),
+                l.div(a, b),
+                l.fma(a, b, a),
+                l.max(a, b),
+                l.min(a, b),
+                l.keep(a, self.2, self.3, 7.0),
+                super::super::super::exp::exp(l, a),
+                super::super::super::exp::tanh(l, b),
+            ];
+            let mut out = vec![bits(l.sum(a)), bits(l.max_lane(b))];
+            for vector in vectors {
+                let mut lanes = [0.0; 16];
+                l.store(vector, &mut lanes);
+                out.extend(lanes.map(bits));
+            }
+            out
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn operations_are_the_same_on_every_path(
+            a: [u32; 16], b in proptest::array::uniform16(-90.0f32..90.0), lo in 0usize..=16, len in 0usize..=16,
+        ) {
+            let (any, hi) = (a.map(f32::from_bits), (lo + len).min(16));
+            everywhere(Arithmetic(any, b, lo, hi));
+            everywhere(Arithmetic(b, any, lo, hi));
+            let kept = everywhere(Arithmetic(b, b, lo, hi));
+            for lane in 0..16 {
+                let want = if (lo..hi).contains(&lane) { b[lane] } else { 7.0 };
+                assert_eq!(kept[2 + 7 * 16 + lane], want.to_bits());
             }
         }
     }

@@ -1,0 +1,182 @@
+//! Paged attention at `SmolLM2` 135M's shape (9 query heads, 3 KV heads of 64, f16 keys and values), on all threads.
+//!
+//! `elem/s` are operations of `q·k` and `p·v` over visible tokens, `B/s` bytes of keys and values that a step has to read
+//! once. Each iteration takes the next of 30 layers, so that a long context comes from where it would come in a model.
+//! The schedule is made anew each time, as the device does.
+
+use std::cell::LazyCell;
+use std::hint::black_box;
+
+use ascend_llm::device::cpu::Isa;
+use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
+use ascend_llm::device::cpu::attention::{Attention, AttentionScratch, AttentionShape, Schedule};
+use ascend_llm::device::cpu::kv::{KvLayout, Rows};
+use ascend_llm::device::cpu::pool::Team;
+use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::f16;
+
+mod support;
+use support::Noise;
+
+const SHAPE: AttentionShape =
+    AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None };
+const GEOMETRY: KvGeometry =
+    KvGeometry { layers: 30, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim, block_size: 16, dtype: KvDType::F16 };
+const Q_WIDTH: usize = SHAPE.heads * SHAPE.head_dim;
+
+/// Sequences of one length, of each of which the last rows are computed.
+#[derive(Clone, Copy)]
+struct Case {
+    seqs: usize,
+    rows: usize,
+    kv_len: usize,
+}
+
+impl Case {
+    fn throughput(self) -> Throughput {
+        let visible: usize = (self.kv_len - self.rows + 1..=self.kv_len).sum();
+        let elements = self.seqs * 4 * visible * Q_WIDTH;
+        let bytes = self.seqs * self.kv_len * GEOMETRY.bytes_per_token() / GEOMETRY.layers;
+        Throughput::ElementsAndBytes { elements: elements as u64, bytes: bytes as u64 }
+    }
+}
+
+/// What a step reads.
+struct Inputs {
+    pool: AlignedBytes,
+    tables: Vec<BlockId>,
+    q_lens: Vec<u32>,
+    kv_lens: Vec<u32>,
+    q: Vec<f32>,
+}
+
+impl Inputs {
+    fn new(case: Case) -> Self {
+        let count = |n: usize| u32::try_from(n).expect("a small number");
+        let blocks = case.seqs * case.kv_len.div_ceil(GEOMETRY.block_size);
+        let mut pool = AlignedBytes::zeroed(blocks * GEOMETRY.bytes_per_block()).expect("memory");
+        // The same noise over and over: what keys and values are costs no time as long as they are ordinary numbers.
+        let noise: Vec<f16> = Noise(1).floats(4096).into_iter().map(f16::from_f32).collect();
+        let noise: &[u8] = bytemuck::cast_slice(&noise);
+        for chunk in pool.as_mut_slice().chunks_mut(noise.len()) {
+            chunk.copy_from_slice(&noise[..chunk.len()]);
+        }
+        // Blocks as a pool hands them out after a while: in no order.
+        let mut tables: Vec<BlockId> = (0..count(blocks)).map(BlockId).collect();
+        let mut order = Noise(2);
+        tables.sort_by_cached_key(|_| order.next());
+        Self {
+            pool,
+            tables,
+            q_lens: vec![count(case.rows); case.seqs],
+            kv_lens: vec![count(case.kv_len); case.seqs],
+            q: Noise(3).floats(case.seqs * case.rows * Q_WIDTH),
+        }
+    }
+
+    fn attention(&self, isa: Isa, layer: usize) -> Attention<'_> {
+        Attention {
+            isa,
+            shape: SHAPE,
+            layout: KvLayout::new(GEOMETRY),
+            layer,
+            pool: self.pool.as_slice(),
+            rows: Rows { q_lens: &self.q_lens, kv_lens: &self.kv_lens, tables: &self.tables },
+            q: &self.q,
+            q_stride: Q_WIDTH,
+            sinks: None,
+        }
+    }
+}
+
+/// The team and what its members write.
+struct Bench {
+    team: Team,
+    rooms: Vec<AttentionScratch>,
+    schedule: Schedule,
+    partials: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let team = Team::new(None).expect("a team");
+        let members = team.count();
+        Self {
+            rooms: (0..members).map(|_| AttentionScratch::new(&SHAPE)).collect(),
+            schedule: Schedule::new(members),
+            team,
+            partials: Vec::new(),
+            out: Vec::new(),
+        }
+    }
+
+    /// One layer's attention, as the device drives it.
+    fn run(&mut self, attention: &Attention<'_>) {
+        let Self { team, rooms, schedule, partials, out } = self;
+        schedule.plan(&SHAPE, attention.rows, GEOMETRY.block_size);
+        out.resize(attention.rows.total() * Q_WIDTH, 0.0);
+        if !schedule.needs_merge() {
+            let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.bounds());
+            attend(team, rooms, attention, schedule, &parts);
+            return;
+        }
+        partials.resize(schedule.bounds().last().map_or(0, |end| end * SHAPE.partial_len()), 0.0);
+        let parts = Parts::rows_at(partials, SHAPE.partial_len(), schedule.bounds());
+        attend(team, rooms, attention, schedule, &parts);
+        let partials = parts.read();
+        let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.merge_bounds());
+        let rooms = Parts::rows(rooms, 1, team.count(), 1);
+        team.run(&|member| {
+            let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
+            let first = tile.first();
+            attention.merge(schedule, member.index(), partials, &mut room.row_mut(0)[0], &mut |piece, values| {
+                tile.row_mut(piece - first).copy_from_slice(values);
+            });
+        });
+    }
+}
+
+fn attend(
+    team: &Team,
+    rooms: &mut [AttentionScratch],
+    attention: &Attention<'_>,
+    schedule: &Schedule,
+    parts: &Parts<'_, f32>,
+) {
+    let rooms = Parts::rows(rooms, 1, team.count(), 1);
+    team.run(&|member| {
+        let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
+        let first = tile.first();
+        attention.attend(schedule, member.index(), &mut room.row_mut(0)[0], &mut |piece, values| {
+            tile.row_mut(piece - first).copy_from_slice(values);
+        });
+    });
+}
+
+fn attention(c: &mut Criterion) {
+    let isa = Isa::detect();
+    let mut bench = Bench::new();
+    let mut group = c.benchmark_group(format!("attention/{}", isa.name()));
+    let decode = [(1, 128), (1, 1024), (1, 4096), (32, 256)];
+    let decode = decode.map(|(seqs, kv_len)| ("decode", Case { seqs, rows: 1, kv_len }));
+    for (name, case) in decode.into_iter().chain([("prefill", Case { seqs: 1, rows: 512, kv_len: 512 })]) {
+        // Made only if the command line selects it.
+        let inputs = LazyCell::new(|| Inputs::new(case));
+        let mut layer = 0;
+        group.throughput(case.throughput());
+        group.bench_function(BenchmarkId::new(format!("{name}/{}seq", case.seqs), case.kv_len), |b| {
+            let inputs = &*inputs;
+            b.iter(|| {
+                bench.run(&inputs.attention(isa, layer));
+                layer = (layer + 1) % GEOMETRY.layers;
+                black_box(&mut bench.out);
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(name = benches; config = support::criterion(); targets = attention);
+criterion_main!(benches);

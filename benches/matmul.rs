@@ -1,0 +1,169 @@
+//! Products of activation rows with packed weights, at `SmolLM2` 135M's shapes, on all threads this process may use.
+//!
+//! `elem/s` are operations (a multiply and an add are two), `B/s` bytes of weights. One iteration multiplies with one
+//! weight, the next with another, until 128 MiB have passed: as the layers of a model do, and unlike a weight that stays
+//! in the second-level cache. Limit the threads with `taskset`.
+
+use std::cell::LazyCell;
+use std::hint::black_box;
+
+use ascend_llm::device::cpu::Isa;
+use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
+use ascend_llm::device::cpu::matmul::{FloatRows, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
+use ascend_llm::device::cpu::pool::Team;
+use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::weights::DType;
+use ascend_llm::weights::convert::quantise;
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+
+mod support;
+use support::{Noise, is_smoke};
+
+/// Bytes of weights between two uses of the same one: the size of `SmolLM2` 135M in 8 bits.
+const WALK_BYTES: usize = 128 << 20;
+
+/// Outputs × inputs, and the numbers of rows: gate or up, down, `lm_head` (which sees sampled rows only).
+const SHAPES: [(usize, usize, &[usize]); 3] =
+    [(1536, 576, &[1, 8, 64, 512]), (576, 1536, &[1, 8, 64, 512]), (49_152, 576, &[1])];
+
+const DTYPES: [DType; 7] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::Q4_K, DType::F16, DType::BF16, DType::F32];
+
+/// Activations, in memory as the arena has them.
+struct Rows {
+    elem: Elem,
+    k: usize,
+    bytes: AlignedBytes,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Elem {
+    F32,
+    Q8,
+}
+
+impl Rows {
+    fn new(isa: Isa, elem: Elem, rows: usize, k: usize) -> Self {
+        let x = Noise(1).floats(rows * k);
+        let layout = QuantLayout::new(k);
+        let mut bytes = aligned(match elem {
+            Elem::F32 => size_of_val(x.as_slice()),
+            Elem::Q8 => rows * layout.row_bytes(),
+        });
+        match elem {
+            Elem::F32 => bytes.as_mut_slice().copy_from_slice(bytemuck::cast_slice(&x)),
+            Elem::Q8 => quantise_rows(isa, layout, &x, bytes.as_mut_slice()),
+        }
+        Self { elem, k, bytes }
+    }
+}
+
+fn aligned(bytes: usize) -> AlignedBytes {
+    AlignedBytes::zeroed(bytes).expect("memory")
+}
+
+/// Several weights of one shape, as one matrix of all their outputs.
+struct Weights {
+    matrix: PackedMatrix,
+    n: usize,
+}
+
+impl Weights {
+    fn new(team: &Team, dtype: DType, n: usize, k: usize) -> Self {
+        // Repeated values: what they are costs no time, where they lie does.
+        let mut panel = Vec::new();
+        quantise(dtype, &Noise(2).floats(PANEL * k), &mut panel);
+        let copies = if is_smoke() { 1 } else { WALK_BYTES.div_ceil(panel.len() * n / PANEL) };
+        let data = panel.repeat(n / PANEL * copies);
+        let matrix = PackedMatrix::pack(team, dtype, n * copies, k, &data).expect("a weight");
+        Self { matrix, n }
+    }
+
+    fn count(&self) -> usize {
+        self.matrix.n() / self.n
+    }
+
+    /// Multiplies with weight `index` as the device does: members take whole panels of columns.
+    fn multiply(&self, team: &Team, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
+        let first = index * self.n / PANEL;
+        let parts = Parts::columns(out, self.n, team.count(), PANEL);
+        team.run(&|member| {
+            let mut tile = parts.claim(member.index());
+            let start = first + tile.first() / PANEL;
+            let panels = start..start + tile.cols().div_ceil(PANEL);
+            let bytes = x.bytes.as_slice();
+            match x.elem {
+                Elem::F32 => {
+                    let rows = FloatRows::new(bytemuck::cast_slice(bytes), x.k, x.k);
+                    matmul_f32(isa, rows, &self.matrix, None, panels, &mut tile);
+                }
+                Elem::Q8 => {
+                    let rows = QuantRows::new(QuantLayout::new(x.k), bytes);
+                    matmul_q8(isa, rows, &self.matrix, None, panels, &mut tile);
+                }
+            }
+        });
+    }
+}
+
+fn products(c: &mut Criterion, elem: Elem) {
+    let (isa, team) = (Isa::detect(), Team::new(None).expect("a team"));
+    let name = if elem == Elem::Q8 { "int8" } else { "f32" };
+    let mut group = c.benchmark_group(format!("matmul/{name}/{}", isa.name()));
+    for dtype in DTYPES {
+        if elem == Elem::Q8 && !dtype.is_quantised() {
+            continue;
+        }
+        for (n, k, batches) in SHAPES {
+            // A K-quant's rows are whole blocks of 256: the next shape it can have.
+            let k = k.next_multiple_of(dtype.block_len());
+            let bytes = dtype.bytes_for(n * k).expect("whole blocks");
+            // Made only if the command line selects it.
+            let weights = LazyCell::new(|| Weights::new(&team, dtype, n, k));
+            for &m in batches {
+                let x = LazyCell::new(|| Rows::new(isa, elem, m, k));
+                let mut out = aligned(m * n * size_of::<f32>());
+                let mut next = 0;
+                group
+                    .throughput(Throughput::ElementsAndBytes { elements: (2 * m * n * k) as u64, bytes: bytes as u64 });
+                group.bench_function(BenchmarkId::new(format!("{dtype}/{n}x{k}"), m), |b| {
+                    let (weights, x) = (&*weights, &*x);
+                    let out: &mut [f32] = bytemuck::cast_slice_mut(out.as_mut_slice());
+                    b.iter(|| {
+                        weights.multiply(&team, isa, x, next, out);
+                        next = (next + 1) % weights.count();
+                        black_box(&mut *out);
+                    });
+                });
+            }
+        }
+    }
+    group.finish();
+}
+
+fn int8(c: &mut Criterion) {
+    products(c, Elem::Q8);
+}
+
+fn float(c: &mut Criterion) {
+    products(c, Elem::F32);
+}
+
+/// Activations to int8, on one thread.
+fn quantise_activations(c: &mut Criterion) {
+    let (isa, k) = (Isa::detect(), 576);
+    let layout = QuantLayout::new(k);
+    let mut group = c.benchmark_group(format!("quantise_rows/{}", isa.name()));
+    for rows in [1, 64, 512] {
+        let x = Noise(3).floats(rows * k);
+        let mut out = aligned(rows * layout.row_bytes());
+        group.throughput(Throughput::Elements((rows * k) as u64));
+        group.bench_function(BenchmarkId::new(k.to_string(), rows), |b| {
+            b.iter(|| quantise_rows(isa, layout, black_box(&x), out.as_mut_slice()));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(name = benches; config = support::criterion(); targets = int8, float, quantise_activations);
+criterion_main!(benches);

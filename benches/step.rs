@@ -1,0 +1,70 @@
+//! One step of the whole engine in decode: plan, model, draw, publish, commit, for the small story model.
+//!
+//! `elem/s` are tokens. The model is tiny, so this shows what the engine and its launches cost beside arithmetic. Nobody
+//! reads the handles: deltas merge in their slots.
+
+use std::cell::RefCell;
+use std::path::Path;
+
+use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, EngineCore, Request, RequestHandle};
+use ascend_llm::sampler::SamplingParams;
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+
+mod support;
+use support::{Noise, bench_aging};
+
+const PROMPT_TOKENS: u32 = 16;
+/// Steps for which every sequence decodes: what the model's 512 positions leave, with some room.
+const LIFE: u32 = 480;
+const BLOCK_SIZE: u32 = 32;
+
+fn core(seqs: u32) -> EngineCore {
+    let mut config = EngineConfig::default();
+    config.max_num_seqs = seqs;
+    config.prefix_caching = false;
+    config.block_size = Some(BLOCK_SIZE);
+    // A share more than the sequences take, for the watermark that holds admissions back.
+    config.kv_cache = CacheBudget::Blocks(seqs * (512 / BLOCK_SIZE + 1));
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf");
+    Engine::builder(model).config(config).build_core().expect("the story model")
+}
+
+/// Ends what runs, and takes `seqs` new sequences through their prompts.
+fn refill(core: &mut EngineCore, handles: &mut Vec<RequestHandle>, seqs: u32) {
+    handles.clear();
+    let mut noise = Noise(1);
+    let mut params = SamplingParams::greedy();
+    params.max_tokens = Some(LIFE + 2);
+    params.ignore_eos = true;
+    for _ in 0..seqs {
+        let prompt = noise.ids(PROMPT_TOKENS as usize, core.info().vocab_size);
+        handles.push(core.submit(Request::tokens(prompt).sampling(params.clone())).expect("a request"));
+    }
+    let report = core.step().expect("a step");
+    assert_eq!(report.drawn_tokens, seqs, "every sequence has its first token");
+}
+
+fn decode(c: &mut Criterion) {
+    let mut group = c.benchmark_group("step/fable-f16/decode");
+    for seqs in [1, 8, 32] {
+        // Shared by the two closures below, which never run at the same time.
+        let core = RefCell::new(core(seqs));
+        let mut handles = Vec::new();
+        group.throughput(Throughput::Elements(u64::from(seqs)));
+        group.bench_function(BenchmarkId::from_parameter(seqs), |b| {
+            bench_aging(
+                b,
+                u64::from(LIFE),
+                || refill(&mut core.borrow_mut(), &mut handles, seqs),
+                |()| {
+                    let report = core.borrow_mut().step().expect("a step");
+                    assert_eq!(report.drawn_tokens, seqs);
+                },
+            );
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(name = benches; config = support::criterion(); targets = decode);
+criterion_main!(benches);

@@ -1,0 +1,75 @@
+//! What the benches share: noise, the settings of criterion, and the timing of state that ages.
+#![allow(dead_code)] // each bench uses its own part
+
+use std::time::{Duration, Instant};
+
+use criterion::{Bencher, Criterion};
+
+/// `SplitMix64`; the seed stands at each use, so that every run measures the same data.
+#[derive(Debug)]
+pub struct Noise(pub u64);
+
+impl Noise {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Even in -1..1.
+    pub fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.float()).collect()
+    }
+
+    /// About normal, with deviation 1.
+    pub fn normal(&mut self) -> f32 {
+        // The sum of twelve even values of width 1 has variance 1.
+        (0..12).map(|_| self.float() / 2.0).sum()
+    }
+
+    pub fn ids(&mut self, n: usize, below: u32) -> Vec<u32> {
+        (0..n).map(|_| u32::try_from(self.next() % u64::from(below)).unwrap_or(0)).collect()
+    }
+}
+
+/// Shorter than criterion's defaults: the benches together take minutes, and what they time is far above a clock's grain.
+pub fn criterion() -> Criterion {
+    Criterion::default()
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2))
+        .sample_size(20)
+}
+
+/// Whether each body runs only once, to see that it runs (`cargo bench -- --test`, `cargo test --benches`).
+pub fn is_smoke() -> bool {
+    let has = |flag: &str| std::env::args().any(|arg| arg == flag);
+    has("--test") || !has("--bench")
+}
+
+/// Times `step` on state that serves at most `life` steps; making it anew is not timed.
+pub fn bench_aging<S>(
+    bencher: &mut Bencher<'_>,
+    life: u64,
+    mut renew: impl FnMut() -> S,
+    mut step: impl FnMut(&mut S),
+) {
+    bencher.iter_custom(|iterations| {
+        let (mut left, mut spent) = (iterations, Duration::ZERO);
+        while left > 0 {
+            let mut state = renew();
+            let run = left.min(life);
+            let start = Instant::now();
+            for _ in 0..run {
+                step(&mut state);
+            }
+            spent += start.elapsed();
+            left -= run;
+        }
+        spent
+    });
+}

@@ -1,0 +1,228 @@
+//! A model run by the reference bodies: one sequence, keys and values in plain matrices, one operation after the other.
+//!
+//! The oracle of every device: it knows no plan, arena, block, panel, team or instruction set, only the graph and the
+//! definitions in [`reference`](super::reference). A fused operation is its parts in order. It allocates as it likes and
+//! is made for small models; graphs come from [`decoder_graph`](crate::model::decoder_graph) or a builder and are taken
+//! to be sound.
+
+#![forbid(unsafe_code)]
+
+use super::reference::{self, Activation, AttentionParams};
+use crate::graph::{
+    ActivationKind, AttentionShape, Graph, LinearPart, Node, NormSpec, Op, RopeStyle, RowStatus, WeightId,
+};
+use crate::kv_cache::KvDType;
+use crate::weights::{DType, WeightError, WeightSource};
+
+/// A graph with its weights widened to f32 and the keys and values of one sequence.
+#[derive(Debug)]
+pub struct ReferenceModel {
+    graph: Graph,
+    weights: Vec<Vec<f32>>,
+    stored_as: DType,
+    /// Keys and values of each layer, one row a token.
+    stored: Vec<(Vec<f32>, Vec<f32>)>,
+    /// Tokens so far.
+    len: u32,
+}
+
+/// What a step gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReferenceRows {
+    /// Logits, one row after the other.
+    pub logits: Vec<f32>,
+    /// Status of each row.
+    pub status: Vec<RowStatus>,
+}
+
+/// One step's rows.
+struct StepRows<'a> {
+    tokens: &'a [u32],
+    positions: Vec<u32>,
+    logit_rows: &'a [u32],
+}
+
+impl ReferenceModel {
+    /// Widens the weights; `kv` is the type that keys and values are rounded to.
+    pub fn new(graph: &Graph, source: &dyn WeightSource, kv: KvDType) -> Result<Self, WeightError> {
+        let weights: Result<_, _> =
+            graph.weights.iter().map(|weight| source.require(&weight.name).map(|tensor| tensor.to_f32())).collect();
+        let layers = graph.nodes.iter().filter_map(|node| match &node.op {
+            Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => Some(layer + 1),
+            _ => None,
+        });
+        let stored_as = match kv {
+            KvDType::F32 => DType::F32,
+            KvDType::F16 => DType::F16,
+            KvDType::BF16 => DType::BF16,
+        };
+        let stored = vec![(Vec::new(), Vec::new()); layers.max().unwrap_or(0)];
+        Ok(Self { graph: graph.clone(), weights: weights?, stored_as, stored, len: 0 })
+    }
+
+    /// Forgets the sequence.
+    pub fn restart(&mut self) {
+        self.len = 0;
+        self.stored.iter_mut().for_each(|(k, v)| {
+            k.clear();
+            v.clear();
+        });
+    }
+
+    /// Appends tokens and gives the logits of the rows asked for.
+    pub fn forward(&mut self, tokens: &[u32], logit_rows: &[u32]) -> ReferenceRows {
+        let end = self.len + tokens.len() as u32;
+        let rows = StepRows { tokens, positions: (self.len..end).collect(), logit_rows };
+        self.len = end;
+        let mut values: Vec<Vec<f32>> = vec![Vec::new(); self.graph.values.len()];
+        let mut out = ReferenceRows { logits: Vec::new(), status: Vec::new() };
+        for node in &self.graph.nodes.clone() {
+            let inputs: Vec<&[f32]> = node.inputs.iter().map(|id| values[id.0 as usize].as_slice()).collect();
+            if node.op == Op::RowStatus {
+                out.logits = inputs[0].to_vec();
+                out.status = inputs[0].chunks_exact(self.graph.vocab_size).map(reference::row_status).collect();
+                continue;
+            }
+            let outputs = self.run(node, &inputs, &rows);
+            for (id, value) in node.outputs.iter().zip(outputs) {
+                values[id.0 as usize] = value;
+            }
+        }
+        out
+    }
+
+    fn weight(&self, id: WeightId) -> &[f32] {
+        &self.weights[id.0 as usize]
+    }
+
+    fn cols(&self, node: &Node, input: usize) -> usize {
+        self.graph.value(node.inputs[input]).cols
+    }
+
+    fn run(&mut self, node: &Node, inputs: &[&[f32]], rows: &StepRows<'_>) -> Vec<Vec<f32>> {
+        match &node.op {
+            Op::Embed { table } => vec![self.embed(*table, rows.tokens)],
+            Op::RopeAngles { rope } => {
+                let rope = &self.graph.ropes[*rope];
+                let mut out = vec![0.0; rows.positions.len() * 2 * rope.inv_freq.len()];
+                reference::rope_angles(&rope.inv_freq, rope.attention_factor, &rows.positions, &mut out);
+                vec![out]
+            }
+            Op::RmsNorm(norm) => vec![self.norm(norm, inputs[0])],
+            Op::Add => vec![map(inputs[0], |out| reference::add(inputs[0], inputs[1], out))],
+            Op::Mul => vec![map(inputs[0], |out| reference::mul(inputs[0], inputs[1], out))],
+            Op::Activation(kind) => vec![activation(*kind, inputs[0])],
+            Op::Quantise => vec![quantise(inputs[0], self.cols(node, 0))],
+            Op::Linear(part) => vec![self.linear(part, inputs[0])],
+            Op::Rope { head_dim, style } => vec![self.rope(node, inputs, *head_dim, *style, None)],
+            Op::KvWrite { layer } => {
+                self.store(*layer, inputs[0], inputs[1]);
+                vec![Vec::new()]
+            }
+            Op::Attention(shape) => vec![self.attention(shape, inputs[0])],
+            Op::GatherRows => {
+                let width = self.cols(node, 0);
+                let mut out = vec![0.0; rows.logit_rows.len() * width];
+                reference::gather_rows(inputs[0], rows.logit_rows, width, &mut out);
+                vec![out]
+            }
+            // Read by `forward`, which knows where its input goes.
+            Op::RowStatus => Vec::new(),
+            Op::AddRmsNorm { norm, quantise: rounded } => {
+                let sum = map(inputs[0], |out| reference::add(inputs[0], inputs[1], out));
+                let normed = self.norm(norm, &sum);
+                let normed = if *rounded { quantise(&normed, self.cols(node, 0)) } else { normed };
+                vec![sum, normed]
+            }
+            Op::NormQuantise(norm) => vec![quantise(&self.norm(norm, inputs[0]), self.cols(node, 0))],
+            Op::QkNormRope { norm, head_dim, style } => {
+                vec![self.rope(node, inputs, *head_dim, *style, Some(norm))]
+            }
+            Op::RopeKvWrite { layer, head_dim, style, norm } => {
+                let k = self.rope(node, inputs, *head_dim, *style, norm.as_ref());
+                self.store(*layer, &k, inputs[2]);
+                vec![Vec::new()]
+            }
+            Op::ActMul(kind) => vec![act_mul(*kind, inputs[0], inputs[1])],
+            Op::LinearMulti(parts) => parts.iter().map(|part| self.linear(part, inputs[0])).collect(),
+            Op::SwigluLinear { activation, part, quantise: rounded } => {
+                let product = act_mul(*activation, inputs[0], inputs[1]);
+                let product = if *rounded { quantise(&product, self.cols(node, 0)) } else { product };
+                vec![self.linear(part, &product)]
+            }
+        }
+    }
+
+    fn embed(&self, table: WeightId, tokens: &[u32]) -> Vec<f32> {
+        let width = self.graph.weight(table).shape[1];
+        let mut out = vec![0.0; tokens.len() * width];
+        let mut row_of = |row: usize, out: &mut [f32]| out.copy_from_slice(&self.weight(table)[row * width..][..width]);
+        reference::embed(tokens, width, &mut row_of, &mut out);
+        out
+    }
+
+    fn norm(&self, norm: &NormSpec, x: &[f32]) -> Vec<f32> {
+        map(x, |out| reference::rms_norm(x, self.weight(norm.weight), norm.eps, out))
+    }
+
+    fn linear(&self, part: &LinearPart, x: &[f32]) -> Vec<f32> {
+        let [n, k] = [0, 1].map(|dim| self.graph.weight(part.weight).shape[dim]);
+        let mut out = vec![0.0; x.len() / k * n];
+        reference::linear(x, self.weight(part.weight), part.bias.map(|bias| self.weight(bias)), k, n, &mut out);
+        out
+    }
+
+    /// The first input, head by head normed (perhaps) and rotated by the second.
+    fn rope(
+        &self,
+        node: &Node,
+        inputs: &[&[f32]],
+        head_dim: usize,
+        style: RopeStyle,
+        norm: Option<&NormSpec>,
+    ) -> Vec<f32> {
+        let (heads, pairs) = (self.cols(node, 0) / head_dim, self.cols(node, 1) / 2);
+        let mut out = norm.map_or_else(|| inputs[0].to_vec(), |norm| self.norm(norm, inputs[0]));
+        let (cos, sin): (Vec<&[f32]>, Vec<&[f32]>) =
+            inputs[1].chunks_exact(2 * pairs).map(|row| row.split_at(pairs)).unzip();
+        reference::rope(&mut out, heads, head_dim, style, pairs, &cos.concat(), &sin.concat());
+        out
+    }
+
+    fn store(&mut self, layer: usize, k: &[f32], v: &[f32]) {
+        let (keys, values) = &mut self.stored[layer];
+        keys.extend(k.iter().map(|&x| reference::round_to(self.stored_as, x)));
+        values.extend(v.iter().map(|&x| reference::round_to(self.stored_as, x)));
+    }
+
+    fn attention(&self, shape: &AttentionShape, q: &[f32]) -> Vec<f32> {
+        let AttentionShape { layer, heads, kv_heads, head_dim, scale, window } = *shape;
+        let params = AttentionParams { heads, kv_heads, head_dim, scale, window, softcap: None };
+        let (k, v) = &self.stored[layer];
+        map(q, |out| reference::attention(&params, q, k, v, out))
+    }
+}
+
+/// A new matrix of the size of `x`, filled by `body`.
+fn map(x: &[f32], body: impl FnOnce(&mut [f32])) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    body(&mut out);
+    out
+}
+
+fn activation(kind: ActivationKind, x: &[f32]) -> Vec<f32> {
+    let kind = match kind {
+        ActivationKind::Silu => Activation::Silu,
+        ActivationKind::GeluTanh => Activation::GeluTanh,
+    };
+    map(x, |out| reference::activation(kind, x, out))
+}
+
+fn act_mul(kind: ActivationKind, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let act = activation(kind, gate);
+    map(gate, |out| reference::mul(&act, up, out))
+}
+
+fn quantise(x: &[f32], width: usize) -> Vec<f32> {
+    map(x, |out| reference::quantise(x, width, out))
+}

@@ -1,0 +1,248 @@
+//! What operands each operation takes: how many, of which shape and type, over which weights.
+//!
+//! Checked of every plan, so that devices may index operands, weights and rows without a doubt. The rules are of shapes
+//! only; who writes what before it is read, and where it lies, is `check`'s business.
+
+use super::{Elem, LinearPart, NormSpec, Op, RopeFrequencies, Rows, Weight, WeightId, WeightRole};
+
+/// Shape of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Operand {
+    pub rows: Rows,
+    pub cols: usize,
+    pub elem: Elem,
+}
+
+/// The operands of one operation with the tables its ids point into.
+#[derive(Debug)]
+pub(super) struct Operands<'a> {
+    pub inputs: Vec<Operand>,
+    pub outputs: Vec<Operand>,
+    pub scratch: Option<Operand>,
+    pub weights: &'a [Weight],
+    pub ropes: &'a [RopeFrequencies],
+    pub vocab_size: usize,
+}
+
+type Checked = Result<(), String>;
+
+fn must(holds: bool, what: impl FnOnce() -> String) -> Checked {
+    if holds { Ok(()) } else { Err(what()) }
+}
+
+fn same(what: &str, got: Operand, expected: Operand) -> Checked {
+    must(got == expected, || format!("{what} is {got:?}, expected {expected:?}"))
+}
+
+impl Operand {
+    const fn with(self, elem: Elem) -> Self {
+        Self { elem, ..self }
+    }
+
+    fn is_f32(self, what: &str) -> Checked {
+        must(self.elem == Elem::F32, || format!("{what} is {:?}, expected f32", self.elem))
+    }
+
+    fn is_effect(self, what: &str) -> Checked {
+        same(what, self, Self { rows: Rows::Tokens, cols: 0, elem: Elem::Effect })
+    }
+}
+
+impl Operands<'_> {
+    /// What is wrong with the operands of `op`, if anything.
+    pub(super) fn check(&self, op: &Op) -> Checked {
+        let scratch = matches!(op, Op::SwigluLinear { .. });
+        must(self.scratch.is_some() == scratch, || "scratch belongs to fused MLPs, and to each of them".into())?;
+        match op {
+            Op::Embed { table } => {
+                let [] = self.inputs()?;
+                let [out] = self.outputs()?;
+                let (_, width) = self.matrix(*table)?;
+                same("the output", out, Operand { rows: Rows::Tokens, cols: width, elem: Elem::F32 })
+            }
+            Op::RopeAngles { rope } => {
+                let [] = self.inputs()?;
+                let [out] = self.outputs()?;
+                let table = self.ropes.get(*rope).ok_or_else(|| format!("there is no rotary table {rope}"))?;
+                let cols = 2 * table.inv_freq.len();
+                same("the output", out, Operand { rows: Rows::Tokens, cols, elem: Elem::F32 })
+            }
+            Op::RmsNorm(norm) => self.norm_of(norm, Elem::F32),
+            Op::NormQuantise(norm) => self.norm_of(norm, Elem::Q8),
+            Op::Activation(_) => self.map(Elem::F32),
+            Op::Quantise => self.map(Elem::Q8),
+            Op::Add | Op::Mul | Op::ActMul(_) => {
+                let [a, b] = self.inputs()?;
+                let [out] = self.outputs()?;
+                a.is_f32("the first input")?;
+                same("the second input", b, a)?;
+                same("the output", out, a)
+            }
+            Op::Linear(part) => {
+                let [x] = self.inputs()?;
+                let [out] = self.outputs()?;
+                self.linear(part, x, out)
+            }
+            Op::LinearMulti(parts) => {
+                let [x] = self.inputs()?;
+                must(!parts.is_empty() && parts.len() == self.outputs.len(), || {
+                    format!("{} outputs of {} projections", self.outputs.len(), parts.len())
+                })?;
+                parts.iter().zip(&self.outputs).try_for_each(|(part, out)| self.linear(part, x, *out))
+            }
+            Op::SwigluLinear { part, quantise, .. } => {
+                let [gate, up] = self.inputs()?;
+                let [out] = self.outputs()?;
+                gate.is_f32("the gate")?;
+                same("the second input", up, gate)?;
+                let product = gate.with(if *quantise { Elem::Q8 } else { Elem::F32 });
+                self.scratch.map_or(Ok(()), |scratch| same("the scratch", scratch, product))?;
+                self.linear(part, product, out)
+            }
+            Op::AddRmsNorm { norm, quantise } => {
+                let [x, d] = self.inputs()?;
+                let [sum, normed] = self.outputs()?;
+                x.is_f32("the first input")?;
+                same("the second input", d, x)?;
+                same("the sum", sum, x)?;
+                same("the norm", normed, x.with(if *quantise { Elem::Q8 } else { Elem::F32 }))?;
+                self.norm(norm, x)
+            }
+            Op::Rope { head_dim, .. } => {
+                let [x, angles] = self.inputs()?;
+                let [out] = self.outputs()?;
+                rotation(x, angles, *head_dim)?;
+                same("the output", out, x)
+            }
+            Op::QkNormRope { norm, head_dim, .. } => {
+                let [x, angles] = self.inputs()?;
+                let [out] = self.outputs()?;
+                rotation(x, angles, *head_dim)?;
+                self.head_norm(norm, *head_dim, x)?;
+                same("the output", out, x)
+            }
+            Op::KvWrite { .. } => {
+                let [k, v] = self.inputs()?;
+                let [stored] = self.outputs()?;
+                rows_of_tokens("the keys", k)?;
+                same("the values", v, k)?;
+                stored.is_effect("the output")
+            }
+            Op::RopeKvWrite { head_dim, norm, .. } => {
+                let [k, angles, v] = self.inputs()?;
+                let [stored] = self.outputs()?;
+                rows_of_tokens("the keys", k)?;
+                rotation(k, angles, *head_dim)?;
+                norm.as_ref().map_or(Ok(()), |norm| self.head_norm(norm, *head_dim, k))?;
+                same("the values", v, k)?;
+                stored.is_effect("the output")
+            }
+            Op::Attention(shape) => {
+                let [q, stored] = self.inputs()?;
+                let [out] = self.outputs()?;
+                stored.is_effect("the second input")?;
+                rows_of_tokens("the queries", q)?;
+                must(shape.kv_heads > 0 && shape.heads > 0 && shape.heads.is_multiple_of(shape.kv_heads), || {
+                    format!("{} heads over {} KV heads", shape.heads, shape.kv_heads)
+                })?;
+                must(shape.head_dim > 0 && shape.heads.checked_mul(shape.head_dim) == Some(q.cols), || {
+                    format!("queries of {} columns, expected {} heads of {}", q.cols, shape.heads, shape.head_dim)
+                })?;
+                must(shape.window != Some(0), || "a window of 0 keys, expected at least the row itself".into())?;
+                same("the output", out, q)
+            }
+            Op::GatherRows => {
+                let [x] = self.inputs()?;
+                let [out] = self.outputs()?;
+                rows_of_tokens("the input", x)?;
+                same("the output", out, Operand { rows: Rows::LogitRows, ..x })
+            }
+            Op::RowStatus => {
+                let [logits] = self.inputs()?;
+                let [] = self.outputs()?;
+                let cols = self.vocab_size;
+                same("the logits", logits, Operand { rows: Rows::LogitRows, cols, elem: Elem::F32 })
+            }
+        }
+    }
+
+    fn inputs<const N: usize>(&self) -> Result<[Operand; N], String> {
+        let got = self.inputs.len();
+        self.inputs.as_slice().try_into().map_err(|_| format!("{got} inputs, expected {N}"))
+    }
+
+    fn outputs<const N: usize>(&self) -> Result<[Operand; N], String> {
+        let got = self.outputs.len();
+        self.outputs.as_slice().try_into().map_err(|_| format!("{got} outputs, expected {N}"))
+    }
+
+    fn weight(&self, id: WeightId, role: WeightRole) -> Result<&Weight, String> {
+        let weight = self.weights.get(id.0 as usize).ok_or_else(|| format!("there is no weight {}", id.0))?;
+        must(weight.role == role, || format!("weight {} is a {:?}, expected a {role:?}", weight.name, weight.role))?;
+        Ok(weight)
+    }
+
+    fn matrix(&self, id: WeightId) -> Result<(usize, usize), String> {
+        let weight = self.weight(id, WeightRole::Matrix)?;
+        match *weight.shape.as_slice() {
+            [n, k] if n > 0 && k > 0 => Ok((n, k)),
+            _ => Err(format!("weight {} has shape {:?}, expected two dimensions", weight.name, weight.shape)),
+        }
+    }
+
+    fn vector(&self, id: WeightId, len: usize) -> Checked {
+        let weight = self.weight(id, WeightRole::Vector)?;
+        must(weight.shape == [len], || format!("weight {} has shape {:?}, expected [{len}]", weight.name, weight.shape))
+    }
+
+    fn linear(&self, part: &LinearPart, x: Operand, out: Operand) -> Checked {
+        let (n, k) = self.matrix(part.weight)?;
+        must(x.cols == k, || format!("rows of {} columns for a weight of {k}", x.cols))?;
+        let quantised = self.weight(part.weight, WeightRole::Matrix)?.dtype.is_quantised();
+        must(x.elem == Elem::F32 || (x.elem == Elem::Q8 && quantised), || {
+            format!("rows of {:?} for a weight that is not quantised", x.elem)
+        })?;
+        part.bias.map_or(Ok(()), |bias| self.vector(bias, n))?;
+        same("the output", out, Operand { rows: x.rows, cols: n, elem: Elem::F32 })
+    }
+
+    fn norm(&self, norm: &NormSpec, x: Operand) -> Checked {
+        must(norm.group > 0 && x.cols.is_multiple_of(norm.group), || {
+            format!("groups of {} in rows of {}", norm.group, x.cols)
+        })?;
+        self.vector(norm.weight, norm.group)
+    }
+
+    fn head_norm(&self, norm: &NormSpec, head_dim: usize, x: Operand) -> Checked {
+        must(norm.group == head_dim, || format!("a head norm over {} of {head_dim} elements", norm.group))?;
+        self.norm(norm, x)
+    }
+
+    fn norm_of(&self, norm: &NormSpec, elem: Elem) -> Checked {
+        self.map(elem)?;
+        let [x] = self.inputs()?;
+        self.norm(norm, x)
+    }
+
+    fn map(&self, elem: Elem) -> Checked {
+        let [x] = self.inputs()?;
+        let [out] = self.outputs()?;
+        x.is_f32("the input")?;
+        same("the output", out, x.with(elem))
+    }
+}
+
+fn rows_of_tokens(what: &str, x: Operand) -> Checked {
+    x.is_f32(what)?;
+    must(x.rows == Rows::Tokens, || format!("{what} have a row a {:?}, expected one a token", x.rows))
+}
+
+fn rotation(x: Operand, angles: Operand, head_dim: usize) -> Checked {
+    x.is_f32("the input")?;
+    angles.is_f32("the angles")?;
+    must(angles.rows == x.rows, || "the angles have other rows than the input".into())?;
+    must(head_dim > 0 && x.cols.is_multiple_of(head_dim), || format!("heads of {head_dim} in rows of {}", x.cols))?;
+    must(angles.cols.is_multiple_of(2) && (2..=head_dim).contains(&angles.cols), || {
+        format!("{} cosines and sines for heads of {head_dim}", angles.cols)
+    })
+}

@@ -1,0 +1,107 @@
+//! Promise: a step in which nothing is admitted, ends or is preempted allocates nothing, whether anybody reads or not.
+#![allow(unsafe_code)]
+
+mod rig;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::time::Duration;
+
+use ascend_llm::engine::Request;
+use ascend_llm::engine::scripted::Pieces;
+use ascend_llm::sampler::SamplingParams;
+use rig::{Rig, drain};
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Counts the calls of this thread, so that the test runner's own threads do not show.
+struct Counting;
+
+// SAFETY: every call goes to the system allocator unchanged; the counter does not allocate.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(old, layout, new_size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn count() {
+    let _ = ALLOCATIONS.try_with(|allocations| allocations.set(allocations.get() + 1));
+}
+
+#[test]
+fn steady_steps_allocate_nothing() {
+    for prefix_caching in [false, true] {
+        let mut rig = Rig::new(60, 64);
+        rig.config.prefix_caching = prefix_caching;
+        rig.model.eos_ids = vec![7];
+        // Pieces of one to eight bytes, some of them parts of characters.
+        let piece =
+            |id: usize| if id % 5 == 0 { vec![0xf0, 0x9f, 0x99] } else { vec![b'a' + (id % 26) as u8; 1 + id % 8] };
+        rig.vocabulary = Some(Pieces::new((0..60).map(piece)).shared());
+        let mut core = rig.core(rig.hashed());
+        let submit = |change: fn(&mut SamplingParams)| {
+            let mut params = SamplingParams::default();
+            (params.max_tokens, params.ignore_eos) = (Some(100), true);
+            change(&mut params);
+            let request = Request::tokens(vec![3; 20]).sampling(params).deadline(Duration::from_secs(1_000_000));
+            core.submit(request).unwrap()
+        };
+        let unread = submit(|params| params.temperature = 0.0);
+        let mut read = submit(|params| {
+            params.stop = vec!["never said".to_owned(), "bb\u{1f600}".to_owned()];
+            params.min_tokens = 3;
+        });
+        let choices = submit(|params| {
+            (params.n, params.seed, params.top_k, params.top_p) = (3, Some(5), 20, 0.9);
+            (params.presence_penalty, params.repetition_penalty) = (0.5, 1.1);
+            params.logit_bias = vec![(3, 1.0)];
+            params.bad_words = vec!["bb".to_owned()];
+        });
+        submit(|_| {}).detach();
+        // Until all are admitted, all buffers are warm, and all tokens of the prompt are done.
+        for _ in 0..6 {
+            core.step().unwrap();
+        }
+        let mut counted = 0;
+        for step in 0..80 {
+            if step % 3 == 0 {
+                while let Ok(Some(_)) = read.try_recv() {}
+            }
+            let before = ALLOCATIONS.get();
+            let report = core.step().unwrap();
+            let made = ALLOCATIONS.get() - before;
+            let steady = report.finished == 0 && report.preempted == 0 && report.sequences > 0;
+            if steady {
+                assert_eq!(made, 0, "step {step} allocated {made} times");
+                counted += 1;
+            }
+        }
+        assert!(counted > 60, "only {counted} steps were steady");
+        drop((unread, read, choices));
+        drain(&mut core);
+    }
+}
