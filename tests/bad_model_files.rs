@@ -101,7 +101,12 @@ macro_rules! assert_refused {
 fn paths_that_hold_no_model() {
     let place = Copy::empty("no-model");
     assert_refused!(place.path("nowhere"), BuildError::Weights(WeightError::Io { .. }), "nowhere");
-    assert_refused!(place.folder, BuildError::Weights(WeightError::NotAModel { .. }), "no-model", "config.json not found");
+    assert_refused!(
+        place.folder,
+        BuildError::Weights(WeightError::NotAModel { .. }),
+        "no-model",
+        "config.json not found"
+    );
     place.write("notes.txt", "not a model");
     assert_refused!(
         place.path("notes.txt"),
@@ -167,7 +172,11 @@ fn models_that_cannot_be_run() {
     );
     copy.write("model.safetensors", std::fs::read(float().join("model.safetensors")).unwrap());
     copy.replace("model.safetensors", "\"shape\":[512,256]", "\"shape\":[256,512]");
-    assert_refused!(copy.folder, BuildError::Model(ModelError::TensorShape { .. }), "has shape [256, 512], expected [512, 256]");
+    assert_refused!(
+        copy.folder,
+        BuildError::Model(ModelError::TensorShape { .. }),
+        "has shape [256, 512], expected [512, 256]"
+    );
     copy.write("model.safetensors", std::fs::read(float().join("model.safetensors")).unwrap());
     copy.replace("model.safetensors", "\"BF16\"", "\"F8XX\"");
     let (_, text) = refused(&copy.folder);
@@ -239,7 +248,13 @@ fn shards_that_are_not_there() {
 
     let index = copy.read("model.safetensors.index.json");
     copy.edit("model.safetensors.index.json", |i| i["weight_map"]["lm_head.weight"] = json!("../x.safetensors"));
-    assert_refused!(copy.folder, BuildError::Weights(WeightError::Corrupt { .. }), "index.json", "lm_head.weight", "../x");
+    assert_refused!(
+        copy.folder,
+        BuildError::Weights(WeightError::Corrupt { .. }),
+        "index.json",
+        "lm_head.weight",
+        "../x"
+    );
     copy.edit("model.safetensors.index.json", |i| {
         i["weight_map"].as_object_mut().unwrap().remove("lm_head.weight");
     });

@@ -69,8 +69,7 @@ const CHANGES: [Change; 10] = [
 fn settings_do_not_show(model: &Path, numerics: Numerics, seed: u64) {
     let label = format!("{}, {numerics:?}, seed {seed}", model.display());
     let requests = requests(seed);
-    let expected: Vec<Seen> =
-        requests.iter().map(|request| alone(model, &plain(numerics), request.clone())).collect();
+    let expected: Vec<Seen> = requests.iter().map(|request| alone(model, &plain(numerics), request.clone())).collect();
     for (name, change) in CHANGES {
         let mut config = plain(numerics);
         config.max_num_seqs = 16;
@@ -133,9 +132,7 @@ fn numeric_modes_and_seeds_do_show() {
     let model = quantised();
     let mut params = ascend_llm::sampler::SamplingParams::default();
     (params.max_tokens, params.logprobs, params.seed) = (Some(12), Some(2), Some(1));
-    let request = |params: &ascend_llm::sampler::SamplingParams| {
-        Request::tokens(vec![5; 40]).sampling(params.clone())
-    };
+    let request = |params: &ascend_llm::sampler::SamplingParams| Request::tokens(vec![5; 40]).sampling(params.clone());
     let exact = alone(&model, &plain(Numerics::Exact), request(&params));
     let fast = alone(&model, &plain(Numerics::Fast), request(&params));
     assert_ne!(exact.choices[0].logprobs, fast.choices[0].logprobs);
