@@ -6,8 +6,8 @@ mod story;
 use std::error::Error;
 use std::path::Path;
 
-use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::DeviceError;
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{
     BuildError, CacheBudget, Engine, EngineConfig, GenerateError, Health, Prompt, Request, SubmitError,
 };

@@ -2,7 +2,7 @@
 //!
 //! A step is one run of the team (two where it has two phases): the caller hands in its operands as slices of the arena,
 //! checked to be disjoint, and members write disjoint parts of them. The run's end is the barrier. All scratch is reserved
-//! at the bucket's size when the plan is loaded; only the first launch on a pool allocates (its map of claims).
+//! at the bucket's size when the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
 
 #![forbid(unsafe_code)]
 
@@ -21,11 +21,7 @@ use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
-<<<<<<< HEAD
-use crate::graph::{ArenaTooLarge, CompileError, Op, Plan, QUANT_RECORD_BYTES, Step};
-=======
-use crate::graph::{CompileError, Elem, Op, Plan, Step, row_bytes};
->>>>>>> main
+use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
 use crate::kv_cache::BlockId;
 
 /// The plan's int8 rows and this device's are one layout.
@@ -145,13 +141,9 @@ impl Program {
             claims: Vec::new(),
             bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
         };
-<<<<<<< HEAD
-        let longest = plan.bucket.kv_tokens.div_ceil(kv.geometry().block_size);
+        let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
-        Ok(Self { plan, weights, arena, kv, scratch, tables })
-=======
-        Ok(Self { plan, weights, arena, kv, scratch, tables: Vec::new(), written: Vec::new(), ids })
->>>>>>> main
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids })
     }
 
     /// Runs the plan over one batch.
@@ -196,8 +188,9 @@ impl Program {
         let pool_blocks = io.kv_pool.len() / self.kv.bytes_per_block();
         let lens = || args.q_lens.iter().zip(args.kv_lens);
         let rules = [
-            ("the batch fits the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows && seqs <= bucket.seqs),
-            ("sequences fit the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
+            ("rows fit the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
+            ("sequences fit the bucket", seqs <= bucket.seqs),
+            ("the longest sequence fits the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
             ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
             ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
             ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
