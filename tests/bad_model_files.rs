@@ -216,7 +216,7 @@ fn gguf_files_that_cannot_be_run() {
     bytes[at] = 23;
     copy.write("m.gguf", bytes);
     let (error, text) = refused(&copy.path("m.gguf"));
-    println!("{error:?} {text}");
+    assert!(matches!(error, BuildError::Model(_)) && text.contains("model.embed_tokens.weight"), "{error:?} {text}");
     let (error, text) = spoil("tokenizer.ggml.tokens", "tokenizer.ggml.tokenz");
     assert!(matches!(error, BuildError::Text(TextError::MissingKey { key: "tokenizer.ggml.tokens", .. })), "{error:?}");
     assert!(text.contains("tokenizer.ggml.tokens: absent from the gguf metadata"), "{text}");
@@ -268,7 +268,6 @@ fn text_files_that_are_no_tokenizer() {
     let spoil = |file: &str, bytes: &[u8]| {
         let original = copy.read(file);
         copy.write(file, bytes);
-        println!("{file}: {}", String::from_utf8_lossy(bytes));
         let answer = refused(&copy.folder);
         copy.write(file, original);
         answer
@@ -431,12 +430,12 @@ fn strange_values_in_descriptions() {
         json!(true),
         json!(false),
     ];
-    for model in ["llama-rope-llama3", "llama-rope-yarn", "mistral-sliding", "qwen2", "qwen3"] {
+    for (model, with_top) in [("llama-rope-llama3", false), ("llama-rope-yarn", false), ("qwen3", true)] {
         let copy = Copy::of(&data("conformance").join(model), &format!("strange-{model}"));
         let original: Value = serde_json::from_slice(&copy.read("config.json")).unwrap();
         let nested = original["rope_parameters"].as_object().unwrap().keys();
-        let places = original.as_object().unwrap().keys().map(|key| format!("/{key}"));
-        for place in places.chain(nested.map(|key| format!("/rope_parameters/{key}"))) {
+        let top = original.as_object().unwrap().keys().filter(|_| with_top).map(|key| format!("/{key}"));
+        for place in top.chain(nested.map(|key| format!("/rope_parameters/{key}"))) {
             for value in &values {
                 copy.edit("config.json", |config| {
                     *config = original.clone();

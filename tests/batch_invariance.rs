@@ -5,9 +5,10 @@ mod story;
 
 use std::path::Path;
 
-use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestHandle, Stats};
+use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestHandle};
+use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
-use story::{Author, Seen, alone, builder, core, drain, float, plain_config, quantised};
+use story::{Author, Seen, alone, builder, core, drain, float, plain_config, quantised, quantised_with_offsets};
 
 const REQUESTS: usize = 64;
 /// One request of 400 + 40 tokens takes 28 blocks of 16; sixteen requests do not fit.
@@ -60,8 +61,14 @@ fn scripts(seed: u64) -> Vec<Script> {
         .collect()
 }
 
-fn crowded_config() -> EngineConfig {
+fn alone_config(numerics: Numerics) -> EngineConfig {
     let mut config = plain_config();
+    config.numerics = numerics;
+    config
+}
+
+fn crowded_config(numerics: Numerics) -> EngineConfig {
+    let mut config = alone_config(numerics);
     config.prefix_caching = true;
     config.max_num_batched_tokens = 64;
     config.max_num_seqs = 16;
@@ -70,11 +77,11 @@ fn crowded_config() -> EngineConfig {
 }
 
 /// Compares what came of a crowd with each request alone; `None` where nobody was left to look.
-fn compare(model: &Path, label: &str, scripts: &[Script], seen: Vec<Option<Seen>>) {
+fn compare(model: &Path, numerics: Numerics, label: &str, scripts: &[Script], seen: Vec<Option<Seen>>) {
     let (mut whole, mut cut) = (0, 0);
     for (index, (script, got)) in scripts.iter().zip(seen).enumerate() {
         let Some(got) = got else { continue };
-        let expected = alone(model, &plain_config(), script.request());
+        let expected = alone(model, &alone_config(numerics), script.request());
         if script.leaves.is_none() {
             whole += 1;
             assert!(got == expected, "{label}, request {index}: {got:#?}\nalone: {expected:#?}\n{script:?}");
@@ -87,10 +94,10 @@ fn compare(model: &Path, label: &str, scripts: &[Script], seen: Vec<Option<Seen>
 }
 
 /// Requests arrive and leave at fixed steps of a core.
-fn crowd(model: &Path, seed: u64) -> Stats {
-    let label = format!("{}, seed {seed}", model.display());
+fn crowd(model: &Path, numerics: Numerics, seed: u64) {
+    let label = format!("{}, {numerics:?}, seed {seed}", model.display());
     let scripts = scripts(seed);
-    let mut core = core(model, crowded_config());
+    let mut core = core(model, crowded_config(numerics));
     let mut handles: Vec<Option<RequestHandle>> = scripts.iter().map(|_| None).collect();
     for step in 0..200 {
         for (script, handle) in scripts.iter().zip(&mut handles) {
@@ -113,26 +120,25 @@ fn crowd(model: &Path, seed: u64) -> Stats {
     assert!(stats.finished_cancelled > 0 && stats.finished_stop > 0 && stats.finished_length > 0, "{label}: {stats:?}");
 
     let seen = handles.into_iter().map(|handle| handle.map(|handle| Seen::of(&handle.collect_output().unwrap())));
-    compare(model, &label, &scripts, seen.collect());
-    stats
+    compare(model, numerics, &label, &scripts, seen.collect());
 }
 
 #[test]
 fn company_does_not_show_with_float_weights() {
-    crowd(&float(), 1);
+    crowd(&float(), Numerics::Exact, 1);
 }
 
 #[test]
 fn company_does_not_show_with_integer_weights() {
-    crowd(&quantised(), 2);
+    crowd(&quantised(), Numerics::Fast, 2);
 }
 
 /// The engine on its own thread, four callers at once: arrivals fall where they fall.
 #[test]
 fn company_does_not_show_between_threads() {
-    let (model, seed) = (quantised(), 3);
+    let (model, numerics, seed) = (quantised_with_offsets(), Numerics::Fast, 3);
     let scripts = scripts(seed);
-    let engine = builder(&model, crowded_config()).build().unwrap();
+    let engine = builder(&model, crowded_config(numerics)).build().unwrap();
     let mut seen: Vec<Option<Seen>> = scripts.iter().map(|_| None).collect();
     std::thread::scope(|scope| {
         for (scripts, seen) in scripts.chunks(REQUESTS / 4).zip(seen.chunks_mut(REQUESTS / 4)) {
@@ -158,7 +164,7 @@ fn company_does_not_show_between_threads() {
             });
         }
     });
-    compare(&model, &format!("threads, seed {seed}"), &scripts, seen);
+    compare(&model, numerics, &format!("threads, seed {seed}"), &scripts, seen);
     let last = engine.clone();
     engine.shutdown(std::time::Duration::MAX).unwrap();
     let stats = last.stats();
