@@ -1,4 +1,33 @@
 //! `ascend-llm`: an LLM inference engine that lives inside another Rust program.
+//!
+//! ```
+//! use ascend_llm::engine::{Engine, Request};
+//! use ascend_llm::sampler::SamplingParams;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # if cfg!(not(feature = "text")) { return Ok(()); }
+//! let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
+//! let mut params = SamplingParams::greedy();
+//! params.max_tokens = Some(8);
+//! let text = engine.generate("Once upon a time", &params)?;
+//! for delta in engine.submit(Request::text("The duck").sampling(params))? {
+//!     print!("{}", delta?.text);
+//! }
+//! # assert!(text.starts_with(", there was"));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | to | use |
+//! |---|---|
+//! | serve requests from a thread of the engine's own | [`engine::Engine`] |
+//! | drive every step yourself | [`engine::EngineCore`] (`build_core`) |
+//! | keep your own loop, tables and sampling | [`engine::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
+//! | schedule or allocate KV blocks without a model | [`scheduler::Scheduler`], [`kv_cache::BlockAllocator`] |
+//! | read a model's compiled plan | [`model::decoder_graph`], [`graph::compile`], [`graph::Plan::dump`] |
+//! | write a device | [`device::Device`] |
+//!
+//! Features: `text` (default: tokenizers and chat templates), `async` (handles are `futures_core::Stream`s), `ascend`.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -11,3 +40,8 @@ pub mod sampler;
 pub mod scheduler;
 pub mod text;
 pub mod weights;
+
+/// The README's program is run as a test.
+#[cfg(all(doctest, feature = "text"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

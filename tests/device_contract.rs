@@ -282,7 +282,7 @@ struct Rig {
     kv_lens: Vec<u32>,
 }
 
-const BUCKET: Bucket = Bucket { tokens: 8, logit_rows: 3 };
+const BUCKET: Bucket = Bucket { tokens: 8, logit_rows: 3, seqs: 3, kv_tokens: 64 };
 const POOL_BLOCKS: u64 = 6;
 
 impl Rig {
@@ -401,6 +401,17 @@ fn breaks() -> Vec<Break> {
             (rig.shape.tokens, rig.q_lens, rig.kv_lens) = (9, vec![8, 1], vec![8, 18]);
             rig.io.token_ids = whole(&rig.device, 36);
             rig.io.positions = whole(&rig.device, 36);
+        }),
+        case("more sequences than the bucket", |rig| {
+            (rig.shape.seqs, rig.q_lens, rig.kv_lens) = (4, vec![2, 2, 1, 1], vec![2, 2, 1, 1]);
+            rig.io.block_tables = whole(&rig.device, 32);
+            rig.write(rig.io.block_tables, &[0, 0, 1, 0, 2, 0, 3, 0]);
+        }),
+        case("longer than the bucket", |rig| {
+            rig.shape.table_stride = 5;
+            rig.kv_lens[1] = 65;
+            rig.io.block_tables = whole(&rig.device, 40);
+            rig.write(rig.io.block_tables, &[3, 0, 0, 0, 0, 1, 1, 1, 1, 4]);
         }),
         case("more rows than tokens", |rig| rig.kv_lens[0] = 4),
         case("a sequence of no rows", |rig| rig.q_lens = vec![6, 0]),
@@ -552,7 +563,7 @@ fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
         refused(label, load(&plan, &GEOMETRY));
     }
     // More than an address space holds, so no system can promise it.
-    let huge = Bucket { tokens: 1 << 39, logit_rows: 1 };
+    let huge = Bucket { tokens: 1 << 39, ..BUCKET };
     let target = rig.device.caps().target;
     let plan = compile(&rig.graph, target, Numerics::Exact, &CompileOptions::default(), huge).unwrap();
     let outcome = load(&plan, &GEOMETRY);

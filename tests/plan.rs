@@ -13,7 +13,7 @@ use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, ModelKind};
 
 const TARGET: Target = Target { alignment: 128, int8_activations: true };
-const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8 };
+const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
 
 /// Short name, path under `tests/data`, layers, whether weights are quantised, whether it has head norms.
 const MODELS: [(&str, &str, u32, bool, bool); 3] = [
@@ -292,6 +292,8 @@ fn operands_that_do_not_fit_are_found() {
             }
         }
         refused(&plan, "a huge bucket", |plan| plan.bucket.tokens = usize::MAX);
+        refused(&plan, "huge sequences", |plan| plan.bucket.kv_tokens = 1 << 32);
+        refused(&plan, "many sequences", |plan| plan.bucket.seqs = usize::MAX);
         refused(&plan, "a vocabulary", |plan| plan.vocab_size += 1);
         refused(&plan, "rotary tables", |plan| plan.ropes.clear());
         refused(&plan, "no status", |plan| drop(plan.steps.pop()));
@@ -383,6 +385,9 @@ fn what_cannot_be_compiled_is_refused() {
         let bucket = Bucket { tokens, ..BUCKET };
         let error = compile(&graph, TARGET, Numerics::Exact, &options, bucket).unwrap_err();
         assert!(error.to_string().contains("too large"), "{error}");
+    }
+    for bucket in [Bucket { seqs: usize::MAX, ..BUCKET }, Bucket { kv_tokens: 1 << 32, ..BUCKET }] {
+        assert!(compile(&graph, TARGET, Numerics::Exact, &options, bucket).is_err(), "{bucket:?}");
     }
     // A device without integer kernels keeps f32 activations.
     let quantised = crate::graph(MODELS[2].1);

@@ -194,7 +194,7 @@ fn launch(
 ) -> (Vec<f32>, Vec<u8>) {
     let mut options = CompileOptions::default();
     options.fusion = 0;
-    let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len() };
+    let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len(), seqs: 1, kv_tokens: TOKENS };
     let plan = compile(graph, device.caps().target, Numerics::Exact, &options, bucket).unwrap();
     let weights = device.upload(source, &graph.weights).unwrap();
     let program = device.load(&plan, weights, &geometry).unwrap();

@@ -47,7 +47,14 @@ impl ModelArgs {
                 options.threads = self.threads;
                 Ok(Arc::new(CpuDevice::new(options)?))
             }
-            other => Err(format!("device {other:?} is not available in this build; available: cpu").into()),
+            #[cfg(feature = "ascend")]
+            "ascend" => match ascend_llm::device::ascend::probe(None) {
+                Ok(_) => Err("AscendCL is here, but this version has no Ascend device yet; use --device cpu".into()),
+                Err(missing) => Err(missing.into()),
+            },
+            #[cfg(not(feature = "ascend"))]
+            "ascend" => Err("device ascend needs a build with --features ascend".into()),
+            other => Err(format!("device {other:?}: expected cpu or ascend").into()),
         }
     }
 

@@ -15,6 +15,8 @@
 //! - **`launch` is deterministic a row**: a row's results depend on its own sequence's rows and stored keys and values, never
 //!   on what else is in the batch ([`DeviceCaps::batch_invariant`] says whether the device keeps this promise).
 
+#[cfg(feature = "ascend")]
+pub mod ascend;
 pub mod cpu;
 mod error;
 mod owned;

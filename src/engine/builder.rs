@@ -160,19 +160,21 @@ impl EngineBuilder {
         let text = TextFiles::read(&files, self.vocabulary)?;
         let graph = decoder_graph(&model, files.source.as_ref())?;
 
-        let device = match self.device {
-            Some(device) => device,
-            None => {
-                let mut options = CpuOptions::default();
-                options.threads = config.threads;
-                Arc::new(CpuDevice::new(options)?)
-            }
+        let device = if let Some(device) = self.device {
+            device
+        } else {
+            let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
+            Arc::new(CpuDevice::new(options)?)
         };
         let max_model_len = settle_model_len(&mut config, &model)?;
         let geometry = settle_geometry(&mut config, &model, device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
-        let bucket =
-            Bucket { tokens: config.max_num_batched_tokens as usize, logit_rows: config.max_num_seqs as usize };
+        let bucket = Bucket {
+            tokens: config.max_num_batched_tokens as usize,
+            logit_rows: config.max_num_seqs as usize,
+            seqs: config.max_num_seqs as usize,
+            kv_tokens: max_model_len as usize,
+        };
         let plan = compile(&graph, device.caps().target, config.numerics, &config.compile, bucket)?;
 
         let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
@@ -184,7 +186,7 @@ impl EngineBuilder {
         let shape = RunnerShape {
             bucket,
             max_seqs: config.max_num_seqs as usize,
-            max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size),
+            max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size).min(pool_blocks as usize),
             block_size: geometry.block_size,
             pool_blocks: pool_blocks as usize,
             vocab_size: graph.vocab_size,
@@ -297,6 +299,10 @@ fn settle_pool(
     // Positions are 32-bit numbers.
     let most_countable = u64::from(u32::MAX) / geometry.block_size as u64;
     let (blocks, budget_bytes) = match config.kv_cache {
+        CacheBudget::Blocks(blocks) if u64::from(blocks) > most_countable => {
+            let expected = format!("at most {most_countable} blocks of {} tokens", geometry.block_size);
+            return Err(refuse("kv_cache.blocks", blocks, expected).into());
+        }
         CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
         CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
         CacheBudget::Auto => {

@@ -10,6 +10,10 @@ pub struct Bucket {
     pub tokens: usize,
     /// Most rows of logits of a batch.
     pub logit_rows: usize,
+    /// Most sequences of a batch.
+    pub seqs: usize,
+    /// Most tokens a sequence has.
+    pub kv_tokens: usize,
 }
 
 impl Bucket {

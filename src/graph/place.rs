@@ -92,7 +92,7 @@ mod tests {
     use crate::graph::{Elem, Op, Rows};
     use proptest::prelude::*;
 
-    const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2 };
+    const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2, seqs: 2, kv_tokens: 16 };
 
     /// What a step adds: values it writes (columns, kind), how far back it reads, whether it has scratch.
     type Recipe = (Vec<(usize, u8)>, Vec<usize>, Option<usize>);

@@ -3,7 +3,7 @@
 use super::config::invalid;
 use super::{ModelConfig, ModelError};
 use crate::graph::{
-    AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole,
+    AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole, id32,
 };
 use crate::weights::WeightSource;
 
@@ -32,7 +32,7 @@ impl Decoder<'_> {
         let angles = self.graph.rope_angles(rope, "angles");
 
         for layer in 0..c.layers {
-            self.graph.set_layer(Some(layer as u32));
+            self.graph.set_layer(Some(id32(layer)));
             let prefix = format!("model.layers.{layer}");
             let norm = self.norm(&format!("{prefix}.input_layernorm.weight"), c.hidden_size)?;
             let h = self.graph.rms_norm(x, norm, "attn_in");

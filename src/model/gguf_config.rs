@@ -5,7 +5,7 @@ use super::rope::RopeScaling;
 use super::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::graph::{ActivationKind, RopeStyle};
 use crate::weights::gguf::{Gguf, Metadata, Value};
-use crate::weights::{TensorView, WeightSource};
+use crate::weights::{TensorView, WeightSource as _};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {

@@ -3,7 +3,7 @@
 //! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
 //! every run (no stealing, so a result cannot depend on timing), and that a panic in one member ends the run on all of
 //! them and comes out of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs,
-//! then give their time slice away, then sleep. It never allocates after [`Team::new`] and never pins threads.
+//! then give their time slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
 //!
 //! ```text
 //! run:   caller  job ─ epoch+1 ─ body(0) ─ left+1 ─ wait left == count ─ raise a panic, if any
@@ -75,6 +75,17 @@ struct Abandoned;
 thread_local! {
     /// The team whose body this thread is in, to refuse a run within a run, which could never end.
     static INSIDE: Cell<*const Shared> = const { Cell::new(std::ptr::null()) };
+    /// Whether this thread has slept in a lock before.
+    static HAS_SLEPT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A thread's first sleep makes the lock library enter it in a table, which may have to grow. Whether a run has to sleep
+/// is a matter of timing; so each thread does it once at its start, for no time at all.
+fn sleep_once() {
+    if !HAS_SLEPT.replace(true) {
+        let nobody = Mutex::new(());
+        let _timed_out = Condvar::new().wait_for(&mut nobody.lock(), Duration::ZERO);
+    }
 }
 
 impl Shared {
@@ -138,6 +149,7 @@ impl Shared {
 
     fn work(&self, index: u32) {
         INSIDE.set(self);
+        sleep_once();
         let mut seen = 0;
         loop {
             self.wait(|| self.epoch.0.load(Ordering::SeqCst) != seen || self.stop.load(Ordering::SeqCst));
@@ -280,6 +292,7 @@ impl Team {
         if shared.count == 1 {
             return body(&Member { shared: None, index: 0, count: 1 });
         }
+        sleep_once();
         let this: *const Shared = shared;
         assert!(INSIDE.get() != this, "a member called run on its own team");
         let turn = self.turn.lock();

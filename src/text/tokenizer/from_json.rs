@@ -1,7 +1,7 @@
 //! A tokenizer from `tokenizer.json` and `tokenizer_config.json`.
 //!
 //! `tokenizer.json` decides how text becomes ids; the config names BOS and EOS, may say whether they are added, and
-//! carries the chat template. A decoder that is neither byte-level nor SentencePiece is refused: its tokens have no
+//! carries the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
 //! bytes of their own.
 
 use std::fmt;
@@ -27,7 +27,13 @@ impl Tokenizer {
         encoder.with_padding(None);
         encoder.with_truncation(None).map_err(|error| in_file(JSON, &error.to_string()))?;
         let config: Config = match tokenizer_config_json {
-            Some(bytes) => serde_json::from_slice(bytes).map_err(|error| in_file(CONFIG, &error.to_string()))?,
+            Some(bytes) => {
+                // A list would be read as a struct's fields in order, and an empty one as a config that says nothing.
+                if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
+                    return Err(in_file(CONFIG, "got a list, expected an object"));
+                }
+                serde_json::from_slice(bytes).map_err(|error| in_file(CONFIG, &error.to_string()))?
+            }
             None => Config::default(),
         };
         config.add_missing_tokens(&mut encoder)?;
@@ -347,7 +353,7 @@ struct LongestMerge(usize);
 
 impl<'de> Deserialize<'de> for LongestMerge {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A merge is written "a b" or ["a", "b"].
+        /// A merge is written `"a b"` or `["a", "b"]`.
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Merge {

@@ -1,8 +1,8 @@
 //! A loaded plan: runs its steps one after the other, each on the whole team.
 //!
 //! A step is one run of the team (two where it has two phases): the caller hands in its operands as slices of the arena,
-//! checked to be disjoint, and members write disjoint parts of them. The run's end is the barrier. Nothing is allocated
-//! once the scratch has grown to the largest batch seen.
+//! checked to be disjoint, and members write disjoint parts of them. The run's end is the barrier. All scratch is reserved
+//! at the bucket's size when the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +21,7 @@ use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
-use crate::graph::{CompileError, Elem, Op, Plan, Step, row_bytes};
+use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
 use crate::kv_cache::BlockId;
 
 /// The plan's int8 rows and this device's are one layout.
@@ -112,10 +112,10 @@ impl Program {
         for step in &plan.steps {
             match &step.op {
                 Op::Embed { table } => ids = ids.min(weights.matrix(*table).n()),
-                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => {
-                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers {
-                        return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
-                    }
+                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. }
+                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers =>
+                {
+                    return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
                 }
                 _ => {}
             }
@@ -137,11 +137,13 @@ impl Program {
         let scratch = Scratch {
             members: (0..members).map(member).collect(),
             schedule: Schedule::new(members),
-            partials: Vec::new(),
+            partials: with_room(most_partials(attention.as_ref(), members, plan.bucket.kv_tokens))?,
             claims: Vec::new(),
-            bounds: vec![Vec::with_capacity(members + 1); most_parts],
+            bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
         };
-        Ok(Self { plan, weights, arena, kv, scratch, tables: Vec::new(), written: Vec::new(), ids })
+        let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
+        let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids })
     }
 
     /// Runs the plan over one batch.
@@ -186,7 +188,9 @@ impl Program {
         let pool_blocks = io.kv_pool.len() / self.kv.bytes_per_block();
         let lens = || args.q_lens.iter().zip(args.kv_lens);
         let rules = [
-            ("the batch fits the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
+            ("rows fit the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
+            ("sequences fit the bucket", seqs <= bucket.seqs),
+            ("the longest sequence fits the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
             ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
             ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
             ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
@@ -228,6 +232,22 @@ impl Program {
         }
         Ok(())
     }
+}
+
+/// Floats of partial sums that a step can need: none for a member alone, who never splits a segment off.
+fn most_partials(attention: Option<&AttentionShape>, members: usize, kv_tokens: usize) -> usize {
+    match attention {
+        Some(shape) if members > 1 => shape.max_partials(members, kv_tokens) * shape.partial_len(),
+        _ => 0,
+    }
+}
+
+/// Room that stays untouched pages until it is used, so that no step has to ask for it.
+fn with_room<T>(len: usize) -> Result<Vec<T>, CompileError> {
+    let mut room = Vec::new();
+    let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+    room.try_reserve_exact(len).map_err(|_| CompileError::Memory(ArenaTooLarge { bytes }))?;
+    Ok(room)
 }
 
 impl Frame<'_> {

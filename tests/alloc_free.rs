@@ -1,0 +1,197 @@
+//! A steady decode step of the whole engine on the CPU device allocates nothing, on any of its threads.
+//!
+//! Steady: nothing is admitted, ends, is preempted or read in the step. Exempt are log-probabilities (`prompt_logprobs`
+//! only ever belong to a prompt's steps; `logprobs` take their lists over from the step before, and are counted here too).
+//! Everything else a request may ask for is on in one sequence or another: filters, penalties, bias, masks, bad words,
+//! stop strings that hold text back, minimum lengths, two choices. One test in this file, so that no other test's
+//! allocations are counted.
+#![allow(unsafe_code)]
+
+mod story;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request};
+use ascend_llm::graph::Numerics;
+use ascend_llm::sampler::SamplingParams;
+use story::{assert_at_rest, core, float, plain_config, quantised};
+
+/// Threads are numbered in the order of their first allocation; the test runner's own is the first of all.
+const THREADS: usize = 64;
+static NEXT_THREAD: AtomicUsize = AtomicUsize::new(0);
+static ALLOCATIONS: [AtomicU64; THREADS] = [const { AtomicU64::new(0) }; THREADS];
+
+thread_local! {
+    static THREAD: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+fn count() {
+    // Thread-locals may be gone while a thread ends.
+    let _ = THREAD.try_with(|thread| {
+        let id = thread.get().unwrap_or_else(|| {
+            let id = NEXT_THREAD.fetch_add(1, Ordering::Relaxed).min(THREADS - 1);
+            thread.set(Some(id));
+            id
+        });
+        ALLOCATIONS[id].fetch_add(1, Ordering::Relaxed);
+    });
+}
+
+/// Allocations of all threads except the test runner's, unless that one runs the test itself.
+fn allocations() -> u64 {
+    let runs_the_test = THREAD.get() == Some(0);
+    let first = usize::from(!runs_the_test);
+    ALLOCATIONS[first..].iter().map(|count| count.load(Ordering::Relaxed)).sum()
+}
+
+struct Counting;
+
+// SAFETY: every call goes to the system allocator unchanged; the counter does not allocate.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(old, layout, new_size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// Never ends before its length: end-of-sequence ids are ignored.
+fn params(seed: u64, max_tokens: u32) -> SamplingParams {
+    let mut params = SamplingParams::default();
+    (params.seed, params.max_tokens, params.ignore_eos) = (Some(seed), Some(max_tokens), true);
+    params
+}
+
+/// Eight choices that sample in eight ways.
+fn mixed(max_tokens: u32) -> Vec<SamplingParams> {
+    let all = |change: fn(&mut SamplingParams)| {
+        let mut params = params(7, max_tokens);
+        change(&mut params);
+        params
+    };
+    vec![
+        all(|p| p.temperature = 0.0),
+        all(|p| (p.top_k, p.top_p, p.min_p) = (40, 0.9, 0.02)),
+        all(|p| (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) = (1.1, 0.2, 0.1)),
+        all(|p| (p.logit_bias, p.min_tokens) = (vec![(5, 1.5), (9, -3.0)], 100)),
+        all(|p| p.allowed_token_ids = Some((3..700).collect())),
+        all(|p| p.stop = vec![" the end of all the world".to_owned(), ". . . . .".to_owned()]),
+        all(|p| (p.n, p.bad_words) = (2, vec!["little".to_owned(), "was a".to_owned()])),
+    ]
+}
+
+fn steady_allocations(core: &mut EngineCore, label: &str, steps: u32) -> u64 {
+    let mut total = 0;
+    for step in 0..steps {
+        let before = allocations();
+        let report = core.step().unwrap();
+        let allocated = allocations() - before;
+        assert!(report.rows == report.sequences && report.sequences > 0, "{label}, step {step}: {report:?}");
+        assert!(report.finished == 0 && report.preempted == 0, "{label}, step {step}: {report:?}");
+        if allocated > 0 {
+            println!("{label}: step {step} allocates {allocated} times");
+        }
+        total += allocated;
+    }
+    total
+}
+
+fn config(threads: usize) -> EngineConfig {
+    let mut config = plain_config();
+    config.max_num_seqs = 8;
+    config.threads = Some(threads);
+    config.kv_cache = CacheBudget::Blocks(256);
+    config
+}
+
+/// Eight short prompts, then `steps` tokens of each.
+fn crowd(model: &Path, config: EngineConfig, label: &str) -> u64 {
+    let mut core = core(model, config);
+    let handles: Vec<_> = (3..)
+        .zip(mixed(300))
+        .map(|(id, params)| core.submit(Request::tokens(vec![id; 2 + id as usize]).sampling(params)).unwrap())
+        .collect();
+    for _ in 0..4 {
+        core.step().unwrap();
+    }
+    let total = steady_allocations(&mut core, label, 270);
+    drop(handles);
+    core.step().unwrap();
+    assert_at_rest(&core);
+    total
+}
+
+/// One sequence through the end of attention's first segment (256 tokens), where a team starts to share its segments.
+fn alone(model: &Path, config: EngineConfig, label: &str) -> u64 {
+    let mut core = core(model, config);
+    let handle = core.submit(Request::tokens(vec![7; 200]).sampling(params(3, 300))).unwrap();
+    for _ in 0..2 {
+        core.step().unwrap();
+    }
+    let total = steady_allocations(&mut core, label, 150);
+    drop(handle);
+    core.step().unwrap();
+    assert_at_rest(&core);
+    total
+}
+
+/// The lists of log-probabilities go from step to step.
+fn with_logprobs(model: &Path, config: EngineConfig, label: &str) -> u64 {
+    let mut core = core(model, config);
+    let mut params = params(3, 300);
+    params.logprobs = Some(5);
+    let handle = core.submit(Request::tokens(vec![7; 20]).sampling(params)).unwrap();
+    for _ in 0..4 {
+        core.step().unwrap();
+    }
+    let total = steady_allocations(&mut core, label, 200);
+    drop(handle);
+    core.step().unwrap();
+    total
+}
+
+#[test]
+fn steady_decode_steps_allocate_nothing() {
+    let before = allocations();
+    std::thread::scope(|scope| scope.spawn(|| drop(std::hint::black_box(vec![1u8; 100]))).join().unwrap());
+    assert!(allocations() > before, "the counter is blind");
+
+    let mut total = 0;
+    for (model, numerics, threads, prefix_caching, fusion) in [
+        (float(), Numerics::Exact, 1, false, 2),
+        (float(), Numerics::Fast, 2, true, 0),
+        (quantised(), Numerics::Fast, 2, true, 2),
+        (quantised(), Numerics::Fast, 1, false, 0),
+    ] {
+        let label = format!("{}, {numerics:?}, {threads} threads, fusion {fusion}", model.display());
+        let mut config = config(threads);
+        (config.numerics, config.prefix_caching, config.compile.fusion) = (numerics, prefix_caching, fusion);
+        total += crowd(&model, config.clone(), &format!("{label}, crowd"));
+        total += alone(&model, config, &format!("{label}, alone"));
+    }
+    total += with_logprobs(&quantised(), config(1), "log-probabilities");
+    assert_eq!(total, 0, "steady steps allocate; see above where");
+}
