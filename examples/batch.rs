@@ -65,11 +65,8 @@ fn run(args: &Args) -> Result<()> {
     // A prompt that is refused has its error in its line; the others run.
     let mut handles = Vec::with_capacity(prompts.len());
     for prompt in &prompts {
-        let request = if args.chat {
-            Request::chat(vec![ChatMessage::new("user", *prompt)])
-        } else {
-            Request::text(*prompt)
-        };
+        let request =
+            if args.chat { Request::chat(vec![ChatMessage::new("user", *prompt)]) } else { Request::text(*prompt) };
         handles.push(engine.submit(request.sampling(params.clone())));
     }
 

@@ -191,7 +191,8 @@ fn decode(engine: &Engine, prompts: &[Vec<u32>], generate: u32) -> Result<Run> {
         .iter()
         .map(|prompt| engine.submit(Request::tokens(prompt.clone()).sampling(params.clone())))
         .collect::<std::result::Result<Vec<_>, _>>()?;
-    let outputs = handles.into_iter().map(|handle| handle.collect_output()).collect::<std::result::Result<Vec<_>, _>>()?;
+    let outputs =
+        handles.into_iter().map(|handle| handle.collect_output()).collect::<std::result::Result<Vec<_>, _>>()?;
     let total_s = start.elapsed().as_secs_f64();
     let first = outputs.iter().filter_map(|output| output.usage.time_to_first_token).max();
     let prefill_s = first.map_or(total_s, |t| t.as_secs_f64());

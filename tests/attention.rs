@@ -356,7 +356,9 @@ fn sinks_take_part_in_the_sum() {
 
 #[test]
 fn chunking_does_not_show() {
-    for (group, dtype) in [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)] {
+    for (group, dtype) in
+        [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)]
+    {
         for window in [None, Some(33)] {
             let shape = AttentionShape { window, ..shape(group * 2, 2, 16) };
             for tokens in LENGTHS {
@@ -394,7 +396,8 @@ fn what_unused_slots_hold_does_not_show() {
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 50)).collect();
         for chunks in [Chunks::Whole, Chunks::Random(4)] {
             // 0xff is NaN in every type, 0x7b is a large number.
-            let outputs = [0x00, 0xff, 0x7b].map(|poison| run(&Setup { poison, chunks, ..Setup::plain(shape, dtype) }, &s));
+            let outputs =
+                [0x00, 0xff, 0x7b].map(|poison| run(&Setup { poison, chunks, ..Setup::plain(shape, dtype) }, &s));
             for (a, b) in outputs[0].iter().zip(&outputs[1]).chain(outputs[0].iter().zip(&outputs[2])) {
                 assert_same("poison", a, b);
             }
@@ -424,7 +427,8 @@ fn tokens_that_cannot_be_seen_do_not_show() {
 fn company_does_not_show() {
     let shape = shape(6, 2, 16);
     let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, *t as u64)).collect();
-    let alone: Vec<_> = s.iter().map(|s| run(&Setup::plain(shape, KvDType::F16), std::slice::from_ref(s)).remove(0)).collect();
+    let alone: Vec<_> =
+        s.iter().map(|s| run(&Setup::plain(shape, KvDType::F16), std::slice::from_ref(s)).remove(0)).collect();
     for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
         let together = run(&Setup { chunks, members: 2, ..Setup::plain(shape, KvDType::F16) }, &s);
         for (a, b) in together.iter().zip(&alone) {

@@ -80,7 +80,8 @@ fn exact_numerics_meet_the_reference() {
             for fusion in [0, 2] {
                 let mut model = model(&folder, Numerics::Exact, fusion);
                 for case in golden(&folder).cases {
-                    let label = format!("{name}, {spelling} spelling, fusion {fusion}, {} tokens", case.input_ids.len());
+                    let label =
+                        format!("{name}, {spelling} spelling, fusion {fusion}, {} tokens", case.input_ids.len());
                     model.restart();
                     let rows = model.forward(&case.input_ids, case.input_ids.len());
                     let error = largest_difference(rows.last().unwrap(), &case.last_logits);

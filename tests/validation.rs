@@ -4,8 +4,9 @@
 mod rig;
 
 use ascend_llm::engine::scripted::Pieces;
-use ascend_llm::engine::{ChatMessage, EngineCore, FinishReason, Output, Request, SubmitError};
+use ascend_llm::engine::{EngineCore, FinishReason, Output, Request, SubmitError};
 use ascend_llm::sampler::SamplingParams;
+use ascend_llm::text::ChatMessage;
 use rig::{BLOCK, Rig, assert_at_rest, drain};
 use serde_json::{Map, Value};
 

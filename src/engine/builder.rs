@@ -293,8 +293,7 @@ fn settle_pool(
     taken_bytes: u64,
 ) -> Result<u32, BuildError> {
     let block_bytes = layout.bytes_per_block.max(1);
-    let most_useful =
-        u64::from(config.max_num_seqs) * u64::from(max_model_len).div_ceil(geometry.block_size as u64);
+    let most_useful = u64::from(config.max_num_seqs) * u64::from(max_model_len).div_ceil(geometry.block_size as u64);
     // Positions are 32-bit numbers.
     let most_countable = u64::from(u32::MAX) / geometry.block_size as u64;
     let (blocks, budget_bytes) = match config.kv_cache {

@@ -13,13 +13,13 @@ use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
 use crate::text::Vocabulary;
 
-use crate::text::ChatRender;
 use super::clock::{Clock, micros};
 use super::config::refuse;
 use super::error::{EngineError, SubmitError};
 use super::handle::RequestHandle;
 use super::request::{Prompt, Request, RequestId};
 use super::slot::Slot;
+use crate::text::ChatRender;
 
 /// Longest piece of a refused value that an error repeats, in characters.
 const QUOTED_CHARS: usize = 40;

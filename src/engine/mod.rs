@@ -39,24 +39,22 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use core::{EngineCore, Health, ModelLimits, StepReport};
-pub use clock::{Clock, ManualClock, SystemClock};
 pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
+pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{CacheBudget, EngineConfig};
+pub use core::{EngineCore, Health, ModelLimits, StepReport};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use forward::{Forward, ForwardInput, LogitRows};
 pub use handle::RequestHandle;
-pub use output::{
-    Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage,
-};
-pub use runner::{ModelRunner, RunnerShape};
+pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
 pub use request::{Prompt, Request, RequestId};
+pub use runner::{ModelRunner, RunnerShape};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};
 
 use crate::sampler::SamplingParams;
-use crate::text::ChatMessage;
 use crate::scheduler::Tick;
+use crate::text::ChatMessage;
 use clock::micros;
 use intake::{Intake, Stage};
 use stats::Counters;

@@ -91,8 +91,7 @@ impl ModelRunner {
         for (q, kv) in input.q_lens.iter().zip(&input.kv_lens) {
             self.host_positions.extend(kv - q..*kv);
         }
-        let table_stride =
-            input.kv_lens.iter().map(|kv| self.blocks_of(*kv)).max().unwrap_or(0);
+        let table_stride = input.kv_lens.iter().map(|kv| self.blocks_of(*kv)).max().unwrap_or(0);
         self.host_tables.clear();
         let mut tables = input.tables.as_slice();
         for kv in &input.kv_lens {
@@ -154,7 +153,8 @@ impl Forward for ModelRunner {
         }
         let Bucket { tokens, logit_rows } = self.shape.bucket;
         if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
-            let got = format!("{} rows, {rows} of them with logits, {} sequences", input.tokens.len(), input.q_lens.len());
+            let got =
+                format!("{} rows, {rows} of them with logits, {} sequences", input.tokens.len(), input.q_lens.len());
             let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);
             return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }

@@ -1,8 +1,8 @@
 //! Builds graphs node by node; the only place that invents value names.
 
 use super::{
-    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RopeFrequencies, RopeStyle, Rows, Value, ValueId, Weight,
-    WeightId,
+    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RopeFrequencies, RopeStyle, Rows, Value, ValueId,
+    Weight, WeightId,
 };
 
 /// Appends operations to a graph in topological order.

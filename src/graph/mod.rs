@@ -198,9 +198,7 @@ impl Graph {
     }
 
     fn dump_node(&self, node: &Node) -> String {
-        let list = |ids: &[ValueId]| {
-            ids.iter().map(|id| self.dump_value(*id)).collect::<Vec<_>>().join(", ")
-        };
+        let list = |ids: &[ValueId]| ids.iter().map(|id| self.dump_value(*id)).collect::<Vec<_>>().join(", ");
         let outputs = list(&node.outputs);
         let head = if outputs.is_empty() { String::new() } else { format!("{outputs} = ") };
         let weights = node.op.weights().iter().map(|w| self.dump_weight(*w)).collect::<Vec<_>>().join(", ");

@@ -48,11 +48,8 @@ impl Decoder<'_> {
         let rows = self.graph.gather_rows(x, "wanted");
         let norm = self.norm("model.norm.weight", c.hidden_size)?;
         let h = self.graph.rms_norm(rows, norm, "final");
-        let head = if c.tied_embeddings {
-            embedding
-        } else {
-            self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)?
-        };
+        let head =
+            if c.tied_embeddings { embedding } else { self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)? };
         let logits = self.graph.linear(h, LinearPart { weight: head, bias: None }, "logits");
         Ok(std::mem::take(&mut self.graph).finish(logits))
     }
@@ -66,9 +63,8 @@ impl Decoder<'_> {
     ) -> Result<crate::graph::ValueId, ModelError> {
         let c = self.config;
         let (q_width, kv_width) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let mut project = |name: &str, n: usize, bias: bool| {
-            self.part(&format!("{prefix}.self_attn.{name}"), n, c.hidden_size, bias)
-        };
+        let mut project =
+            |name: &str, n: usize, bias: bool| self.part(&format!("{prefix}.self_attn.{name}"), n, c.hidden_size, bias);
         let (q_part, k_part, v_part) = (
             project("q_proj", q_width, c.qkv_bias)?,
             project("k_proj", kv_width, c.qkv_bias)?,

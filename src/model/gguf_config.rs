@@ -10,9 +10,8 @@ use crate::weights::gguf::{Gguf, Metadata};
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let metadata = file.metadata();
-    let name = metadata
-        .architecture()
-        .ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
+    let name =
+        metadata.architecture().ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
     let architecture = Architecture::from_gguf(name)?;
     let keys = Keys { metadata, architecture: name };
     let has = |tensor: &str| file.tensor(tensor).is_some();
@@ -41,9 +40,9 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let max_position_embeddings = keys.size("context_length")?;
     let window = match keys.optional_size("attention.sliding_window")? {
         None | Some(0) => None,
-        Some(w) => Some(
-            u32::try_from(w).map_err(|_| invalid(&keys.name("attention.sliding_window"), w, "a 32-bit number"))?,
-        ),
+        Some(w) => {
+            Some(u32::try_from(w).map_err(|_| invalid(&keys.name("attention.sliding_window"), w, "a 32-bit number"))?)
+        }
     };
     let model = ModelConfig {
         architecture,

@@ -34,8 +34,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     }
     let layers = config.size("num_hidden_layers")?.unwrap_or(defaults.layers);
     let head_dim = config.size("head_dim")?.or(defaults.head_dim).unwrap_or(hidden_size / heads);
-    let max_position_embeddings =
-        config.size("max_position_embeddings")?.unwrap_or(defaults.max_position_embeddings);
+    let max_position_embeddings = config.size("max_position_embeddings")?.unwrap_or(defaults.max_position_embeddings);
     let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
     let model = ModelConfig {
         architecture,
@@ -159,11 +158,8 @@ fn rope_scaling(scaling: &Fields<'_>, max_positions: usize) -> Result<RopeScalin
 fn windows(config: &Fields<'_>, arch: Architecture, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
     let defaults = arch.hub_defaults();
     // Null says "none" here, unlike for sizes.
-    let window = if config.0.contains_key("sliding_window") {
-        config.size("sliding_window")?
-    } else {
-        defaults.sliding_window
-    };
+    let window =
+        if config.0.contains_key("sliding_window") { config.size("sliding_window")? } else { defaults.sliding_window };
     let on = match arch {
         Architecture::Llama => false,
         _ => config.bool("use_sliding_window")?.unwrap_or(defaults.use_sliding_window),

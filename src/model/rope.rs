@@ -69,8 +69,7 @@ impl RopeScaling {
                     } else if wavelength > original / low_freq_factor {
                         f / factor
                     } else {
-                        let kept =
-                            (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                        let kept = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
                         (1.0 - kept) * f / factor + kept * f
                     }
                 });

@@ -1,6 +1,6 @@
 //! A model driven without the engine: one sequence, its own blocks, logits as they come.
 
-use ascend_llm::engine::{EngineConfig, EngineBuilder, Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::engine::{EngineBuilder, EngineConfig, Forward as _, ForwardInput, ModelRunner};
 use ascend_llm::kv_cache::BlockId;
 
 /// One sequence on a runner of its own.

@@ -225,15 +225,13 @@ impl Device for CpuDevice {
         let State { buffers, programs, .. } = &mut *self.state.lock();
         let program = programs.get_mut(&program.0).ok_or_else(|| invalid("unknown program"))?;
         let io = &args.io;
-        let spans =
-            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
+        let spans = [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
         let keys = spans.map(|span| span.buffer.0);
         if (1..keys.len()).any(|i| keys[..i].contains(&keys[i])) {
             return Err(invalid("two bindings name the same buffer"));
         }
-        let mut bound = buffers.get_disjoint_mut([
-            &keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6],
-        ]);
+        let mut bound =
+            buffers.get_disjoint_mut([&keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6]]);
         let mut slices: [&mut [u8]; 7] = Default::default();
         for ((slice, buffer), span) in slices.iter_mut().zip(&mut bound).zip(spans) {
             let buffer = buffer.take().ok_or_else(|| invalid("unknown buffer"))?;

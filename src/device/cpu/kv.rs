@@ -183,14 +183,7 @@ pub struct KvRows<'a> {
 /// Rounds the rows of one write to the stored type and puts them in their block, for KV heads `heads` only.
 /// `bytes` are those heads' bytes in the pool: `heads.len() · head_bytes` from
 /// [`layer_range`](KvLayout::layer_range)` + `[`k_offset`](KvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN.
-pub fn kv_write(
-    isa: Isa,
-    layout: &KvLayout,
-    write: KvWrite,
-    heads: Range<usize>,
-    rows: KvRows<'_>,
-    bytes: &mut [u8],
-) {
+pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>, rows: KvRows<'_>, bytes: &mut [u8]) {
     struct Body<'a> {
         layout: &'a KvLayout,
         write: KvWrite,

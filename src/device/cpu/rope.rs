@@ -6,8 +6,8 @@
 #![forbid(unsafe_code)]
 
 use super::Isa;
-use crate::graph::RopeStyle;
 use super::simd::lanes::{Kernel, Lanes, dispatch};
+use crate::graph::RopeStyle;
 
 /// Cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
 ///

@@ -134,7 +134,9 @@ impl Rewriter {
     fn swiglu_linear(&mut self) -> u32 {
         let mut fired = 0;
         for index in 0..self.nodes.len() {
-            let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else { continue };
+            let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else {
+                continue;
+            };
             let mut x = inputs[0];
             let mut holes = Vec::new();
             let quantise = if let Some((at, Node { op: Op::Quantise, inputs, .. })) = self.writer_of(x)

@@ -161,7 +161,14 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     let common = (seen.iter().map(|s| s.0).max().unwrap_or(0), seen.iter().map(|s| s.1).min().unwrap_or(0));
     if Q == 1 || common.0 >= common.1 {
         for i in 0..Q {
-            weigh_one::<L, E>(l, shape.head_dim, tiles, &scores[i], seen[i], &mut scratch.partials[i * scratch.stride..]);
+            weigh_one::<L, E>(
+                l,
+                shape.head_dim,
+                tiles,
+                &scores[i],
+                seen[i],
+                &mut scratch.partials[i * scratch.stride..],
+            );
         }
         return;
     }
@@ -211,7 +218,8 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
                 score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
             }
             let start = tile * LANES;
-            let (lo, hi) = (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
+            let (lo, hi) =
+                (seen[i].0.clamp(start, start + LANES) - start, seen[i].1.clamp(start, start + LANES) - start);
             if lo > 0 || hi < LANES {
                 score = l.keep(score, lo, hi, f32::NEG_INFINITY);
             }

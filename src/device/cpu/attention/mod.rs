@@ -140,14 +140,20 @@ impl Attention<'_> {
         scratch: &mut AttentionScratch,
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
-        schedule.for_member(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit, segments| {
-            let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
-            match self.layout.geometry().dtype {
-                KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
-                KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
-                KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
-            }
-        });
+        schedule.for_member(
+            &self.shape,
+            self.rows,
+            self.layout.geometry().block_size,
+            member,
+            &mut |unit, segments| {
+                let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
+                match self.layout.geometry().dtype {
+                    KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
+                    KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
+                    KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
+                }
+            },
+        );
     }
 
     /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`Schedule::needs_merge`].

@@ -186,13 +186,7 @@ impl Schedule {
         });
     }
 
-    fn for_units<'a>(
-        &self,
-        shape: &AttentionShape,
-        rows: Rows<'a>,
-        block_size: usize,
-        run: &mut dyn FnMut(&Unit<'a>),
-    ) {
+    fn for_units<'a>(&self, shape: &AttentionShape, rows: Rows<'a>, block_size: usize, run: &mut dyn FnMut(&Unit<'a>)) {
         let mut first_partial = 0;
         for seq in rows.sequences(block_size) {
             for first in (0..seq.rows).step_by(self.rows_per_unit) {

@@ -1,8 +1,8 @@
 //! Writing keys and values, and attention over them.
 
-use super::{Frame, MemberScratch, Scratch};
 use super::operands::{floats, floats_mut, overlap};
 use super::rows::rotate;
+use super::{Frame, MemberScratch, Scratch};
 use crate::device::DeviceError;
 use crate::device::cpu::arena::{Parts, Pieces};
 use crate::device::cpu::attention::{Attention, AttentionScratch, AttentionShape};
@@ -129,11 +129,7 @@ impl Frame<'_> {
 }
 
 /// Runs `body(member, its room)` on the team.
-fn each_member(
-    team: &Team,
-    members: &mut [MemberScratch],
-    body: impl Fn(usize, &mut AttentionScratch) + Sync,
-) {
+fn each_member(team: &Team, members: &mut [MemberScratch], body: impl Fn(usize, &mut AttentionScratch) + Sync) {
     let rooms = Parts::rows(members, 1, team.count(), 1);
     team.run(&|member| {
         let mut room = rooms.claim(member.index());

@@ -110,10 +110,8 @@ impl Program {
             attention = Some(shape);
         }
         let widest = plan.values.iter().map(|value| value.cols).max().unwrap_or(0);
-        let member = |_| MemberScratch {
-            attention: attention.as_ref().map(AttentionScratch::new),
-            row: vec![0.0; widest],
-        };
+        let member =
+            |_| MemberScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
         let most_parts = plan.steps.iter().map(|step| step.outputs.len()).max().unwrap_or(0);
         let scratch = Scratch {
             members: (0..members).map(member).collect(),

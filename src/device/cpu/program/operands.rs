@@ -30,9 +30,7 @@ impl Frame<'_> {
     /// Bytes of the arena that hold a value's rows.
     pub(super) fn range(&self, value: usize) -> Result<Range<usize>, DeviceError> {
         match self.plan.values[value].operand {
-            Operand::Arena { offset } => {
-                Ok(offset..offset + self.rows(value) * self.plan.values[value].row_bytes())
-            }
+            Operand::Arena { offset } => Ok(offset..offset + self.rows(value) * self.plan.values[value].row_bytes()),
             _ => Err(broken("an operand is not in the arena")),
         }
     }

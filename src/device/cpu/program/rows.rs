@@ -4,9 +4,7 @@ use super::operands::{floats, floats_mut, overlap};
 use super::{Frame, MemberScratch};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
-use crate::device::cpu::activation::{
-    add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row,
-};
+use crate::device::cpu::activation::{add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row};
 use crate::device::cpu::arena::Parts;
 use crate::device::cpu::norm::{qk_norm_row, rms_norm_row};
 use crate::device::cpu::pool::{Member, Team};
@@ -73,12 +71,7 @@ impl Frame<'_> {
     }
 
     /// out = f(x), row by row.
-    fn map_rows(
-        &mut self,
-        x: usize,
-        out: usize,
-        body: impl Fn(&[f32], &mut [f32]) + Sync,
-    ) -> Result<(), DeviceError> {
+    fn map_rows(&mut self, x: usize, out: usize, body: impl Fn(&[f32], &mut [f32]) + Sync) -> Result<(), DeviceError> {
         let cols = self.cols(out);
         let (x, out) = (self.range(x)?, self.range(out)?);
         let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
@@ -263,7 +256,8 @@ impl Frame<'_> {
         let logits = &*self.io.logits;
         each_row(self.team, self.io.row_status, 1, |row, status| {
             // A sum of zeros is zero; an infinity or a NaN anywhere makes it NaN. Unlike `all(is_finite)` it vectorises.
-            let zeros: f32 = logits[row * vocab..][..vocab].chunks(64).map(|c| c.iter().map(|x| x * 0.0).sum::<f32>()).sum();
+            let zeros: f32 =
+                logits[row * vocab..][..vocab].chunks(64).map(|c| c.iter().map(|x| x * 0.0).sum::<f32>()).sum();
             status[0] = if zeros == 0.0 { RowStatus::Ok as u8 } else { RowStatus::NonFinite as u8 };
         });
     }
