@@ -66,12 +66,11 @@ fn run(args: &Args) -> Result<()> {
     params.seed = args.seed;
     params.max_tokens = Some(args.max_tokens);
 
-    let request = match &args.chat {
-        Some(question) => Request::chat(vec![ChatMessage::new("user", question)]),
-        None => {
-            print!("{}", args.prompt);
-            Request::text(&args.prompt)
-        }
+    let request = if let Some(question) = &args.chat {
+        Request::chat(vec![ChatMessage::new("user", question)])
+    } else {
+        print!("{}", args.prompt);
+        Request::text(&args.prompt)
     };
     let start = Instant::now();
     let handle = engine.submit(request.sampling(params))?;
@@ -89,7 +88,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let total = start.elapsed();
     let first = first.unwrap_or(total);
-    let decode = (total - first).as_secs_f64();
+    let decode = total.checked_sub(first).unwrap().as_secs_f64();
     writeln!(
         out,
         "\n\n[prompt {prompt_tokens} tokens, generated {generated} tokens, time to first token {:.1} ms, prefill {:.0} tokens/s, \

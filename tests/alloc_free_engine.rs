@@ -1,5 +1,5 @@
 //! Promise: a step in which nothing is admitted, ends or is preempted allocates nothing, whether anybody reads or not.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::cast_possible_truncation)]
 
 mod rig;
 
@@ -59,8 +59,9 @@ fn steady_steps_allocate_nothing() {
         rig.config.prefix_caching = prefix_caching;
         rig.model.eos_ids = vec![7];
         // Pieces of one to eight bytes, some of them parts of characters.
-        let piece =
-            |id: usize| if id % 5 == 0 { vec![0xf0, 0x9f, 0x99] } else { vec![b'a' + (id % 26) as u8; 1 + id % 8] };
+        let piece = |id: usize| {
+            if id.is_multiple_of(5) { vec![0xf0, 0x9f, 0x99] } else { vec![b'a' + (id % 26) as u8; 1 + id % 8] }
+        };
         rig.vocabulary = Some(Pieces::new((0..60).map(piece)).shared());
         let mut core = rig.core(rig.hashed());
         let submit = |change: fn(&mut SamplingParams)| {

@@ -210,7 +210,7 @@ proptest! {
                 Op::Admit { seq, prompt, extra } => {
                     let tokens = &prompts[prompt];
                     let hit = blocks.lookup(tokens, b"");
-                    prop_assert!(hit.tokens() < tokens.len() as u32 && hit.tokens() % block_size == 0);
+                    prop_assert!(hit.tokens() < tokens.len() as u32 && hit.tokens().is_multiple_of(block_size));
                     prop_assert!(prefix_cache || hit.tokens() == 0);
                     let room = tokens.len() as u32 + extra;
                     let known = oracle.seqs.contains_key(&seq);
@@ -239,7 +239,7 @@ proptest! {
                             }
                         }
                         // Half of the appended tokens repeat, so that contents meet again.
-                        let appended = (0..tokens).map(|i| if fresh % 2 == 0 { 1 } else { fresh + i });
+                        let appended = (0..tokens).map(|i| if fresh.is_multiple_of(2) { 1 } else { fresh + i });
                         oracle.seqs.get_mut(&seq).unwrap().extend(appended);
                         fresh += 1;
                         oracle.write(&blocks, seq, had);

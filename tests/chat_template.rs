@@ -126,12 +126,11 @@ fn jinja_cases_render_as_the_reference_does() {
         });
         let template = ChatTemplate::new(case["template"].as_str().unwrap(), None, None).unwrap();
         let rendered = template.render(&messages, &options);
-        match case["expect"]["render"].as_str() {
-            Some(wanted) => assert_eq!(rendered.unwrap(), wanted, "{id}"),
-            None => {
-                let error = rendered.unwrap_err().to_string();
-                assert!(error.contains(case["expect"]["error_contains"].as_str().unwrap()), "{id}: {error}");
-            }
+        if let Some(wanted) = case["expect"]["render"].as_str() {
+            assert_eq!(rendered.unwrap(), wanted, "{id}");
+        } else {
+            let error = rendered.unwrap_err().to_string();
+            assert!(error.contains(case["expect"]["error_contains"].as_str().unwrap()), "{id}: {error}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Every conformance model gives the logits, log-probabilities and greedy tokens of its float32 reference, in both
 //! spellings of `config.json`, at both fusion levels.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
 #[path = "support/model.rs"]
 mod model;

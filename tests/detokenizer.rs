@@ -72,7 +72,9 @@ fn control_tokens_are_left_out_without_breaking_a_character() {
 fn only_the_first_token_of_a_text_may_lose_its_space() {
     let text_of = |mut detokenizer: Detokenizer, ids: &[u32]| {
         let mut text = String::new();
-        ids.iter().for_each(|&id| detokenizer.push(&Bytes, id, &mut text));
+        for &id in ids {
+            detokenizer.push(&Bytes, id, &mut text);
+        }
         text
     };
     assert_eq!(text_of(Detokenizer::new(true), &[256, 257, 257]), "word word");

@@ -1,7 +1,7 @@
 //! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantised) weights: top
 //! logits, prompt log-probabilities, 64 greedy tokens.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
 #[path = "support/model.rs"]
 mod model;

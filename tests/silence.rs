@@ -1,3 +1,4 @@
+#![allow(clippy::explicit_write)]
 //! The library writes nothing to stdout or stderr, whatever happens in it.
 //!
 //! The test runs itself as a child process, which marks where the library's work begins and ends; between the marks both

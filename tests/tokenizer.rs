@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use ascend_llm::text::{Detokenizer, GgufText, TextError, Tokenizer, Vocabulary};
+use ascend_llm::text::{Detokenizer, GgufText, TextError, Tokenizer, Vocabulary as _};
 use ascend_llm::weights::gguf::Gguf;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -206,7 +206,7 @@ impl Meta {
         Self::byte_level_of(&read("fable/tokenizer.json"), "gpt-2").with("tokenizer.ggml.eos_token_id", 2)
     }
 
-    /// A small SentencePiece vocabulary: `ab` and `▁ab` can be made in more ways than one.
+    /// A small `SentencePiece` vocabulary: `ab` and `▁ab` can be made in more ways than one.
     fn sentence_piece() -> Self {
         let bytes = (0..=255).map(|byte| (format!("<0x{byte:02X}>"), 6, 0.0));
         let pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5), ("▁a", -0.2), ("▁ab", -0.3), ("\n", -9.0)];

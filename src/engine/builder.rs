@@ -160,13 +160,11 @@ impl EngineBuilder {
         let text = TextFiles::read(&files, self.vocabulary)?;
         let graph = decoder_graph(&model, files.source.as_ref())?;
 
-        let device = match self.device {
-            Some(device) => device,
-            None => {
-                let mut options = CpuOptions::default();
-                options.threads = config.threads;
-                Arc::new(CpuDevice::new(options)?)
-            }
+        let device = if let Some(device) = self.device {
+            device
+        } else {
+            let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
+            Arc::new(CpuDevice::new(options)?)
         };
         let max_model_len = settle_model_len(&mut config, &model)?;
         let geometry = settle_geometry(&mut config, &model, device.as_ref())?;

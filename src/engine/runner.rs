@@ -56,11 +56,16 @@ impl ModelRunner {
         layout: KvLayout,
         shape: RunnerShape,
     ) -> Result<Self, DeviceError> {
-        let buffer = |elements: usize, bytes: usize, kind| OwnedBuffer::new(&device, (elements * bytes) as u64, kind);
+        let buffer =
+            |elements: usize, bytes: usize, kind| OwnedBuffer::new(&device, elements as u64 * bytes as u64, kind);
         let Bucket { tokens, logit_rows, .. } = shape.bucket;
         let table_entries = shape.max_seqs * shape.max_blocks_per_seq;
         Ok(Self {
-            pool: buffer(shape.pool_blocks, layout.bytes_per_block as usize, MemKind::Device)?,
+            pool: buffer(
+                shape.pool_blocks,
+                usize::try_from(layout.bytes_per_block).unwrap_or(usize::MAX),
+                MemKind::Device,
+            )?,
             token_ids: buffer(tokens, 4, MemKind::Device)?,
             positions: buffer(tokens, 4, MemKind::Device)?,
             block_tables: buffer(table_entries, 4, MemKind::Device)?,

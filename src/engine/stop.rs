@@ -42,15 +42,14 @@ impl StopChecker {
         for (index, stop) in stops.iter().enumerate() {
             let mut at = 0;
             for &byte in stop.as_bytes() {
-                at = match child(&nodes, at, byte) {
-                    Some(next) => next,
-                    None => {
-                        let next = index_u32(nodes.len());
-                        let depth_bytes = nodes[at as usize].depth_bytes + 1;
-                        nodes.push(Node { depth_bytes, ..Node::default() });
-                        nodes[at as usize].children.push((byte, next));
-                        next
-                    }
+                at = if let Some(next) = child(&nodes, at, byte) {
+                    next
+                } else {
+                    let next = index_u32(nodes.len());
+                    let depth_bytes = nodes[at as usize].depth_bytes + 1;
+                    nodes.push(Node { depth_bytes, ..Node::default() });
+                    nodes[at as usize].children.push((byte, next));
+                    next
                 };
             }
             if at != 0 && nodes[at as usize].ends.is_none() {

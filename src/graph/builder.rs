@@ -2,7 +2,7 @@
 
 use super::{
     AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RopeFrequencies, RopeStyle, Rows, Value, ValueId,
-    Weight, WeightId,
+    Weight, WeightId, id32,
 };
 
 /// Appends operations to a graph in topological order.
@@ -30,7 +30,7 @@ impl GraphBuilder {
             self.graph.weights.push(weight);
             self.graph.weights.len() - 1
         });
-        WeightId(index as u32)
+        WeightId(id32(index))
     }
 
     /// The weight behind an id.
@@ -47,7 +47,7 @@ impl GraphBuilder {
     }
 
     fn push(&mut self, op: Op, inputs: Vec<ValueId>, tag: &str, rows: Rows, cols: usize, elem: Elem) -> ValueId {
-        let id = ValueId(self.graph.values.len() as u32);
+        let id = ValueId(id32(self.graph.values.len()));
         let name = match self.layer {
             Some(layer) => format!("{tag}.{layer}"),
             None => tag.to_owned(),

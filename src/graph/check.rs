@@ -11,8 +11,15 @@ use super::{Bucket, CompileError, Elem, Io, Op, row_bytes};
 
 /// No value may be larger: sums of many stay far from overflow, and no machine has so much.
 const MOST_BYTES: usize = 1 << 48;
-/// No row may be longer.
-const MOST_COLS: usize = 1 << 40;
+/// No row may be longer: the bound that model descriptions have as well.
+const MOST_COLS: usize = 1 << 28;
+/// Positions and sequences are counted in 32 bits.
+const MOST_COUNTED: usize = u32::MAX as usize;
+
+/// Whether sequences of this bucket can be counted.
+pub(super) const fn counts(bucket: &Bucket) -> bool {
+    bucket.seqs <= MOST_COUNTED && bucket.kv_tokens <= MOST_COUNTED
+}
 
 /// Whether a value of this size can be placed at all.
 pub(super) fn fits(value: &PlanValue, bucket: &Bucket) -> bool {
@@ -49,6 +56,9 @@ impl Plan {
     fn check_values(&self) -> Result<(), CompileError> {
         if !self.alignment.is_power_of_two() || self.alignment < 64 {
             return Err(invalid(format!("alignment {} is no power of two of at least 64", self.alignment)));
+        }
+        if !counts(&self.bucket) {
+            return Err(invalid(format!("{:?} counts beyond 32 bits", self.bucket)));
         }
         for value in &self.values {
             let name = &value.name;
@@ -134,8 +144,8 @@ impl Plan {
                 let name = &self.values[a].name;
                 return Err(invalid(format!("{name} at {start}..{end} is outside the arena or unaligned")));
             }
-            for b in a + 1..self.values.len() {
-                let (Some(other), Some((start_b, end_b))) = (lives[b], span(b)) else { continue };
+            for (b, other) in lives.iter().enumerate().skip(a + 1) {
+                let (Some(other), Some((start_b, end_b))) = (*other, span(b)) else { continue };
                 if life.meets(other) && start < end_b && start_b < end {
                     return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }

@@ -85,3 +85,93 @@ fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) 
     }
     (placed.into_iter().map(|(value, offset, ..)| (value, offset)).collect(), arena_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{Elem, Op, Rows};
+    use proptest::prelude::*;
+
+    const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2, seqs: 2, kv_tokens: 16 };
+
+    /// What a step adds: values it writes (columns, kind), how far back it reads, whether it has scratch.
+    type Recipe = (Vec<(usize, u8)>, Vec<usize>, Option<usize>);
+
+    fn recipes() -> impl Strategy<Value = Vec<Recipe>> {
+        let written = prop::collection::vec((0usize..300, 0u8..8), 1..4);
+        let read = prop::collection::vec(0usize..12, 0..4);
+        prop::collection::vec((written, read, prop::option::of(0usize..300)), 1..40)
+    }
+
+    fn build(recipes: &[Recipe]) -> (Vec<PlanValue>, Vec<Step>) {
+        let (mut values, mut steps) = (Vec::<PlanValue>::new(), Vec::new());
+        for (written, read, scratch) in recipes {
+            let inputs: Vec<usize> = read.iter().filter_map(|back| values.len().checked_sub(back + 1)).collect();
+            let mut add = |cols: usize, kind: u8| {
+                let elem = [Elem::F32, Elem::F32, Elem::F32, Elem::Q8, Elem::Effect][usize::from(kind) % 5];
+                let operand = if elem == Elem::Effect { Operand::Effect } else { Operand::Arena { offset: 0 } };
+                let rows = if kind < 6 { Rows::Tokens } else { Rows::LogitRows };
+                values.push(PlanValue { name: values.len().to_string(), rows, cols, elem, operand });
+                values.len() - 1
+            };
+            let outputs = written.iter().map(|(cols, kind)| add(*cols, *kind)).collect();
+            let scratch = scratch.map(|cols| add(cols, 0));
+            steps.push(Step { op: Op::Add, inputs, outputs, scratch, layer: None, waits: true });
+        }
+        (values, steps)
+    }
+
+    /// Values alive at a step, found the slow way: written at or before it, touched at or after it.
+    fn alive(steps: &[Step], value: usize, at: usize) -> bool {
+        let touches = |step: &Step| step.inputs.iter().chain(&step.outputs).chain(&step.scratch).any(|v| *v == value);
+        steps[..=at].iter().any(touches) && steps[at..].iter().any(touches)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn live_values_never_share_a_byte(recipes in recipes(), alignment in prop::sample::select(vec![64usize, 128, 512])) {
+            let (mut values, steps) = build(&recipes);
+            let bound = lower_bound_bytes(&values, &steps, &BUCKET, alignment);
+            let arena = place(&mut values, &steps, &BUCKET, alignment);
+            let span = |v: usize| match values[v].operand {
+                Operand::Arena { offset } => Some((offset, offset + values[v].bytes(&BUCKET))),
+                _ => None,
+            };
+            let rounded = |v: usize| values[v].bytes(&BUCKET).next_multiple_of(alignment);
+            let (mut least, mut sum) = (0, 0);
+            for at in 0..steps.len() {
+                let live: Vec<usize> =
+                    (0..values.len()).filter(|&v| span(v).is_some() && alive(&steps, v, at)).collect();
+                least = least.max(live.iter().map(|&v| rounded(v)).sum());
+                for (i, &a) in live.iter().enumerate() {
+                    let (start, end) = span(a).unwrap();
+                    prop_assert!(start.is_multiple_of(alignment) && end <= arena);
+                    for &b in &live[..i] {
+                        let (other, other_end) = span(b).unwrap();
+                        prop_assert!(end <= other || other_end <= start, "{a} and {b} at step {at}");
+                    }
+                }
+            }
+            for v in (0..values.len()).filter(|&v| span(v).is_some()) {
+                sum += rounded(v);
+            }
+            prop_assert_eq!(bound, least);
+            prop_assert!(bound <= arena && arena <= sum, "{} <= {} <= {}", bound, arena, sum);
+            let mut again = build(&recipes).0;
+            prop_assert_eq!(place(&mut again, &steps, &BUCKET, alignment), arena);
+            prop_assert_eq!(again, values);
+        }
+    }
+
+    #[test]
+    fn what_is_alive_once_takes_its_room_once() {
+        // a chain: each value is read by the next step only, so two rooms do.
+        let recipes: Vec<Recipe> =
+            (0..10).map(|i| (vec![(64, 0)], if i == 0 { vec![] } else { vec![0] }, None)).collect();
+        let (mut values, steps) = build(&recipes);
+        let one = values[0].bytes(&BUCKET).next_multiple_of(64);
+        assert_eq!(place(&mut values, &steps, &BUCKET, 64), 2 * one);
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::check::fits;
+use super::check::{counts, fits};
 use super::passes::{FusionReport, fuse, select_quantised};
 use super::place::{lower_bound_bytes, place};
 use super::{
@@ -157,6 +157,9 @@ pub fn compile(
             layer: node.layer,
             waits: true,
         });
+    }
+    if !counts(&bucket) {
+        return Err(CompileError::Invalid(format!("{bucket:?} counts beyond 32 bits")));
     }
     if let Some(value) = plan.values.iter().find(|value| !fits(value, &bucket)) {
         let (rows, cols) = (bucket.rows(value.rows), value.cols);

@@ -6,7 +6,7 @@ use super::ModelError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Architecture {
-    /// Llama 1 to 3 and what is built alike (SmolLM2, TinyLlama …).
+    /// Llama 1 to 3 and what is built alike (SmolLM2, `TinyLlama` …).
     Llama,
     /// Mistral: Llama with a sliding window.
     Mistral,

@@ -22,6 +22,7 @@ pub struct RopeConfig {
 /// A decoder-only transformer, whatever file it was described in.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[allow(clippy::struct_excessive_bools)] // independent facts of a model
 pub struct ModelConfig {
     /// Family.
     pub architecture: Architecture,

@@ -3,9 +3,9 @@
 use super::config::invalid;
 use super::{ModelConfig, ModelError};
 use crate::graph::{
-    AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole,
+    AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole, id32,
 };
-use crate::weights::{WeightError, WeightSource};
+use crate::weights::WeightSource;
 
 /// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
 ///
@@ -32,7 +32,7 @@ impl Decoder<'_> {
         let angles = self.graph.rope_angles(rope, "angles");
 
         for layer in 0..c.layers {
-            self.graph.set_layer(Some(layer as u32));
+            self.graph.set_layer(Some(id32(layer)));
             let prefix = format!("model.layers.{layer}");
             let norm = self.norm(&format!("{prefix}.input_layernorm.weight"), c.hidden_size)?;
             let h = self.graph.rms_norm(x, norm, "attn_in");
@@ -139,10 +139,7 @@ impl Decoder<'_> {
     }
 
     fn weight(&mut self, name: &str, shape: Vec<usize>, role: WeightRole) -> Result<WeightId, ModelError> {
-        let tensor = self.source.require(name).map_err(|error| match error {
-            WeightError::MissingTensor { .. } => ModelError::MissingTensor { name: name.to_owned() },
-            other => ModelError::UnusableTensor { name: name.to_owned(), reason: other.to_string() },
-        })?;
+        let tensor = self.source.require(name).map_err(|error| ModelError::of_tensor(name, &error))?;
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });
         }

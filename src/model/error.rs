@@ -1,5 +1,7 @@
 //! Why a model could not be understood.
 
+use crate::weights::WeightError;
+
 /// What is wrong with a model's description or its tensors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -68,4 +70,14 @@ pub enum ModelError {
         /// Shape by the description.
         expected: Vec<usize>,
     },
+}
+
+impl ModelError {
+    /// Why a source did not hand out a tensor.
+    pub(super) fn of_tensor(name: &str, error: &WeightError) -> Self {
+        match error {
+            WeightError::MissingTensor { .. } => Self::MissingTensor { name: name.to_owned() },
+            other => Self::UnusableTensor { name: name.to_owned(), reason: other.to_string() },
+        }
+    }
 }

@@ -4,8 +4,8 @@ use super::config::{invalid, unsupported};
 use super::rope::RopeScaling;
 use super::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::graph::{ActivationKind, RopeStyle};
-use crate::weights::WeightSource;
 use crate::weights::gguf::{Gguf, Metadata, Value};
+use crate::weights::{TensorView, WeightSource as _};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
@@ -14,7 +14,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         metadata.architecture().ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
     let architecture = Architecture::from_gguf(name)?;
     let keys = Keys { metadata, architecture: name };
-    let has = |tensor: &str| file.tensor(tensor).is_some();
+    let has = |tensor: &str| present(file, tensor).map(|found| found.is_some());
 
     let hidden_size = keys.size("embedding_length")?;
     let heads = keys.size("attention.head_count")?;
@@ -34,8 +34,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     if let Some(experts) = keys.optional_size("expert_count")?.filter(|n| *n > 0) {
         return Err(unsupported(&keys.name("expert_count"), experts, "only dense models run"));
     }
-    let embedding = file
-        .tensor("model.embed_tokens.weight")
+    let embedding = present(file, "model.embed_tokens.weight")?
         .ok_or_else(|| ModelError::MissingTensor { name: "model.embed_tokens.weight".into() })?;
     let max_position_embeddings = keys.size("context_length")?;
     let window = match keys.optional_size("attention.sliding_window")? {
@@ -65,23 +64,34 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         rope: RopeConfig {
             theta: keys.optional_float("rope.freq_base")?.map_or(10_000.0, f64::from),
             scaling: rope_scaling(&keys, max_position_embeddings)?,
-            divisors: file.tensor("rope_freqs.weight").map(|tensor| tensor.to_f32()),
+            divisors: present(file, "rope_freqs.weight")?.map(|tensor| tensor.to_f32()),
             dim: rope_dim,
             // The weight source hands out query and key rows in the hub's order.
             style: RopeStyle::Half,
         },
         activation: ActivationKind::Silu,
-        tied_embeddings: !has("lm_head.weight"),
-        qkv_bias: has("model.layers.0.self_attn.q_proj.bias"),
-        output_bias: has("model.layers.0.self_attn.o_proj.bias"),
-        mlp_bias: has("model.layers.0.mlp.gate_proj.bias"),
-        qk_norm: has("model.layers.0.self_attn.q_norm.weight"),
+        tied_embeddings: !has("lm_head.weight")?,
+        qkv_bias: has("model.layers.0.self_attn.q_proj.bias")?,
+        output_bias: has("model.layers.0.self_attn.o_proj.bias")?,
+        mlp_bias: has("model.layers.0.mlp.gate_proj.bias")?,
+        qk_norm: has("model.layers.0.self_attn.q_norm.weight")?,
         windows: vec![window; layers],
         max_position_embeddings,
         eos_ids: metadata.u32("tokenizer.ggml.eos_token_id").into_iter().collect(),
     };
     model.validate().map_err(|error| keys.rename(error))?;
     Ok(model)
+}
+
+/// The tensor, if the file has it. One that is there and cannot be read is no reason to do without.
+fn present<'a>(file: &'a Gguf, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
+    match file.require(name) {
+        Ok(tensor) => Ok(Some(tensor)),
+        Err(error) => match ModelError::of_tensor(name, &error) {
+            ModelError::MissingTensor { .. } => Ok(None),
+            other => Err(other),
+        },
+    }
 }
 
 fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, ModelError> {

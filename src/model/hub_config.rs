@@ -9,6 +9,7 @@ use super::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::graph::{ActivationKind, RopeStyle};
 
 /// Reads a config. A field that is absent or null has its family's default, as Transformers has it.
+#[allow(clippy::cast_possible_truncation)] // an epsilon rounds to f32
 pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     let parsed: Value = serde_json::from_slice(json)
         .map_err(|e| ModelError::Json { file: "config.json".into(), reason: e.to_string() })?;
@@ -93,6 +94,7 @@ fn activation(name: &str) -> Result<ActivationKind, ModelError> {
     }
 }
 
+#[allow(clippy::cast_possible_truncation)] // at most head_dim
 fn rope(config: &Fields<'_>, head_dim: usize, max_positions: usize) -> Result<RopeConfig, ModelError> {
     let parameters = config.object("rope_parameters")?;
     let scaling = match &parameters {

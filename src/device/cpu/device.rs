@@ -146,6 +146,7 @@ impl State {
     }
 }
 
+#[allow(clippy::cast_possible_truncation)] // both ends are at most `len`
 fn range_of(span: Span, len: usize) -> Result<std::ops::Range<usize>, DeviceError> {
     let end = span.offset.checked_add(span.bytes).filter(|end| *end <= len as u64);
     let end = end.ok_or_else(|| invalid(format!("span {span:?} is outside a buffer of {len} bytes")))?;

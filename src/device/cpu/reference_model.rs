@@ -71,7 +71,7 @@ impl ReferenceModel {
 
     /// Appends tokens and gives the logits of the rows asked for.
     pub fn forward(&mut self, tokens: &[u32], logit_rows: &[u32]) -> ReferenceRows {
-        let end = self.len + tokens.len() as u32;
+        let end = self.len + u32::try_from(tokens.len()).unwrap_or(u32::MAX);
         let rows = StepRows { tokens, positions: (self.len..end).collect(), logit_rows };
         self.len = end;
         let mut values: Vec<Vec<f32>> = vec![Vec::new(); self.graph.values.len()];

@@ -1,7 +1,7 @@
 //! Fusion by pattern. Each rule looks for a producer and its only reader (or readers of one value), so a fused graph
 //! computes exactly the operations of the plain one, in the same order of additions.
 
-use crate::graph::{Graph, Node, Op, ValueId};
+use crate::graph::{Graph, Node, Op, ValueId, id32};
 
 /// How often each rule fired; a rule that is on and never fires is worth a look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -173,7 +173,7 @@ impl Rewriter {
         for id in nodes.iter().flat_map(|node| node.inputs.iter().chain(&node.outputs)) {
             kept[id.0 as usize].get_or_insert_with(|| {
                 values.push(self.graph.values[id.0 as usize].clone());
-                ValueId(values.len() as u32 - 1)
+                ValueId(id32(values.len() - 1))
             });
         }
         let renumber = |ids: &[ValueId]| ids.iter().filter_map(|id| kept[id.0 as usize]).collect::<Vec<_>>();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::graph::{Elem, Graph, Node, Op, Value, ValueId};
+use crate::graph::{Elem, Graph, Node, Op, Value, ValueId, id32};
 
 /// Puts one `quantise` in front of the linear operations whose weights are stored as integers, shared by all that read
 /// the same value. Linear operations over float weights keep f32 activations.
@@ -17,7 +17,7 @@ pub fn select_quantised(graph: &Graph) -> Graph {
             let x = node.inputs[0];
             let q = *quantised.entry(x).or_insert_with(|| {
                 let source = graph.value(x);
-                let id = ValueId(out.values.len() as u32);
+                let id = ValueId(id32(out.values.len()));
                 out.values.push(Value {
                     name: format!("{}.q8", source.name),
                     rows: source.rows,

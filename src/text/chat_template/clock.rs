@@ -3,6 +3,7 @@
 //! The time is UTC: a library cannot ask for the local zone without calling into C, and a prompt that depends on the
 //! server's zone is no gain. A letter that is not known is an error, not text.
 
+use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Error, ErrorKind};
@@ -101,7 +102,7 @@ impl CivilTime {
         let hour12 = (self.hour + 11) % 12 + 1;
         let mut number = |value: i64, width: usize| {
             let width = if bare { 0 } else { width };
-            text.push_str(&format!("{value:0width$}"));
+            let _ = write!(text, "{value:0width$}");
         };
         match letter {
             Some('Y') => number(self.year, 4),
@@ -113,7 +114,9 @@ impl CivilTime {
             Some('I') => number(hour12, 2),
             Some('M') => number(self.minute, 2),
             Some('S') => number(self.second, 2),
-            Some('e') => text.push_str(&format!("{:2}", self.day)),
+            Some('e') => {
+                let _ = write!(text, "{:2}", self.day);
+            }
             Some('B') => text.push_str(MONTHS[self.month - 1]),
             Some('b' | 'h') => text.push_str(&MONTHS[self.month - 1][..3]),
             Some('A') => text.push_str(WEEKDAYS[self.weekday]),

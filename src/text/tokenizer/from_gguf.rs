@@ -1,7 +1,7 @@
 //! A tokenizer from the metadata of a GGUF file.
 //!
 //! Two kinds are known: `gpt2`, byte-level pairs with a list of merges and a named pre-tokenizer, and `llama`,
-//! SentencePiece pairs whose merges follow from the scores. Another kind is refused by name. Keys that the file leaves
+//! `SentencePiece` pairs whose merges follow from the scores. Another kind is refused by name. Keys that the file leaves
 //! out take the defaults that files of that kind are written for.
 
 use std::collections::HashMap;
@@ -150,7 +150,7 @@ impl Table {
             match (kind, spelling) {
                 (TokenType::Unused, _) => pieces.push_nothing(),
                 (TokenType::Normal | TokenType::Byte, _) | (_, Spelling::SentencePiece) => {
-                    pieces.push_spelled(token, spelling)
+                    pieces.push_spelled(token, spelling);
                 }
                 (_, Spelling::ByteLevel) => pieces.push_literal(token),
             }
@@ -243,12 +243,11 @@ fn byte_level(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
             joined.push_str(right);
             [*left, *right, joined.as_str()].iter().all(|token| table.ids.contains_key(*token))
         });
-        match known {
-            Some((left, right)) => merges.push((left.to_owned(), right.to_owned())),
-            None => {
-                let got = format!("{line:?} at {rank}");
-                return Err(unsupported(MERGES, got, "two tokens that make a token, with a space between"));
-            }
+        if let Some((left, right)) = known {
+            merges.push((left.to_owned(), right.to_owned()));
+        } else {
+            let got = format!("{line:?} at {rank}");
+            return Err(unsupported(MERGES, got, "two tokens that make a token, with a space between"));
         }
     }
     let model = BPE::builder()
@@ -290,7 +289,7 @@ fn sentence_piece(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
     table.finish(meta, encoder, Spelling::SentencePiece, adds_space, true)
 }
 
-/// The merges that scores stand for: every way to cut a token into two tokens, better scores first. SentencePiece joins
+/// The merges that scores stand for: every way to cut a token into two tokens, better scores first. `SentencePiece` joins
 /// the neighbours whose union scores best; so does byte-pair merging in this order.
 fn merges_by_score(table: &Table, scores: &[f32]) -> Vec<(String, String)> {
     let mut merges = Vec::new();

@@ -1,7 +1,7 @@
 //! A tokenizer from `tokenizer.json` and `tokenizer_config.json`.
 //!
 //! `tokenizer.json` decides how text becomes ids; the config names BOS and EOS, may say whether they are added, and
-//! carries the chat template. A decoder that is neither byte-level nor SentencePiece is refused: its tokens have no
+//! carries the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
 //! bytes of their own.
 
 use std::fmt;
@@ -353,7 +353,7 @@ struct LongestMerge(usize);
 
 impl<'de> Deserialize<'de> for LongestMerge {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A merge is written "a b" or ["a", "b"].
+        /// A merge is written `"a b"` or `["a", "b"]`.
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Merge {

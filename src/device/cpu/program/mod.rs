@@ -112,10 +112,10 @@ impl Program {
         for step in &plan.steps {
             match &step.op {
                 Op::Embed { table } => ids = ids.min(weights.matrix(*table).n()),
-                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => {
-                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers {
-                        return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
-                    }
+                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. }
+                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers =>
+                {
+                    return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
                 }
                 _ => {}
             }

@@ -1,0 +1,397 @@
+//! Plans are what their golden dumps say, fusion fires as often as the model has the pattern, and `check` finds every
+//! way in which a plan can be broken. `ASCEND_LLM_BLESS=1` rewrites the dumps.
+
+#![allow(missing_docs)]
+
+use std::path::{Path, PathBuf};
+
+use ascend_llm::graph::passes::FusionReport;
+use ascend_llm::graph::{
+    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Rows, Target, compile,
+};
+use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{self, ModelKind};
+
+const TARGET: Target = Target { alignment: 128, int8_activations: true };
+const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
+
+/// Short name, path under `tests/data`, layers, whether weights are quantised, whether it has head norms.
+const MODELS: [(&str, &str, u32, bool, bool); 3] = [
+    ("llama-gqa-tied", "conformance/llama-gqa-tied", 2, false, false),
+    ("qwen3", "conformance/qwen3", 2, false, true),
+    ("fable-q8_0", "fable/gguf/fable-q8_0.gguf", 3, true, false),
+];
+
+fn data(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
+}
+
+fn graph(path: &str) -> Graph {
+    let files = weights::open(data(path)).unwrap();
+    let config = match &files.kind {
+        ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
+        ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),
+        other => panic!("{other:?}"),
+    };
+    decoder_graph(&config, files.source.as_ref()).unwrap()
+}
+
+fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
+    let mut options = CompileOptions::default();
+    options.fusion = fusion;
+    compile(graph, TARGET, numerics, &options, BUCKET).unwrap()
+}
+
+fn every_plan() -> Vec<Plan> {
+    let mut plans = Vec::new();
+    for (_, path, ..) in MODELS {
+        let graph = graph(path);
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            plans.extend((0..=CompileOptions::MAX_FUSION).map(|fusion| plan(&graph, numerics, fusion)));
+        }
+    }
+    plans
+}
+
+#[test]
+fn dumps_are_golden() {
+    let bless = std::env::var_os("ASCEND_LLM_BLESS").is_some_and(|value| value == "1");
+    for (name, path, _, quantised, _) in MODELS {
+        let graph = graph(path);
+        for fusion in 0..=CompileOptions::MAX_FUSION {
+            let exact = plan(&graph, Numerics::Exact, fusion);
+            let fast = plan(&graph, Numerics::Fast, fusion);
+            if quantised {
+                assert_ne!(exact, fast, "{name}: integer weights take int8 activations");
+            } else {
+                assert_eq!(exact, fast, "{name}: float weights keep f32 activations");
+            }
+            for (numerics, plan) in [("exact", exact), ("fast", fast)] {
+                if !quantised && numerics == "fast" {
+                    continue;
+                }
+                let file = data("plans").join(format!("{name}-fusion{fusion}-{numerics}.txt"));
+                if bless {
+                    std::fs::write(&file, plan.dump()).unwrap();
+                }
+                let golden = std::fs::read_to_string(&file).unwrap_or_default();
+                assert!(golden == plan.dump(), "{} differs; now it is\n{}", file.display(), plan.dump());
+            }
+        }
+    }
+}
+
+#[test]
+fn compiling_is_pure() {
+    assert_eq!(every_plan(), every_plan());
+}
+
+#[test]
+fn launches_fall_from_level_to_level() {
+    for plans in every_plan().chunks(3) {
+        let steps: Vec<usize> = plans.iter().map(|plan| plan.steps.len()).collect();
+        assert!(steps[0] > steps[1] && steps[1] > steps[2], "{steps:?}");
+    }
+}
+
+#[test]
+fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
+    for (name, path, layers, quantised, head_norms) in MODELS {
+        let graph = graph(path);
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            let none = FusionReport::default();
+            let one = FusionReport {
+                add_rms_norm: layers,
+                qk_norm_rope: if head_norms { 2 * layers } else { 0 },
+                rope_kv_write: layers,
+                act_mul: layers,
+                ..none.clone()
+            };
+            // Both norms of each layer and the last one, if what reads them takes int8.
+            let norms = if quantised && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
+            let two =
+                FusionReport { linear_multi: 2 * layers, swiglu_linear: layers, norm_quantise: norms, ..one.clone() };
+            for (fusion, expected) in [(0, none), (1, one), (2, two)] {
+                assert_eq!(plan(&graph, numerics, fusion).fused, expected, "{name}, {numerics:?}, fusion {fusion}");
+            }
+        }
+    }
+}
+
+/// Weights, constants and layers of a plan's unfused work, as a multiset: fusion must neither lose nor invent any.
+#[test]
+fn fusion_keeps_every_weight_use() {
+    for plans in every_plan().chunks(3) {
+        let uses = |plan: &Plan| {
+            let mut uses: Vec<_> = plan.steps.iter().flat_map(|step| step.op.weights()).collect();
+            uses.sort_unstable();
+            uses
+        };
+        assert_eq!(uses(&plans[0]), uses(&plans[1]));
+        assert_eq!(uses(&plans[0]), uses(&plans[2]));
+    }
+}
+
+#[test]
+fn arenas_are_close_to_their_bound() {
+    for plan in every_plan() {
+        let (arena, bound) = (plan.arena_bytes, plan.arena_bound_bytes);
+        assert!(bound > 0 && bound <= arena && arena * 10 <= bound * 13, "{arena} for a bound of {bound}");
+    }
+}
+
+#[test]
+fn sound_plans_pass() {
+    for plan in every_plan() {
+        plan.check().unwrap();
+    }
+}
+
+/// A plan broken by `change`, which says whether it found a place to break.
+fn refused(plan: &Plan, what: &str, change: impl FnOnce(&mut Plan)) -> String {
+    let mut broken = plan.clone();
+    change(&mut broken);
+    assert_ne!(&broken, plan, "{what}: nothing was broken");
+    match broken.check() {
+        Err(CompileError::Invalid(reason)) => reason,
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+fn step_of(plan: &Plan, name: &str) -> usize {
+    plan.steps.iter().position(|step| step.op.name() == name).unwrap_or_else(|| panic!("{name} is not in the plan"))
+}
+
+fn is_arena(plan: &Plan, value: usize) -> bool {
+    matches!(plan.values[value].operand, Operand::Arena { .. })
+}
+
+#[test]
+fn any_wait_that_is_taken_away_is_missed() {
+    for plan in every_plan() {
+        let mut set = 0;
+        for at in 0..plan.steps.len() {
+            if plan.steps[at].waits {
+                set += 1;
+                let reason = refused(&plan, "a wait", |plan| plan.steps[at].waits = false);
+                assert!(reason.contains("does not wait"), "{reason}");
+            }
+        }
+        // Some steps run side by side, most do not.
+        assert!(set > plan.steps.len() / 2 && set < plan.steps.len(), "{set} of {}", plan.steps.len());
+    }
+}
+
+#[test]
+fn values_moved_onto_each_other_are_found() {
+    for plan in every_plan() {
+        for step in &plan.steps {
+            let (Some(&input), Some(&output)) = (step.inputs.first(), step.outputs.first()) else { continue };
+            if is_arena(&plan, input) && is_arena(&plan, output) {
+                let reason = refused(&plan, "overlap", |plan| {
+                    plan.values[output].operand = plan.values[input].operand;
+                    plan.arena_bytes *= 2;
+                });
+                assert!(reason.contains("overlap"), "{reason}");
+            }
+        }
+    }
+}
+
+#[test]
+fn values_out_of_the_arena_or_unaligned_are_found() {
+    let plan = plan(&graph(MODELS[2].1), Numerics::Fast, 2);
+    refused(&plan, "a smaller arena", |plan| plan.arena_bytes -= 1);
+    for value in (0..plan.values.len()).filter(|&value| is_arena(&plan, value)) {
+        for offset in [plan.arena_bytes, usize::MAX - 127, usize::MAX / 2 + 1] {
+            refused(&plan, "out of the arena", |plan| plan.values[value].operand = Operand::Arena { offset });
+        }
+        refused(&plan, "unaligned", |plan| {
+            if let Operand::Arena { offset } = &mut plan.values[value].operand {
+                *offset += 64;
+            }
+        });
+    }
+    for alignment in [0, 1, 32, 96] {
+        refused(&plan, "alignment", |plan| plan.alignment = alignment);
+    }
+}
+
+#[test]
+fn reads_before_writes_and_second_writes_are_found() {
+    for plan in every_plan() {
+        for at in 0..plan.steps.len() - 1 {
+            let (step, next) = (&plan.steps[at], &plan.steps[at + 1]);
+            if step.outputs.iter().any(|written| next.inputs.contains(written)) {
+                let reason = refused(&plan, "steps swapped", |plan| plan.steps.swap(at, at + 1));
+                assert!(reason.contains("before it is written"), "{reason}");
+            }
+        }
+        for at in 0..plan.steps.len() {
+            if !plan.steps[at].outputs.is_empty() {
+                refused(&plan, "a step left out", |plan| drop(plan.steps.remove(at)));
+                let reason = refused(&plan, "a step twice", |plan| plan.steps.insert(at, plan.steps[at].clone()));
+                assert!(reason.contains("a second time"), "{reason}");
+            }
+        }
+    }
+}
+
+/// Each change makes an operand that its operation cannot take.
+#[test]
+fn operands_that_do_not_fit_are_found() {
+    for plan in every_plan() {
+        let count = plan.values.len();
+        for at in 0..plan.steps.len() {
+            refused(&plan, "an unknown value", |plan| plan.steps[at].inputs.push(count));
+            refused(&plan, "an input too many", |plan| plan.steps[at].inputs.push(0));
+            refused(&plan, "an output too many", |plan| plan.steps[at].outputs.push(0));
+            refused(&plan, "scratch", |plan| {
+                let step = &mut plan.steps[at];
+                step.scratch = if step.scratch.is_some() { None } else { Some(0) };
+            });
+            if !plan.steps[at].inputs.is_empty() {
+                refused(&plan, "an input too few", |plan| {
+                    plan.steps[at].inputs.pop();
+                });
+            }
+            if !plan.steps[at].outputs.is_empty() {
+                refused(&plan, "an output too few", |plan| {
+                    plan.steps[at].outputs.pop();
+                });
+            }
+        }
+        let touched: Vec<usize> = (0..count)
+            .filter(|v| plan.steps.iter().any(|s| s.inputs.iter().chain(&s.outputs).chain(&s.scratch).any(|o| o == v)))
+            .collect();
+        assert_eq!(touched.len(), count, "a value that no step touches");
+        for &value in &touched {
+            refused(&plan, "columns", |plan| plan.values[value].cols += 1);
+            refused(&plan, "huge columns", |plan| plan.values[value].cols = usize::MAX);
+            refused(&plan, "rows", |plan| {
+                let rows = &mut plan.values[value].rows;
+                *rows = if *rows == Rows::Tokens { Rows::LogitRows } else { Rows::Tokens };
+            });
+            for elem in [Elem::F32, Elem::Q8, Elem::Effect] {
+                if plan.values[value].elem != elem {
+                    refused(&plan, "element type", |plan| plan.values[value].elem = elem);
+                }
+            }
+            for operand in [
+                Operand::Arena { offset: 0 },
+                Operand::Effect,
+                Operand::Io(Io::Logits),
+                Operand::Io(Io::KvPool),
+                Operand::Io(Io::TokenIds),
+            ] {
+                let was = plan.values[value].operand;
+                // Another place in the arena is the overlap test's business.
+                if std::mem::discriminant(&was) != std::mem::discriminant(&operand) {
+                    refused(&plan, "place", |plan| plan.values[value].operand = operand);
+                }
+            }
+        }
+        refused(&plan, "a huge bucket", |plan| plan.bucket.tokens = usize::MAX);
+        refused(&plan, "huge sequences", |plan| plan.bucket.kv_tokens = 1 << 32);
+        refused(&plan, "many sequences", |plan| plan.bucket.seqs = usize::MAX);
+        refused(&plan, "a vocabulary", |plan| plan.vocab_size += 1);
+        refused(&plan, "rotary tables", |plan| plan.ropes.clear());
+        refused(&plan, "no status", |plan| drop(plan.steps.pop()));
+    }
+}
+
+#[test]
+fn weights_that_do_not_fit_are_found() {
+    for plan in every_plan() {
+        for weight in 0..plan.weights.len() {
+            refused(&plan, "shape", |plan| plan.weights[weight].shape[0] += 1);
+            refused(&plan, "dimensions", |plan| plan.weights[weight].shape.push(1));
+            refused(&plan, "too few weights", |plan| plan.weights.truncate(weight));
+        }
+    }
+}
+
+#[test]
+fn constants_that_do_not_fit_are_found() {
+    let qwen = graph(MODELS[1].1);
+    let (plain, fused) = (plan(&qwen, Numerics::Exact, 0), plan(&qwen, Numerics::Exact, 2));
+    let (attention, kv_write) = (step_of(&plain, "attention"), step_of(&plain, "kv_write"));
+    let attend = |plan: &mut Plan, change: &dyn Fn(&mut ascend_llm::graph::AttentionShape)| {
+        if let Op::Attention(shape) = &mut plan.steps[attention].op {
+            change(shape);
+        }
+    };
+    refused(&plain, "heads", |plan| attend(plan, &|shape| shape.heads += 1));
+    refused(&plain, "no heads", |plan| attend(plan, &|shape| shape.heads = 0));
+    refused(&plain, "KV heads", |plan| attend(plan, &|shape| shape.kv_heads = 3));
+    refused(&plain, "no KV heads", |plan| attend(plan, &|shape| shape.kv_heads = 0));
+    refused(&plain, "head width", |plan| attend(plan, &|shape| shape.head_dim = usize::MAX));
+    refused(&plain, "window", |plan| attend(plan, &|shape| shape.window = Some(0)));
+    refused(&plain, "layer read", |plan| attend(plan, &|shape| shape.layer = 1));
+    refused(&plain, "layer written", |plan| plan.steps[kv_write].op = Op::KvWrite { layer: 1 });
+    for head_dim in [0, 7, 30, usize::MAX] {
+        for (plan, name) in [(&plain, "rope"), (&fused, "qk_norm_rope"), (&fused, "rope_kv_write")] {
+            let at = step_of(plan, name);
+            refused(plan, name, |plan| match &mut plan.steps[at].op {
+                Op::Rope { head_dim: d, .. }
+                | Op::QkNormRope { head_dim: d, .. }
+                | Op::RopeKvWrite { head_dim: d, .. } => {
+                    *d = head_dim;
+                }
+                other => panic!("{other}"),
+            });
+        }
+    }
+    for group in [0, 7, 64] {
+        let at = step_of(&plain, "rms_norm");
+        refused(&plain, "group", |plan| {
+            if let Op::RmsNorm(norm) = &mut plan.steps[at].op {
+                norm.group = group;
+            }
+        });
+    }
+    let at = step_of(&fused, "linear_multi");
+    refused(&fused, "parts", |plan| {
+        if let Op::LinearMulti(parts) = &mut plan.steps[at].op {
+            parts.pop();
+        }
+    });
+}
+
+/// Rows of int8 can only meet integer weights.
+#[test]
+fn int8_rows_for_float_weights_are_found() {
+    let plan = plan(&graph(MODELS[2].1), Numerics::Fast, 2);
+    for weight in 0..plan.weights.len() {
+        if plan.weights[weight].shape.len() == 2 {
+            refused(&plan, "type", |plan| plan.weights[weight].dtype = weights::DType::F16);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_compiled_is_refused() {
+    let graph = graph(MODELS[0].1);
+    let mut options = CompileOptions::default();
+    options.fusion = 3;
+    let error = compile(&graph, TARGET, Numerics::Exact, &options, BUCKET).unwrap_err();
+    assert!(matches!(error, CompileError::Option { option: "fusion", .. }), "{error}");
+    options.fusion = 2;
+    for alignment in [0, 32, 100] {
+        let target = Target { alignment, ..TARGET };
+        assert!(compile(&graph, target, Numerics::Exact, &options, BUCKET).is_err(), "alignment {alignment}");
+    }
+    for tokens in [usize::MAX, 1 << 60, 1 << 45] {
+        let bucket = Bucket { tokens, ..BUCKET };
+        let error = compile(&graph, TARGET, Numerics::Exact, &options, bucket).unwrap_err();
+        assert!(error.to_string().contains("too large"), "{error}");
+    }
+    for bucket in [Bucket { seqs: usize::MAX, ..BUCKET }, Bucket { kv_tokens: 1 << 32, ..BUCKET }] {
+        assert!(compile(&graph, TARGET, Numerics::Exact, &options, bucket).is_err(), "{bucket:?}");
+    }
+    // A device without integer kernels keeps f32 activations.
+    let quantised = crate::graph(MODELS[2].1);
+    let target = Target { int8_activations: false, ..TARGET };
+    let fast = compile(&quantised, target, Numerics::Fast, &options, BUCKET).unwrap();
+    assert_eq!(fast, plan(&quantised, Numerics::Exact, 2));
+}
