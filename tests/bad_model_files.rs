@@ -276,6 +276,8 @@ fn text_files_that_are_no_tokenizer() {
         ("tokenizer.json", &b"{}"[..]),
         ("tokenizer.json", b""),
         ("tokenizer.json", b"\xff\xfe"),
+        // Half a surrogate pair: JSON to whoever skips the string, none to whoever reads it.
+        ("tokenizer.json", br#"{"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder": {"type": "\ud800"}}"#),
         ("tokenizer_config.json", b"[]"),
         ("tokenizer_config.json", b"{\"bos_token\": 7}"),
     ] {

@@ -281,6 +281,9 @@ fn check_model(tokenizer_json: &[u8]) -> Result<(), TextError> {
     #[derive(Deserialize)]
     struct Outline {
         model: Model,
+        /// Read in full only to be refused here if broken: the `tokenizers` crate panics at a part that is no JSON.
+        #[serde(flatten)]
+        _other_parts: serde_json::Map<String, Value>,
     }
     #[derive(Deserialize)]
     struct Model {
