@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::device::{
-    Bindings, BufferId, Device, DeviceError, EventId, KvLayout, LaunchShape, MemKind, ProgramId, Span, StepArgs,
+    Bindings, BufferId, Device as _, DeviceError, EventId, KvLayout, LaunchShape, MemKind, ProgramId, Span, StepArgs,
     StreamId, WeightSetId,
 };
 use ascend_llm::engine::Engine;
