@@ -71,22 +71,25 @@ fn run(args: &Args) -> Result<()> {
         bench.load()?;
     }
     if wants("pp") {
-        bench.measure(Load { seqs: 1, prompt: 512, decode: 0 }, |report, run| {
+        bench.measure("pp512", Load { seqs: 1, prompt: 512, decode: 0 }, |report, run| {
             report.emit("pp512", "tok/s", run.prefill_rate());
         })?;
     }
     if wants("tg") {
         for prompt in [32, 1024] {
-            bench.measure(Load { seqs: 1, prompt, decode: args.generate }, |report, run| {
-                report.emit(&format!("tg@{prompt}"), "tok/s", run.decode_rate());
+            let name = format!("tg@{prompt}");
+            bench.measure(&name, Load { seqs: 1, prompt, decode: args.generate }, |report, run| {
+                report.emit(&name, "tok/s", run.decode_rate());
             })?;
         }
     }
     if wants("bg") {
         for load in batches {
-            bench.measure(load, |report, run| {
-                report.emit(&load.name(), "tok/s", run.decode_rate());
-                report.emit(&format!("bgpp{}x{}", load.seqs, load.prompt), "tok/s", run.prefill_rate());
+            let Load { seqs, prompt, decode } = load;
+            let name = format!("bg{seqs}x{prompt}+{decode}");
+            bench.measure(&name, load, |report, run| {
+                report.emit(&name, "tok/s", run.decode_rate());
+                report.emit(&format!("bgpp{seqs}x{prompt}"), "tok/s", run.prefill_rate());
             })?;
         }
     }
@@ -105,15 +108,6 @@ struct Load {
 }
 
 impl Load {
-    /// Its name; for a batch, also how `--batches` spells it.
-    fn name(self) -> String {
-        match self {
-            Self { seqs: 1, prompt, decode: 0 } => format!("pp{prompt}"),
-            Self { seqs: 1, prompt, .. } => format!("tg@{prompt}"),
-            Self { seqs, prompt, decode } => format!("bg{seqs}x{prompt}+{decode}"),
-        }
-    }
-
     /// Tokens a sequence reaches.
     fn len(self) -> u64 {
         u64::from(self.prompt) + 1 + u64::from(self.decode)
@@ -156,7 +150,7 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     /// An engine made for a load; `None`, with a note, where the model is too short for it.
-    fn open(&mut self, load: Load) -> Result<Option<EngineCore>> {
+    fn open(&mut self, name: &str, load: Load) -> Result<Option<EngineCore>> {
         if self.max_model_len.is_none_or(|longest| load.len() <= longest.into()) {
             let device = self.args.model.device()?;
             let config = load.config(self.args, device.caps().default_block_size)?;
@@ -166,7 +160,7 @@ impl Bench<'_> {
                 return Ok(Some(core));
             }
         }
-        let (name, len, longest) = (load.name(), load.len(), self.max_model_len.unwrap_or_default());
+        let (len, longest) = (load.len(), self.max_model_len.unwrap_or_default());
         eprintln!("{name} is left out: sequences of {len} tokens, the model takes {longest}");
         Ok(None)
     }
@@ -177,7 +171,7 @@ impl Bench<'_> {
         for _ in 0..self.args.reps {
             reset_peak_memory();
             let start = Instant::now();
-            let Some(mut core) = self.open(load)? else { return Ok(()) };
+            let Some(mut core) = self.open("load", load)? else { return Ok(()) };
             run_load(&mut core, load, 1)?;
             let elapsed = start.elapsed();
             let report = Report::new(self.args, &core);
@@ -188,15 +182,15 @@ impl Bench<'_> {
     }
 
     /// Runs a load once unmeasured, so that memory is in place, and then as often as asked.
-    fn measure(&mut self, load: Load, emit: impl Fn(&Report<'_>, &Run)) -> Result<()> {
+    fn measure(&mut self, name: &str, load: Load, emit: impl Fn(&Report<'_>, &Run)) -> Result<()> {
         reset_peak_memory();
-        let Some(mut core) = self.open(load)? else { return Ok(()) };
+        let Some(mut core) = self.open(name, load)? else { return Ok(()) };
         let report = Report::new(self.args, &core);
         run_load(&mut core, Load { decode: load.decode.min(2), ..load }, 0)?;
         for rep in 1..=self.args.reps {
             emit(&report, &run_load(&mut core, load, rep)?);
         }
-        report.emit_peak(&load.name());
+        report.emit_peak(name);
         Ok(())
     }
 }
@@ -236,7 +230,7 @@ fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
     let handles =
         requests.into_iter().map(|request| core.submit(request)).collect::<std::result::Result<Vec<_>, _>>()?;
     let mut readers: Vec<Reader> = handles.into_iter().map(|handle| Reader { handle, tokens: 0 }).collect();
-    while readers.iter().any(|reader| reader.tokens == 0) {
+    while readers.iter().any(|reader| reader.tokens == 0) && !core.is_idle() {
         step(core, &mut readers)?;
     }
     let first = Instant::now();
@@ -249,7 +243,7 @@ fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
     let expected = u64::from(load.seqs) * u64::from(load.decode + 1);
     let tokens = total(&readers);
     if tokens != expected {
-        return Err(format!("{} gave {tokens} tokens instead of {expected}", load.name()).into());
+        return Err(format!("{load:?} gave {tokens} tokens instead of {expected}").into());
     }
     Ok(Run {
         prompt_tokens: u64::from(load.seqs) * u64::from(load.prompt),
@@ -270,10 +264,7 @@ fn total(readers: &[Reader]) -> u64 {
 
 /// One step, and what comes of it.
 fn step(core: &mut EngineCore, readers: &mut [Reader]) -> Result<()> {
-    let report = core.step()?;
-    if report.sequences == 0 {
-        return Err("the engine stands still before every sequence has ended".into());
-    }
+    core.step()?;
     for reader in readers {
         while let Some(delta) = reader.handle.try_recv()? {
             reader.tokens += delta.token_ids.len() as u64;
