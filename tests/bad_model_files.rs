@@ -100,7 +100,10 @@ macro_rules! assert_refused {
 #[test]
 fn paths_that_hold_no_model() {
     let place = Copy::empty("no-model");
-    assert_refused!(place.path("nowhere"), BuildError::Weights(WeightError::Io { .. }), "nowhere");
+    let (error, text) = refused(&place.path("nowhere"));
+    assert!(matches!(error, BuildError::Weights(WeightError::Io { .. })), "{error:?}");
+    let source = std::fs::read(place.path("nowhere")).unwrap_err();
+    assert_eq!(text, format!("cannot open the model: cannot read {}: {source}", place.path("nowhere").display()));
     assert_refused!(
         place.folder,
         BuildError::Weights(WeightError::NotAModel { .. }),
