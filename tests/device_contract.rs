@@ -1,11 +1,7 @@
 //! The contract of [`Device`] on the CPU: whatever a caller gets wrong is [`DeviceError::Invalid`], never a panic and never
 //! a byte outside a bound buffer; and neither threads nor block size nor layout of the blocks can be seen in a result.
 
-<<<<<<< HEAD
-#![allow(clippy::cast_possible_truncation, missing_docs)]
-=======
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
->>>>>>> graph
 
 #[allow(dead_code)] // this file uses a part
 #[path = "support/model.rs"]

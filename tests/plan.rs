@@ -1,11 +1,7 @@
 //! Plans are what their golden dumps say, fusion fires as often as the model has the pattern, and `check` finds every
 //! way in which a plan can be broken. `ASCEND_LLM_BLESS=1` rewrites the dumps.
 
-<<<<<<< HEAD
-#![allow(clippy::cast_possible_truncation, missing_docs)]
-=======
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
->>>>>>> graph
 
 use std::path::{Path, PathBuf};
 

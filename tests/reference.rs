@@ -1,11 +1,7 @@
 //! The CPU device computes what the reference interpreter says: every operation by itself (a fused one against its parts),
 //! and whole models, on the plain and on the fastest instruction-set path.
 
-<<<<<<< HEAD
-#![allow(clippy::cast_possible_truncation, missing_docs)]
-=======
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
->>>>>>> graph
 
 #[allow(dead_code)] // this file uses a part
 #[path = "support/model.rs"]
@@ -17,7 +13,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::cpu::reference_model::ReferenceModel;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
-use ascend_llm::device::{Bindings, BufferId, Device as _, LaunchShape, MemKind, Span, StepArgs};
+use ascend_llm::device::{Bindings, BufferId, Device, LaunchShape, MemKind, Span, StepArgs};
 use ascend_llm::engine::Engine;
 use ascend_llm::graph::passes::{fuse, select_quantised};
 use ascend_llm::graph::{
