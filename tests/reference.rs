@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::cpu::reference_model::ReferenceModel;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
-use ascend_llm::device::{Bindings, BufferId, Device, LaunchShape, MemKind, Span, StepArgs};
+use ascend_llm::device::{Bindings, BufferId, Device as _, LaunchShape, MemKind, Span, StepArgs};
 use ascend_llm::engine::Engine;
 use ascend_llm::graph::passes::{fuse, select_quantised};
 use ascend_llm::graph::{
