@@ -144,6 +144,40 @@ fn arenas_are_close_to_their_bound() {
     }
 }
 
+/// Without reuse every value has bytes of its own, nothing else changes, and `check` holds the plan to it.
+#[test]
+fn without_memory_reuse_no_two_values_share_a_byte() {
+    let mut options = CompileOptions::default();
+    options.memory_reuse = Some(false);
+    for (_, path, ..) in MODELS {
+        let graph = graph(path);
+        for fusion in 0..=CompileOptions::MAX_FUSION {
+            options.fusion = Some(fusion);
+            let apart = compile(&graph, TARGET, Numerics::Fast, &options, BUCKET).unwrap();
+            let mut rooms: Vec<(usize, usize)> = Vec::new();
+            for value in &apart.values {
+                if let Operand::Arena { offset } = value.operand {
+                    rooms.push((offset, offset + value.bytes(&BUCKET)));
+                }
+            }
+            rooms.sort_unstable();
+            assert!(rooms.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{rooms:?}");
+            let sum: usize = rooms.iter().map(|(start, end)| (end - start).next_multiple_of(TARGET.alignment)).sum();
+            assert_eq!(apart.arena_bytes, sum);
+
+            let shared = plan(&graph, Numerics::Fast, fusion);
+            assert!(shared.arena_bytes < sum && shared.arena_bound_bytes == apart.arena_bound_bytes);
+            let what = |plan: &Plan| -> Vec<_> {
+                plan.steps.iter().map(|s| (s.op.clone(), s.inputs.clone(), s.outputs.clone(), s.scratch)).collect()
+            };
+            assert_eq!(what(&shared), what(&apart));
+            assert!(apart.dump().starts_with(&format!("plan fusion={fusion} reuse=off ")), "{}", apart.dump());
+            let reason = refused(&shared, "reuse", |plan| plan.memory_reuse = false);
+            assert!(reason.contains("overlap"), "{reason}");
+        }
+    }
+}
+
 #[test]
 fn sound_plans_pass() {
     for plan in every_plan() {
