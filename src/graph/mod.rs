@@ -12,6 +12,7 @@ mod bucket;
 mod builder;
 mod check;
 mod op;
+mod option_values;
 mod options;
 pub mod passes;
 mod place;
@@ -21,7 +22,7 @@ mod signature;
 pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use builder::GraphBuilder;
 pub use op::{ActivationKind, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
-pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics};
+pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, Precision};
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
 
 use crate::weights::DType;

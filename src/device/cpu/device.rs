@@ -10,7 +10,7 @@ use super::Isa;
 use super::arena::AlignedBytes;
 use super::kv;
 use super::pool::Team;
-use super::program::{IoBytes, Program};
+use super::program::{IoBytes, Poison, Program};
 use super::weight_set::WeightSet;
 use crate::device::{
     BufferId, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span, StepArgs, StreamId,
@@ -28,6 +28,9 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// Instruction-set path; `None` = the best this machine has.
     pub isa: Option<Isa>,
+    /// For tests of placement: what of the arena is filled with NaN between steps.
+    #[doc(hidden)]
+    pub poison: Poison,
 }
 
 /// The processor as a device.
@@ -35,6 +38,7 @@ pub struct CpuOptions {
 pub struct CpuDevice {
     caps: DeviceCaps,
     isa: Isa,
+    poison: Poison,
     team: Team,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
@@ -80,7 +84,7 @@ impl CpuDevice {
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
-        Ok(Self { caps, isa, team, tag, state: Mutex::default() })
+        Ok(Self { caps, isa, poison: options.poison, team, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
@@ -249,7 +253,7 @@ impl Device for CpuDevice {
         let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
             .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
-        let program = Program::new(plan.clone(), set, arena, layout, self.team.count())?;
+        let program = Program::new(plan.clone(), set, arena, layout, self.team.count(), self.poison)?;
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))

@@ -40,4 +40,6 @@ pub mod simd;
 mod weight_set;
 
 pub use device::{CpuDevice, CpuOptions};
+#[doc(hidden)]
+pub use program::Poison;
 pub use simd::Isa;

@@ -9,7 +9,10 @@
 mod attention;
 mod linear;
 mod operands;
+mod poison;
 mod rows;
+
+pub use poison::Poison;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -23,6 +26,7 @@ use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
 use crate::kv_cache::BlockId;
+use poison::ArenaPoison;
 
 /// The plan's int8 rows and this device's are one layout.
 const _: () = {
@@ -59,6 +63,7 @@ pub(super) struct Program {
     written: Vec<u64>,
     /// Token ids it can embed.
     ids: usize,
+    poison: ArenaPoison,
 }
 
 /// Room that members need besides the arena.
@@ -102,6 +107,7 @@ impl Program {
         arena: AlignedBytes,
         kv: KvLayout,
         members: usize,
+        poison: Poison,
     ) -> Result<Self, CompileError> {
         if !weights.serves(&plan.weights) {
             return Err(CompileError::Invalid("the weight set is not the plan's".into()));
@@ -143,7 +149,8 @@ impl Program {
         };
         let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
-        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids })
+        let poison = ArenaPoison::new(poison, &plan);
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, poison })
     }
 
     /// Runs the plan over one batch.
@@ -174,7 +181,8 @@ impl Program {
             shape: args.shape,
             scratch: &mut self.scratch,
         };
-        for step in &self.plan.steps {
+        for (at, step) in self.plan.steps.iter().enumerate() {
+            frame.poison(&self.poison, at)?;
             frame.run(step)?;
         }
         Ok(())
