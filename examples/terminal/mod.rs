@@ -127,6 +127,12 @@ pub fn chain(error: &dyn Error) -> String {
 pub fn finish(result: Result<()>) -> std::process::ExitCode {
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,
+        // Whoever reads our output has seen enough (`| head`).
+        Err(error)
+            if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) =>
+        {
+            std::process::ExitCode::SUCCESS
+        }
         Err(error) => {
             eprintln!("error: {}", chain(error.as_ref()));
             std::process::ExitCode::FAILURE
