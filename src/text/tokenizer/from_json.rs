@@ -26,21 +26,11 @@ impl Tokenizer {
         encoder.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         encoder.with_truncation(None).map_err(|error| in_file(JSON, &error.to_string()))?;
         let config: Config = match tokenizer_config_json {
-<<<<<<< HEAD
-            Some(bytes) => {
-                // A list would be read as a struct's fields in order, and an empty one as a config that says nothing.
-                if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
-                    return Err(in_file(CONFIG, "got a list, expected an object"));
-                }
-                serde_json::from_slice(bytes).map_err(|error| in_file(CONFIG, &error.to_string()))?
-            }
-=======
             // A list would be read as a struct's fields in order, and an empty one as a config that says nothing.
             Some(bytes) if bytes.trim_ascii_start().starts_with(b"[") => {
                 return Err(in_file(CONFIG, "got a list, expected an object"));
             }
             Some(bytes) => serde_json::from_slice(bytes).map_err(|error| in_file(CONFIG, &error.to_string()))?,
->>>>>>> invariance
             None => Config::default(),
         };
         config.add_missing_tokens(&mut encoder)?;
