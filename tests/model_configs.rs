@@ -1,7 +1,7 @@
 //! Model descriptions are read as their families mean them, and what is wrong or not implemented is refused by name:
 //! `config.json` in both spellings, and GGUF metadata.
 
-#![allow(clippy::cast_possible_truncation, missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,7 @@
 //! Plans are what their golden dumps say, fusion fires as often as the model has the pattern, and `check` finds every
 //! way in which a plan can be broken. `ASCEND_LLM_BLESS=1` rewrites the dumps.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
 use std::path::{Path, PathBuf};
 

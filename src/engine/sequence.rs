@@ -70,7 +70,7 @@ impl Sequence {
             generated_tokens: 0,
             untouched: true,
             text: with_text.then(|| TextEnd {
-                detokenizer: Detokenizer::new(params.skip_special_tokens),
+                detokenizer: Detokenizer::continuing(params.skip_special_tokens),
                 stops: StopChecker::new(&params.stop, params.include_stop_str_in_output),
                 decoded: String::with_capacity(TOKEN_TEXT_BYTES),
                 fresh: String::with_capacity(TOKEN_TEXT_BYTES),

@@ -42,15 +42,15 @@ impl StopChecker {
         for (index, stop) in stops.iter().enumerate() {
             let mut at = 0;
             for &byte in stop.as_bytes() {
-                at = if let Some(next) = child(&nodes, at, byte) {
-                    next
-                } else {
-                    let next = index_u32(nodes.len());
-                    let depth_bytes = nodes[at as usize].depth_bytes + 1;
-                    nodes.push(Node { depth_bytes, ..Node::default() });
-                    nodes[at as usize].children.push((byte, next));
-                    next
-                };
+                if let Some(next) = child(&nodes, at, byte) {
+                    at = next;
+                    continue;
+                }
+                let next = index_u32(nodes.len());
+                let depth_bytes = nodes[at as usize].depth_bytes + 1;
+                nodes.push(Node { depth_bytes, ..Node::default() });
+                nodes[at as usize].children.push((byte, next));
+                at = next;
             }
             if at != 0 && nodes[at as usize].ends.is_none() {
                 nodes[at as usize].ends = Some(index_u32(index));

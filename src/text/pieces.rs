@@ -1,7 +1,7 @@
 //! The exact bytes of every token, side by side in one buffer.
 //!
 //! Vocabularies spell tokens in two ways. *Byte-level* ones (GPT-2 and its heirs) write each byte as one printable
-//! character: `Ġ` is the space. *`SentencePiece`* ones write a space as `▁` and a byte that is no character as `<0x0A>`.
+//! character: `Ġ` is the space. *Sentence-piece* ones write a space as `▁` and a byte that is no character as `<0x0A>`.
 //! Both are undone once, when the vocabulary is loaded, so that streaming only copies slices.
 
 /// How a vocabulary spells the bytes of its ordinary tokens.

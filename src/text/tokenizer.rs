@@ -6,6 +6,7 @@
 
 mod from_gguf;
 mod from_json;
+mod outline;
 
 use super::pieces::Pieces;
 use super::{TextError, Vocabulary};

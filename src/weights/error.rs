@@ -11,7 +11,7 @@ use super::DType;
 #[non_exhaustive]
 pub enum WeightError {
     /// The operating system refused to open, map or list something.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Io {
         /// File or folder.
         path: PathBuf,

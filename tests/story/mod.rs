@@ -242,7 +242,7 @@ impl Author {
             p.presence_penalty = dice.float(-1.0, 1.0);
             p.frequency_penalty = dice.float(-0.5, 1.0);
         }
-        if dice.chance(30) {
+        if dice.chance(60) {
             p.logprobs = Some(dice.from(0, 5));
             p.logprobs_mode = if dice.chance(40) { LogprobsMode::Processed } else { LogprobsMode::Raw };
         }

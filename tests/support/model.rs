@@ -1,5 +1,7 @@
 //! A model driven without the engine: one sequence, its own blocks, logits as they come.
 
+#![allow(clippy::cast_possible_truncation)]
+
 use ascend_llm::engine::{EngineBuilder, EngineConfig, Forward as _, ForwardInput, ModelRunner};
 use ascend_llm::kv_cache::BlockId;
 

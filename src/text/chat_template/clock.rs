@@ -3,7 +3,6 @@
 //! The time is UTC: a library cannot ask for the local zone without calling into C, and a prompt that depends on the
 //! server's zone is no gain. A letter that is not known is an error, not text.
 
-use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Error, ErrorKind};
@@ -102,7 +101,7 @@ impl CivilTime {
         let hour12 = (self.hour + 11) % 12 + 1;
         let mut number = |value: i64, width: usize| {
             let width = if bare { 0 } else { width };
-            let _ = write!(text, "{value:0width$}");
+            padded(text, value, width, '0');
         };
         match letter {
             Some('Y') => number(self.year, 4),
@@ -114,9 +113,7 @@ impl CivilTime {
             Some('I') => number(hour12, 2),
             Some('M') => number(self.minute, 2),
             Some('S') => number(self.second, 2),
-            Some('e') => {
-                let _ = write!(text, "{:2}", self.day);
-            }
+            Some('e') => padded(text, self.day, 2, ' '),
             Some('B') => text.push_str(MONTHS[self.month - 1]),
             Some('b' | 'h') => text.push_str(&MONTHS[self.month - 1][..3]),
             Some('A') => text.push_str(WEEKDAYS[self.weekday]),
@@ -134,6 +131,13 @@ impl CivilTime {
         }
         Ok(())
     }
+}
+
+/// Writes a number at least so wide.
+fn padded(text: &mut String, value: i64, width: usize, with: char) {
+    let digits = value.to_string();
+    text.extend(std::iter::repeat_n(with, width.saturating_sub(digits.len())));
+    text.push_str(&digits);
 }
 
 #[cfg(test)]

@@ -243,12 +243,11 @@ fn byte_level(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
             joined.push_str(right);
             [*left, *right, joined.as_str()].iter().all(|token| table.ids.contains_key(*token))
         });
-        if let Some((left, right)) = known {
-            merges.push((left.to_owned(), right.to_owned()));
-        } else {
+        let Some((left, right)) = known else {
             let got = format!("{line:?} at {rank}");
             return Err(unsupported(MERGES, got, "two tokens that make a token, with a space between"));
-        }
+        };
+        merges.push((left.to_owned(), right.to_owned()));
     }
     let model = BPE::builder()
         .vocab_and_merges(table.vocab(), merges)

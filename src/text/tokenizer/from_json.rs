@@ -4,27 +4,26 @@
 //! carries the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
 //! bytes of their own.
 
-use std::fmt;
-
 use serde::Deserialize;
-use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::Value;
 use tokenizers::AddedToken;
 
 use super::super::TextError;
 use super::super::pieces::{Pieces, Spelling};
+use super::outline::{JSON, Outline, in_file};
 use super::{NamedToken, Tokenizer};
 
-const JSON: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
 
 impl Tokenizer {
     /// Builds a tokenizer from the contents of the two files of a model folder.
     pub fn from_json(tokenizer_json: &[u8], tokenizer_config_json: Option<&[u8]>) -> Result<Self, TextError> {
-        check_model(tokenizer_json)?;
+        let outline = Outline::read(tokenizer_json)?;
+        let decoding = outline.decoding()?;
+        let (mut prefix, mut suffix) = outline.surroundings()?;
         let mut encoder =
             tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
         encoder.with_padding(None);
+        encoder.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         encoder.with_truncation(None).map_err(|error| in_file(JSON, &error.to_string()))?;
         let config: Config = match tokenizer_config_json {
             Some(bytes) => {
@@ -38,11 +37,8 @@ impl Tokenizer {
         };
         config.add_missing_tokens(&mut encoder)?;
 
-        let decoder = serde_json::to_value(encoder.get_decoder()).map_err(|error| in_file(JSON, &error.to_string()))?;
-        let decoding = Decoding::of(&decoder)?;
         let (pieces, special) = pieces_of(&encoder, decoding.spelling)?;
 
-        let (mut prefix, mut suffix) = surroundings(&encoder)?;
         let named = |token: Option<TokenText>| {
             token.map(TokenText::into_text).map(|text| NamedToken { id: encoder.token_to_id(&text), text })
         };
@@ -73,10 +69,6 @@ impl Tokenizer {
             chat_templates: config.chat_template.map(Templates::into_list).unwrap_or_default(),
         })
     }
-}
-
-fn in_file(file: &'static str, reason: &str) -> TextError {
-    TextError::File { file, reason: reason.to_owned() }
 }
 
 /// The part of `tokenizer_config.json` that matters.
@@ -174,25 +166,6 @@ fn wanted(add: Option<bool>, token: Option<&NamedToken>, field: &'static str) ->
     }
 }
 
-/// What the post-processor puts before and after a text, found by encoding one both ways.
-fn surroundings(encoder: &tokenizers::Tokenizer) -> Result<(Vec<u32>, Vec<u32>), TextError> {
-    let ids = |add_special| -> Result<Vec<u32>, TextError> {
-        let encoding =
-            encoder.encode("a", add_special).map_err(|error| TextError::Encode { reason: error.to_string() })?;
-        Ok(encoding.get_ids().to_vec())
-    };
-    let (bare, dressed) = (ids(false)?, ids(true)?);
-    let at = (0..=dressed.len().saturating_sub(bare.len())).find(|&at| dressed[at..].starts_with(&bare));
-    match at {
-        Some(at) => Ok((dressed[..at].to_vec(), dressed[at + bare.len()..].to_vec())),
-        None => Err(TextError::Unsupported {
-            field: "post_processor",
-            got: "one that rewrites the text's own ids".to_owned(),
-            expected: "one that adds ids before and after".to_owned(),
-        }),
-    }
-}
-
 /// Bytes and special flags of all ids.
 fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: Spelling) -> Result<(Pieces, Vec<bool>), TextError> {
     let mut tokens: Vec<(u32, String)> = encoder.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
@@ -230,154 +203,3 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: Spelling) -> Result<(Pie
 
 /// The largest gap between neighbouring ids that is filled; real vocabularies have gaps of a few hundred.
 const MAX_HOLE_TOKENS: usize = 1 << 20;
-
-/// What a decoder means for the bytes of a token.
-struct Decoding {
-    spelling: Spelling,
-    strips_first_space: bool,
-}
-
-impl Decoding {
-    fn of(decoder: &Value) -> Result<Self, TextError> {
-        let steps = match decoder["type"].as_str() {
-            Some("Sequence") => decoder["decoders"].as_array().map(Vec::as_slice).unwrap_or_default(),
-            _ => std::slice::from_ref(decoder),
-        };
-        let mut spelling = None;
-        let mut strips_first_space = false;
-        for step in steps {
-            match step["type"].as_str() {
-                Some("ByteLevel") => spelling = Some(Spelling::ByteLevel),
-                Some("Metaspace") if step["replacement"] == "▁" => {
-                    spelling = Some(Spelling::SentencePiece);
-                    strips_first_space |= step["prepend_scheme"] != "never";
-                }
-                Some("Replace") if step["pattern"]["String"] == "▁" && step["content"] == " " => {
-                    spelling = Some(Spelling::SentencePiece);
-                }
-                Some("Strip") if step["content"] == " " && step["start"] == 1 && step["stop"] == 0 => {
-                    strips_first_space = true;
-                }
-                Some("ByteFallback" | "Fuse") => {}
-                _ => return Err(unsupported_decoder(step)),
-            }
-        }
-        let spelling = spelling.ok_or_else(|| unsupported_decoder(decoder))?;
-        Ok(Self { spelling, strips_first_space })
-    }
-}
-
-fn unsupported_decoder(got: &Value) -> TextError {
-    TextError::Unsupported {
-        field: "decoder",
-        got: got.to_string(),
-        expected: "ByteLevel, Metaspace, or a sequence of Replace(▁), ByteFallback, Fuse and Strip".to_owned(),
-    }
-}
-
-/// Refuses a model that the byte-pair code would stumble over: a merge longer than any token makes it index beyond a
-/// buffer, a subword prefix or suffix changes what bytes a token has, dropout makes encoding random.
-fn check_model(tokenizer_json: &[u8]) -> Result<(), TextError> {
-    #[derive(Deserialize)]
-    struct Outline {
-        model: Model,
-    }
-    #[derive(Deserialize)]
-    struct Model {
-        #[serde(default)]
-        r#type: Option<String>,
-        #[serde(default)]
-        vocab: LongestKey,
-        #[serde(default)]
-        merges: LongestMerge,
-        #[serde(default)]
-        continuing_subword_prefix: Option<String>,
-        #[serde(default)]
-        end_of_word_suffix: Option<String>,
-        #[serde(default)]
-        dropout: Option<f32>,
-    }
-    let outline: Outline = serde_json::from_slice(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
-    let model = outline.model;
-    let refuse =
-        |field, got: String, expected: &str| Err(TextError::Unsupported { field, got, expected: expected.to_owned() });
-    match model.r#type.as_deref() {
-        None | Some("BPE") => {}
-        Some(other) => return refuse("model.type", format!("{other:?}"), "BPE"),
-    }
-    for (field, affix) in [
-        ("model.continuing_subword_prefix", model.continuing_subword_prefix),
-        ("model.end_of_word_suffix", model.end_of_word_suffix),
-    ] {
-        if let Some(affix) = affix.filter(|affix| !affix.is_empty()) {
-            return refuse(field, format!("{affix:?}"), "none");
-        }
-    }
-    if let Some(dropout) = model.dropout.filter(|&dropout| dropout != 0.0) {
-        return refuse("model.dropout", dropout.to_string(), "none");
-    }
-    if model.merges.0 > model.vocab.0 {
-        let got = format!("one that gives {} bytes", model.merges.0);
-        return refuse("model.merges", got, &format!("tokens of the vocabulary, at most {} bytes", model.vocab.0));
-    }
-    Ok(())
-}
-
-/// Length of the longest key of a map.
-#[derive(Default)]
-struct LongestKey(usize);
-
-impl<'de> Deserialize<'de> for LongestKey {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Keys;
-        impl<'de> Visitor<'de> for Keys {
-            type Value = LongestKey;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a vocabulary")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<LongestKey, A::Error> {
-                let mut longest = 0;
-                while let Some((key, IgnoredAny)) = map.next_entry::<std::borrow::Cow<'de, str>, _>()? {
-                    longest = longest.max(key.len());
-                }
-                Ok(LongestKey(longest))
-            }
-        }
-        deserializer.deserialize_map(Keys)
-    }
-}
-
-/// Length of the longest token that a list of merges makes.
-#[derive(Default)]
-struct LongestMerge(usize);
-
-impl<'de> Deserialize<'de> for LongestMerge {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A merge is written `"a b"` or `["a", "b"]`.
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Merge {
-            Line(String),
-            Pair(String, String),
-        }
-        struct Merges;
-        impl<'de> Visitor<'de> for Merges {
-            type Value = LongestMerge;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list of merges")
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<LongestMerge, A::Error> {
-                let mut longest = 0;
-                while let Some(merge) = list.next_element()? {
-                    let bytes = match merge {
-                        Merge::Line(line) => line.len().saturating_sub(1),
-                        Merge::Pair(left, right) => left.len() + right.len(),
-                    };
-                    longest = longest.max(bytes);
-                }
-                Ok(LongestMerge(longest))
-            }
-        }
-        deserializer.deserialize_seq(Merges)
-    }
-}
