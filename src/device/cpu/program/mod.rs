@@ -13,12 +13,14 @@ mod rows;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Instant;
 
 use super::Isa;
 use super::arena::AlignedBytes;
 use super::attention::{AttentionScratch, AttentionShape, Schedule};
 use super::kv::{KvLayout, Rows};
 use super::pool::Team;
+use super::profile::{StepTime, StepTimes};
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
@@ -59,6 +61,7 @@ pub(super) struct Program {
     written: Vec<u64>,
     /// Token ids it can embed.
     ids: usize,
+    times: Option<StepTimes>,
 }
 
 /// Room that members need besides the arena.
@@ -143,7 +146,17 @@ impl Program {
         };
         let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
-        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids })
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, times: None })
+    }
+
+    /// Times its steps if asked to.
+    pub(super) fn timed(mut self, timed: bool) -> Self {
+        self.times = timed.then(|| StepTimes::new(&self.plan));
+        self
+    }
+
+    pub(super) fn take_profile(&mut self) -> Vec<StepTime> {
+        self.times.as_mut().map_or(Vec::new(), StepTimes::take)
     }
 
     /// Runs the plan over one batch.
@@ -174,8 +187,13 @@ impl Program {
             shape: args.shape,
             scratch: &mut self.scratch,
         };
-        for step in &self.plan.steps {
+        let Some(times) = &mut self.times else {
+            return self.plan.steps.iter().try_for_each(|step| frame.run(step));
+        };
+        for (at, step) in self.plan.steps.iter().enumerate() {
+            let start = Instant::now();
             frame.run(step)?;
+            times.add(at, start);
         }
         Ok(())
     }
