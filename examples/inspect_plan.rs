@@ -54,7 +54,7 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     let mut options = CompileOptions::default();
-    options.fusion = args.fusion.unwrap_or(options.fusion);
+    options.fusion = args.fusion;
     let numerics = args.model.numerics();
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
     let plan = compile(&graph, args.model.device()?.caps().target, numerics, &options, bucket)?;

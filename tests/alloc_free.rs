@@ -188,7 +188,7 @@ fn steady_decode_steps_allocate_nothing() {
     ] {
         let label = format!("{}, {numerics:?}, {threads} threads, fusion {fusion}", model.display());
         let mut config = config(threads);
-        (config.numerics, config.prefix_caching, config.compile.fusion) = (numerics, prefix_caching, fusion);
+        (config.numerics, config.prefix_caching, config.compile.fusion) = (numerics, prefix_caching, Some(fusion));
         total += crowd(&model, config.clone(), &format!("{label}, crowd"));
         total += alone(&model, config, &format!("{label}, alone"));
     }

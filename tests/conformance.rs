@@ -1,5 +1,5 @@
 //! Every conformance model gives the logits, log-probabilities and greedy tokens of its float32 reference, in both
-//! spellings of `config.json`, at both fusion levels.
+//! spellings of `config.json`, at the least and the most fusion.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
@@ -9,7 +9,7 @@ mod model;
 use std::path::{Path, PathBuf};
 
 use ascend_llm::engine::Engine;
-use ascend_llm::graph::Numerics;
+use ascend_llm::graph::{CompileOptions, Numerics};
 use model::{Model, argmax, log_softmax_at, small_config};
 use serde::Deserialize;
 
@@ -66,9 +66,14 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 fn model(folder: &Path, numerics: Numerics, fusion: u8) -> Model {
+    let mut options = CompileOptions::default();
+    options.fusion = Some(fusion);
+    with_options(folder, numerics, options)
+}
+
+fn with_options(folder: &Path, numerics: Numerics, options: CompileOptions) -> Model {
     let mut config = small_config();
-    config.numerics = numerics;
-    config.compile.fusion = fusion;
+    (config.numerics, config.compile) = (numerics, options);
     Model::new(Engine::builder(folder).config(config))
 }
 
@@ -77,7 +82,7 @@ fn exact_numerics_meet_the_reference() {
     for folder in models() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         for (spelling, folder) in [("new", folder.clone()), ("older", older_spelling(&folder))] {
-            for fusion in [0, 2] {
+            for fusion in [0, 3] {
                 let mut model = model(&folder, Numerics::Exact, fusion);
                 for case in golden(&folder).cases {
                     let label =
@@ -120,11 +125,18 @@ fn fusion_levels_and_chunks_agree_bit_by_bit() {
             let case = golden(&folder).cases.pop().unwrap();
             let ids = &case.input_ids;
             let reference = model(&folder, numerics, 0).forward(ids, ids.len());
-            for fusion in [1, 2] {
-                assert!(model(&folder, numerics, fusion).forward(ids, ids.len()) == reference, "fusion {fusion}");
+            for level in 0..=CompileOptions::MAX_FUSION {
+                for memory_reuse in [true, false] {
+                    let mut options = CompileOptions::default();
+                    (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
+                    for options in [options, CompileOptions::preset(level)] {
+                        let got = with_options(&folder, numerics, options.clone()).forward(ids, ids.len());
+                        assert!(got == reference, "{}: {options:?}", folder.display());
+                    }
+                }
             }
             for chunk in [1, 7, 16] {
-                let mut model = model(&folder, numerics, 2);
+                let mut model = model(&folder, numerics, 3);
                 let rows: Vec<Vec<f32>> =
                     ids.chunks(chunk).flat_map(|chunk| model.forward(chunk, chunk.len())).collect();
                 assert!(rows == reference, "{}: chunks of {chunk}", folder.display());

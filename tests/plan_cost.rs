@@ -35,7 +35,7 @@ fn graph(path: &str) -> Graph {
 
 fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
     let mut options = CompileOptions::default();
-    options.fusion = fusion;
+    options.fusion = Some(fusion);
     compile(graph, TARGET, numerics, &options, BUCKET).unwrap()
 }
 

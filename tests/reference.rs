@@ -193,7 +193,7 @@ fn launch(
     rows: &[u32],
 ) -> (Vec<f32>, Vec<u8>) {
     let mut options = CompileOptions::default();
-    options.fusion = 0;
+    options.fusion = Some(0);
     let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len(), seqs: 1, kv_tokens: TOKENS };
     let plan = compile(graph, device.caps().target, Numerics::Exact, &options, bucket).unwrap();
     let weights = device.upload(source, &graph.weights).unwrap();
@@ -435,7 +435,7 @@ fn graph(path: &Path) -> (Graph, weights::ModelFiles) {
 fn on_device(path: &Path, device: &Arc<CpuDevice>, numerics: Numerics, fusion: u8) -> Model {
     let mut config = small_config();
     config.numerics = numerics;
-    config.compile.fusion = fusion;
+    config.compile.fusion = Some(fusion);
     config.max_num_batched_tokens = 512;
     Model::new(Engine::builder(path).config(config).device(device.clone()))
 }
@@ -457,7 +457,7 @@ fn models_agree_with_the_interpreter() {
         let expected = reference.forward(&prompt, &rows);
         assert!(expected.status.iter().all(|status| *status == RowStatus::Ok));
         for device in &devices {
-            for fusion in [0, 2] {
+            for fusion in [0, 3] {
                 let label = format!("{} on {:?}, fusion {fusion}", path.display(), device.isa());
                 let mut model = on_device(&path, device, Numerics::Exact, fusion);
                 // A chunk, a shorter one, single tokens: the interpreter had them all at once.
@@ -494,7 +494,7 @@ fn the_interpreter_runs_fused_graphs_and_chunks_alike() {
         };
         for graph in [graph.clone(), select_quantised(&graph)] {
             let expected = run(&graph, 12);
-            for (level, chunk) in [(0, 5), (1, 12), (2, 12), (2, 1)] {
+            for (level, chunk) in [(0, 5), (1, 12), (2, 12), (3, 12), (3, 1)] {
                 assert!(run(&fuse(&graph, level).0, chunk) == expected, "{}: level {level}", path.display());
             }
         }

@@ -1,5 +1,5 @@
 //! What an engine is set to for speed or memory does not show in an answer: threads, prefix cache, step budget, block
-//! size, fusion. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
+//! size, fusion, memory reuse. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 mod story;
@@ -41,14 +41,14 @@ fn together(model: &Path, requests: &[Request], config: EngineConfig, isa: Isa) 
 fn plain(numerics: Numerics) -> EngineConfig {
     let mut config = plain_config();
     config.numerics = numerics;
-    config.compile.fusion = 0;
+    config.compile.fusion = Some(0);
     config
 }
 
 type Change = (&'static str, fn(&mut EngineConfig));
 
 /// All leave the pool at 2,048 tokens, which holds all requests of the test; small pools are `batch_invariance`'s.
-const CHANGES: [Change; 10] = [
+const CHANGES: [Change; 12] = [
     ("two threads", |c| c.threads = Some(2)),
     ("prefix cache", |c| c.prefix_caching = true),
     ("16 rows a step", |c| c.max_num_batched_tokens = 16),
@@ -57,9 +57,11 @@ const CHANGES: [Change; 10] = [
     ("blocks of 32", |c| (c.block_size, c.kv_cache) = (Some(32), CacheBudget::Blocks(64))),
     ("blocks of 128", |c| (c.block_size, c.kv_cache) = (Some(128), CacheBudget::Blocks(16))),
     ("one sequence a step", |c| c.max_num_seqs = 1),
-    ("fusion", |c| c.compile.fusion = 2),
+    ("fusion 2", |c| c.compile.fusion = Some(2)),
+    ("fusion 3", |c| c.compile.fusion = Some(3)),
+    ("no memory reuse", |c| c.compile.memory_reuse = Some(false)),
     ("everything at once", |c| {
-        (c.threads, c.prefix_caching, c.compile.fusion) = (Some(2), true, 2);
+        (c.threads, c.prefix_caching, c.compile.fusion) = (Some(2), true, Some(3));
         (c.max_num_batched_tokens, c.block_size, c.kv_cache) = (64, Some(32), CacheBudget::Blocks(64));
     }),
 ];

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
+use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
 use ascend_llm::graph::{Graph, Numerics};
 use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, ModelKind};
@@ -91,6 +91,14 @@ impl ModelArgs {
         let core = builder.build_core()?;
         bar.finish_and_clear();
         Ok(core)
+    }
+
+    /// Loads the model onto a device, for a caller that runs batches itself.
+    pub fn load_runner(&self, config: EngineConfig, device: Arc<dyn Device>) -> Result<ModelRunner> {
+        let (builder, bar) = self.builder(config, device);
+        let runner = builder.build_runner()?;
+        bar.finish_and_clear();
+        Ok(runner)
     }
 
     fn builder(&self, mut config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {

@@ -345,7 +345,7 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
         let mut hasher = DefaultHasher::new();
         salt.hash(&mut hasher);
         layout.id.hash(&mut hasher);
-        format!("{:?} {:?}", config.numerics, config.compile).hash(&mut hasher);
+        format!("{:?} {}", config.numerics, config.compile.resolved_fusion()).hash(&mut hasher);
         for weight in &graph.weights {
             (&weight.name, &weight.shape, weight.dtype).hash(&mut hasher);
         }

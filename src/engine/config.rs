@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::graph::{CompileOptions, Numerics};
+use crate::graph::{CompileError, CompileOptions, Numerics};
 use crate::kv_cache::KvDType;
 use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
@@ -113,6 +113,7 @@ impl EngineConfig {
         {
             return Err(refuse("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
         }
+        self.compile.validate(self.numerics).map_err(|error| of_compile(&error))?;
         at_least("max_queue", self.max_queue, 1)?;
         if let Some(threads) = self.threads {
             at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
@@ -125,6 +126,21 @@ fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamErro
     if value < least { Err(refuse(field, value, format!("at least {least}"))) } else { Ok(()) }
 }
 
+/// A refused option of the compiler, as a field of this configuration.
+fn of_compile(error: &CompileError) -> ParamError {
+    let CompileError::Option { option, value, expected } = error else {
+        return refuse("compile", error, "options that can be compiled with".to_owned());
+    };
+    let field = match *option {
+        "opt_level" => "compile.opt_level",
+        "fusion" => "compile.fusion",
+        "parallel_ops" => "compile.parallel_ops",
+        "precision" => "compile.precision",
+        other => other,
+    };
+    refuse(field, value, (*expected).to_owned())
+}
+
 /// A [`ParamError`] about a field.
 pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: String) -> ParamError {
     ParamError { field, value: value.to_string(), expected }
@@ -133,6 +149,7 @@ pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: String
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::graph::Precision;
 
     fn refused(change: impl FnOnce(&mut EngineConfig)) -> &'static str {
         let mut config = EngineConfig::default();
@@ -158,6 +175,10 @@ mod tests {
         assert_eq!(refused(|c| c.block_size = Some(24)), "block_size");
         assert_eq!(refused(|c| c.kv_cache = CacheBudget::Blocks(0)), "kv_cache.blocks");
         assert_eq!(refused(|c| c.kv_cache = CacheBudget::Bytes(0)), "kv_cache.bytes");
+        assert_eq!(refused(|c| c.compile.opt_level = Some(4)), "compile.opt_level");
+        assert_eq!(refused(|c| c.compile.fusion = Some(4)), "compile.fusion");
+        assert_eq!(refused(|c| c.compile.parallel_ops = Some(2)), "compile.parallel_ops");
+        assert_eq!(refused(|c| c.compile.precision = Some(Precision::F32)), "compile.precision");
         assert_eq!(refused(|c| c.max_queue = 0), "max_queue");
         assert_eq!(refused(|c| c.threads = Some(0)), "threads");
         assert_eq!(

@@ -33,7 +33,8 @@ fn invalid(what: String) -> CompileError {
 
 impl Plan {
     /// Checks the plan against its own rules: operands fit their operations, every value is written once before it is
-    /// read, arena values lie inside the arena, aligned, and those alive at one step never overlap; a step that must wait
+    /// read, arena values lie inside the arena, aligned, and those alive at one step never overlap (without memory reuse: no
+    /// two do); a step that must wait
     /// for an earlier one waits.
     pub fn check(&self) -> Result<(), CompileError> {
         self.check_indices()?;
@@ -146,7 +147,7 @@ impl Plan {
             }
             for (b, other) in lives.iter().enumerate().skip(a + 1) {
                 let (Some(other), Some((start_b, end_b))) = (*other, span(b)) else { continue };
-                if life.meets(other) && start < end_b && start_b < end {
+                if (life.meets(other) || !self.memory_reuse) && start < end_b && start_b < end {
                     return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }
             }

@@ -13,6 +13,7 @@ mod builder;
 mod check;
 mod cost;
 mod op;
+mod option_values;
 mod options;
 pub mod passes;
 mod place;
@@ -23,7 +24,7 @@ pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use builder::GraphBuilder;
 pub use cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
 pub use op::{ActivationKind, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
-pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics};
+pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, Precision};
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
 
 use crate::weights::DType;

@@ -1,4 +1,5 @@
-//! Gives every value of a plan room in one arena, so that values alive at the same time never overlap.
+//! Gives every value of a plan room in one arena, so that values alive at the same time never overlap; or, where memory is
+//! not to be reused, so that no two values do.
 
 use super::plan::{Operand, PlanValue};
 use super::{Bucket, Step};
@@ -62,6 +63,23 @@ pub(super) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, a
         values[value].operand = Operand::Arena { offset };
     }
     best.1
+}
+
+/// Sets the arena offset of every arena value so that no two share a byte, in the order in which they are first written,
+/// and returns the arena's size.
+pub(super) fn place_apart(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+    let lives = lives(values.len(), steps);
+    let mut order: Vec<(usize, usize)> =
+        lives.iter().enumerate().filter_map(|(v, life)| Some((life.as_ref()?.first, v))).collect();
+    order.sort_unstable();
+    let mut end = 0;
+    for (_, v) in order {
+        if let Operand::Arena { offset } = &mut values[v].operand {
+            *offset = end;
+            end += values[v].bytes(bucket).next_multiple_of(alignment);
+        }
+    }
+    end
 }
 
 fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) {
@@ -159,6 +177,17 @@ mod tests {
             }
             prop_assert_eq!(bound, least);
             prop_assert!(bound <= arena && arena <= sum, "{} <= {} <= {}", bound, arena, sum);
+            let mut apart = build(&recipes).0;
+            prop_assert_eq!(place_apart(&mut apart, &steps, &BUCKET, alignment), sum);
+            let mut rooms: Vec<(usize, usize)> = (0..apart.len())
+                .filter_map(|v| match apart[v].operand {
+                    Operand::Arena { offset } => Some((offset, offset + apart[v].bytes(&BUCKET))),
+                    _ => None,
+                })
+                .collect();
+            rooms.sort_unstable();
+            prop_assert!(rooms.iter().all(|(start, end)| start.is_multiple_of(alignment) && *end <= sum));
+            prop_assert!(rooms.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{:?}", rooms);
             let mut again = build(&recipes).0;
             prop_assert_eq!(place(&mut again, &steps, &BUCKET, alignment), arena);
             prop_assert_eq!(again, values);

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::check::{counts, fits};
 use super::passes::{FusionReport, fuse, select_quantised};
-use super::place::{lower_bound_bytes, place};
+use super::place::{lives, lower_bound_bytes, place, place_apart};
 use super::{
     Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, RopeFrequencies, Rows, Weight, row_bytes,
 };
@@ -99,6 +99,8 @@ pub struct Plan {
     pub alignment: usize,
     /// Fusion level it was compiled with.
     pub fusion: u8,
+    /// Whether values that are never alive together may share bytes of the arena.
+    pub memory_reuse: bool,
     /// How often each fusion rule fired.
     pub fused: FusionReport,
     /// Width of a row of logits.
@@ -113,7 +115,8 @@ pub fn compile(
     options: &CompileOptions,
     bucket: Bucket,
 ) -> Result<Plan, CompileError> {
-    options.validate()?;
+    options.validate(numerics)?;
+    let (fusion, memory_reuse) = (options.resolved_fusion(), options.resolved_memory_reuse());
     if !target.alignment.is_power_of_two() || target.alignment < 64 {
         return Err(CompileError::Invalid(format!("alignment {} is no power of two of at least 64", target.alignment)));
     }
@@ -124,7 +127,7 @@ pub fn compile(
     } else {
         graph
     };
-    let (graph, fused) = fuse(graph, options.fusion);
+    let (graph, fused) = fuse(graph, fusion);
 
     let mut plan = Plan {
         values: graph.values.iter().map(unplaced).collect(),
@@ -135,7 +138,8 @@ pub fn compile(
         arena_bytes: 0,
         arena_bound_bytes: 0,
         alignment: target.alignment,
-        fusion: options.fusion,
+        fusion,
+        memory_reuse,
         fused,
         vocab_size: graph.vocab_size,
     };
@@ -166,6 +170,7 @@ pub fn compile(
         return Err(CompileError::Invalid(format!("{} of {rows} rows of {cols} is too large", value.name)));
     }
     plan.arena_bound_bytes = lower_bound_bytes(&plan.values, &plan.steps, &bucket, target.alignment);
+    let place = if memory_reuse { place } else { place_apart };
     plan.arena_bytes = place(&mut plan.values, &plan.steps, &bucket, target.alignment);
     plan.drop_needless_waits();
     if cfg!(debug_assertions) {
@@ -192,6 +197,12 @@ fn scratch_of(graph: &Graph, node: &super::Node) -> Option<Value> {
 }
 
 impl Plan {
+    /// First and last step that touches each value; none for a value that no step touches.
+    pub(crate) fn lives(&self) -> Vec<Option<(usize, usize)>> {
+        let lives = lives(self.values.len(), &self.steps);
+        lives.into_iter().map(|life| life.map(|life| (life.first, life.last))).collect()
+    }
+
     /// A step waits only if it conflicts with one since the last wait.
     fn drop_needless_waits(&mut self) {
         let mut stretch_start = 0;
@@ -209,8 +220,9 @@ impl Plan {
         let mut text = String::new();
         let _ = writeln!(
             text,
-            "plan fusion={} tokens<={} logit_rows<={} steps={} waits={} arena_bytes={} bound_bytes={}",
+            "plan fusion={}{} tokens<={} logit_rows<={} steps={} waits={} arena_bytes={} bound_bytes={}",
             self.fusion,
+            if self.memory_reuse { "" } else { " reuse=off" },
             self.bucket.tokens,
             self.bucket.logit_rows,
             self.steps.len(),

@@ -31,6 +31,13 @@ impl Model {
 
     /// Appends tokens and returns the logits of the last `rows` of them.
     pub fn forward(&mut self, tokens: &[u32], rows: usize) -> Vec<Vec<f32>> {
+        let (logits, status) = self.forward_unchecked(tokens, rows);
+        assert!(status.iter().all(|status| *status == 0), "rows are finite");
+        logits
+    }
+
+    /// The same with the rows' status, whatever it is.
+    pub fn forward_unchecked(&mut self, tokens: &[u32], rows: usize) -> (Vec<Vec<f32>>, Vec<u8>) {
         self.len += tokens.len();
         let block_size = self.runner.shape().block_size;
         let input = &mut self.input;
@@ -41,8 +48,7 @@ impl Model {
         input.tables.extend((0..self.len.div_ceil(block_size)).map(|block| BlockId(block as u32)));
         input.logit_rows.extend((tokens.len() - rows..tokens.len()).map(|row| row as u32));
         let out = self.runner.forward(&self.input).expect("the batch runs");
-        assert!(out.status.iter().all(|status| *status == 0), "rows are finite");
-        out.logits.chunks(out.vocab).map(<[f32]>::to_vec).collect()
+        (out.logits.chunks(out.vocab).map(<[f32]>::to_vec).collect(), out.status.to_vec())
     }
 
     /// Greedy continuation of a prompt, token by token.

@@ -11,7 +11,7 @@ use super::arena::AlignedBytes;
 use super::kv;
 use super::pool::Team;
 use super::profile::StepTime;
-use super::program::{IoBytes, Program};
+use super::program::{IoBytes, Poison, Program};
 use super::weight_set::WeightSet;
 use crate::device::{
     BufferId, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span, StepArgs, StreamId,
@@ -31,6 +31,9 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
     /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
     pub profile: bool,
+    /// For tests of placement: what of the arena is filled with NaN between steps.
+    #[doc(hidden)]
+    pub poison: Poison,
 }
 
 /// The processor as a device.
@@ -38,6 +41,7 @@ pub struct CpuOptions {
 pub struct CpuDevice {
     caps: DeviceCaps,
     isa: Isa,
+    poison: Poison,
     team: Team,
     profile: bool,
     /// High bits of every id, so that another device's ids are not found here.
@@ -84,7 +88,7 @@ impl CpuDevice {
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
-        Ok(Self { caps, isa, team, profile: options.profile, tag, state: Mutex::default() })
+        Ok(Self { caps, isa, poison: options.poison, team, profile: options.profile, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
@@ -259,7 +263,8 @@ impl Device for CpuDevice {
         let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
             .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
-        let program = Program::new(plan.clone(), set, arena, layout, self.team.count())?.timed(self.profile);
+        let program =
+            Program::new(plan.clone(), set, arena, layout, self.team.count(), self.poison)?.timed(self.profile);
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))

@@ -42,4 +42,6 @@ mod weight_set;
 
 pub use device::{CpuDevice, CpuOptions};
 pub use profile::StepTime;
+#[doc(hidden)]
+pub use program::Poison;
 pub use simd::Isa;

@@ -8,6 +8,7 @@ use crate::graph::{Graph, Node, Op, ValueId, id32};
 #[allow(missing_docs)]
 pub struct FusionReport {
     pub add_rms_norm: u32,
+    pub add_rms_norm_across: u32,
     pub qk_norm_rope: u32,
     pub rope_kv_write: u32,
     pub act_mul: u32,
@@ -22,6 +23,10 @@ pub fn fuse(graph: &Graph, level: u8) -> (Graph, FusionReport) {
     let mut report = FusionReport::default();
     if level >= 1 {
         report.add_rms_norm = rewriter.each_pair(add_rms_norm);
+        if level >= 3 {
+            // Before `norm_quantise`, which builds on it.
+            report.add_rms_norm_across = rewriter.each_pair(add_rms_norm_across);
+        }
         report.qk_norm_rope = rewriter.each_pair(qk_norm_rope);
         report.rope_kv_write = rewriter.each_pair(rope_kv_write);
         report.act_mul = rewriter.each_pair(act_mul);
@@ -185,12 +190,21 @@ impl Rewriter {
     }
 }
 
-/// x + d, then the norm of the sum, both in one layer; the sum stays readable.
+/// x + d, then the norm of the sum, both in one layer.
 fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
+    if add.layer == norm.layer { add_then_norm(add, norm) } else { None }
+}
+
+/// A layer's last x + d, then the next layer's norm of the sum. Where the next layer's norm is not that of all rows (the
+/// last layer's sum is gathered first), there is nothing to join.
+fn add_rms_norm_across(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
+    if add.layer? + 1 == norm.layer? { add_then_norm(add, norm) } else { None }
+}
+
+/// One node in the place of the sum, which stays readable: the norm reads nothing that is written in between.
+fn add_then_norm(add: &Node, norm: &Node) -> Option<Placed> {
     let (Op::Add, Op::RmsNorm(spec)) = (&add.op, &norm.op) else { return None };
-    if add.layer != norm.layer || add.layer.is_none() {
-        return None;
-    }
+    add.layer?;
     Some(Placed::AtProducer(Node {
         op: Op::AddRmsNorm { norm: *spec, quantise: false },
         inputs: add.inputs.clone(),

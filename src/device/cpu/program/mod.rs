@@ -9,7 +9,10 @@
 mod attention;
 mod linear;
 mod operands;
+mod poison;
 mod rows;
+
+pub use poison::Poison;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,6 +28,7 @@ use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
 use crate::kv_cache::BlockId;
+use poison::ArenaPoison;
 
 /// The plan's int8 rows and this device's are one layout.
 const _: () = {
@@ -62,6 +66,7 @@ pub(super) struct Program {
     /// Token ids it can embed.
     ids: usize,
     times: Option<StepTimes>,
+    poison: ArenaPoison,
 }
 
 /// Room that members need besides the arena.
@@ -105,6 +110,7 @@ impl Program {
         arena: AlignedBytes,
         kv: KvLayout,
         members: usize,
+        poison: Poison,
     ) -> Result<Self, CompileError> {
         if !weights.serves(&plan.weights) {
             return Err(CompileError::Invalid("the weight set is not the plan's".into()));
@@ -146,7 +152,8 @@ impl Program {
         };
         let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
-        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, times: None })
+        let poison = ArenaPoison::new(poison, &plan);
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, times: None, poison })
     }
 
     /// Times its steps if asked to.
@@ -187,13 +194,13 @@ impl Program {
             shape: args.shape,
             scratch: &mut self.scratch,
         };
-        let Some(times) = &mut self.times else {
-            return self.plan.steps.iter().try_for_each(|step| frame.run(step));
-        };
         for (at, step) in self.plan.steps.iter().enumerate() {
-            let start = Instant::now();
+            frame.poison(&self.poison, at)?;
+            let start = self.times.is_some().then(Instant::now);
             frame.run(step)?;
-            times.add(at, start);
+            if let (Some(times), Some(start)) = (&mut self.times, start) {
+                times.add(at, start);
+            }
         }
         Ok(())
     }

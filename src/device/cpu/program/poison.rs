@@ -1,0 +1,64 @@
+//! A check of placement by running: fills what nothing may read with NaN, so that a value read too late, too early, or
+//! past its rows shows in the logits.
+//!
+//! Off unless a test asks for it; then launches are slow and allocate.
+
+use super::Frame;
+use crate::device::DeviceError;
+use crate::graph::{Operand, Plan};
+
+/// What is filled with NaN before each step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Poison {
+    /// Nothing.
+    #[default]
+    Off,
+    /// All of the arena but the rows that were written before and are read from now on.
+    Dead,
+    /// All of the arena: shows that a fill of what is alive does not pass unseen.
+    All,
+}
+
+/// A program's poison with the lives of its plan's values.
+#[derive(Debug)]
+pub(super) struct ArenaPoison {
+    what: Poison,
+    lives: Vec<Option<(usize, usize)>>,
+}
+
+impl ArenaPoison {
+    pub(super) fn new(what: Poison, plan: &Plan) -> Self {
+        Self { what, lives: if what == Poison::Off { Vec::new() } else { plan.lives() } }
+    }
+}
+
+impl Frame<'_> {
+    /// Fills what is dead when step `at` begins; its outputs and scratch are.
+    pub(super) fn poison(&mut self, poison: &ArenaPoison, at: usize) -> Result<(), DeviceError> {
+        let keep = match poison.what {
+            Poison::Off => return Ok(()),
+            Poison::Dead => true,
+            Poison::All => false,
+        };
+        let mut alive = Vec::new();
+        for (value, life) in poison.lives.iter().enumerate() {
+            let placed = matches!(self.plan.values[value].operand, Operand::Arena { .. });
+            if keep && placed && life.is_some_and(|(first, last)| first < at && at <= last) {
+                alive.push(self.range(value)?);
+            }
+        }
+        alive.sort_unstable_by_key(|range| range.start);
+        // Bytes of ones are a NaN in every float type.
+        let arena = self.arena.as_mut_slice();
+        let mut start = 0;
+        for range in alive {
+            if start < range.start {
+                arena[start..range.start].fill(0xff);
+            }
+            start = start.max(range.end);
+        }
+        arena[start..].fill(0xff);
+        Ok(())
+    }
+}
