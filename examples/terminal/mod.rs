@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
-use ascend_llm::graph::Numerics;
+use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
+use ascend_llm::graph::{Graph, Numerics};
+use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{self, ModelKind};
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -58,6 +60,23 @@ impl ModelArgs {
         }
     }
 
+    /// Reads the model's description and makes its graph; no weight is read.
+    pub fn graph(&self) -> Result<(ModelConfig, Graph)> {
+        let files = weights::open(self.path())?;
+        let config = match &files.kind {
+            ModelKind::Gguf(file) => config_from_gguf(file)?,
+            ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json"))?)?,
+            _ => return Err("a model of a form that this example does not know".into()),
+        };
+        let graph = decoder_graph(&config, files.source.as_ref())?;
+        Ok((config, graph))
+    }
+
+    /// The arithmetic asked for.
+    pub fn numerics(&self) -> Numerics {
+        if self.numerics.as_deref() == Some("exact") { Numerics::Exact } else { Numerics::Fast }
+    }
+
     /// Loads the model, with a bar if it takes long enough to be seen.
     pub fn load(&self, config: EngineConfig) -> Result<Engine> {
         let (builder, bar) = self.builder(config, self.device()?);
@@ -72,6 +91,14 @@ impl ModelArgs {
         let core = builder.build_core()?;
         bar.finish_and_clear();
         Ok(core)
+    }
+
+    /// Loads the model onto a device, for a caller that runs batches itself.
+    pub fn load_runner(&self, config: EngineConfig, device: Arc<dyn Device>) -> Result<ModelRunner> {
+        let (builder, bar) = self.builder(config, device);
+        let runner = builder.build_runner()?;
+        bar.finish_and_clear();
+        Ok(runner)
     }
 
     fn builder(&self, mut config: EngineConfig, device: Arc<dyn Device>) -> (EngineBuilder, ProgressBar) {

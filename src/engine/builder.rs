@@ -14,7 +14,7 @@ use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedProgram, OwnedWeights};
-use crate::graph::{Bucket, Graph, Numerics, Weight, WeightRole, compile};
+use crate::graph::{Bucket, Cost, CostShape, Graph, Numerics, Plan, Weight, WeightRole, compile};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use crate::text::Vocabulary;
@@ -64,6 +64,12 @@ pub struct EngineInfo {
     pub arena_bytes: u64,
     /// Steps of the plan: what is launched for each batch.
     pub plan_steps: u32,
+    /// Steps of the plan that wait for all before them; the others run beside those.
+    pub plan_waits: u32,
+    /// One token of one sequence of `max_model_len` tokens.
+    pub decode_cost: Cost,
+    /// `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
+    pub prefill_cost: Cost,
 }
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
@@ -209,6 +215,9 @@ impl EngineBuilder {
             pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
             arena_bytes: plan.arena_bytes as u64,
             plan_steps: to_u32(plan.steps.len()),
+            plan_waits: to_u32(plan.steps.iter().filter(|step| step.waits).count()),
+            decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
+            prefill_cost: full_prefill_cost(&plan, max_model_len, &geometry),
         };
         let runner = ModelRunner::new(device, program, layout, shape)?;
         Ok(Parts { config, runner, limits, text, info })
@@ -232,6 +241,18 @@ fn main_dtype(graph: &Graph) -> String {
         .map(|weight| weight.dtype)
         .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>());
     most.map_or(String::new(), |dtype| dtype.name().to_owned())
+}
+
+/// What the largest step costs that has only prompts in it, each from its beginning.
+fn full_prefill_cost(plan: &Plan, max_model_len: u32, geometry: &KvGeometry) -> Cost {
+    let mut lens = Vec::new();
+    let mut left = to_u32(plan.bucket.tokens);
+    while left > 0 && max_model_len > 0 && lens.len() < plan.bucket.seqs {
+        lens.push(left.min(max_model_len));
+        left -= left.min(max_model_len);
+    }
+    let costs = plan.batch_costs(&lens, &lens, lens.len() as u64, geometry.dtype.bytes() as u64);
+    costs.into_iter().sum()
 }
 
 fn to_u32(n: usize) -> u32 {

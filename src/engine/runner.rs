@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{Forward, ForwardInput, LogitRows};
 use crate::device::{
-    Bindings, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, Span, StepArgs, StreamId,
+    Bindings, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
+    StepArgs, StreamId,
 };
 use crate::graph::Bucket;
 use crate::kv_cache::BlockId;
@@ -87,6 +88,11 @@ impl ModelRunner {
     /// The sizes it was made for.
     pub const fn shape(&self) -> &RunnerShape {
         &self.shape
+    }
+
+    /// The plan it runs, as its device names it.
+    pub const fn program(&self) -> ProgramId {
+        self.program.id()
     }
 
     /// One launch; logits and status of `rows` rows land in the host buffers.

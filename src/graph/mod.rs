@@ -11,6 +11,7 @@
 mod bucket;
 mod builder;
 mod check;
+mod cost;
 mod op;
 mod option_values;
 mod options;
@@ -21,6 +22,7 @@ mod signature;
 
 pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use builder::GraphBuilder;
+pub use cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
 pub use op::{ActivationKind, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
 pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, Precision};
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};

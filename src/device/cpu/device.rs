@@ -10,6 +10,7 @@ use super::Isa;
 use super::arena::AlignedBytes;
 use super::kv;
 use super::pool::Team;
+use super::profile::StepTime;
 use super::program::{IoBytes, Poison, Program};
 use super::weight_set::WeightSet;
 use crate::device::{
@@ -28,6 +29,8 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// Instruction-set path; `None` = the best this machine has.
     pub isa: Option<Isa>,
+    /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
+    pub profile: bool,
     /// For tests of placement: what of the arena is filled with NaN between steps.
     #[doc(hidden)]
     pub poison: Poison,
@@ -40,6 +43,7 @@ pub struct CpuDevice {
     isa: Isa,
     poison: Poison,
     team: Team,
+    profile: bool,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     state: Mutex<State>,
@@ -84,7 +88,7 @@ impl CpuDevice {
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
-        Ok(Self { caps, isa, poison: options.poison, team, tag, state: Mutex::default() })
+        Ok(Self { caps, isa, poison: options.poison, team, profile: options.profile, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
@@ -95,6 +99,12 @@ impl CpuDevice {
     /// Instruction-set path in use.
     pub const fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// What each step of this plan took since the last call, for the steps that ran. Nothing where the device was made
+    /// without [`CpuOptions::profile`], or the program is not one of its own.
+    pub fn take_profile(&self, program: ProgramId) -> Vec<StepTime> {
+        self.state.lock().programs.get_mut(&program.0).map_or(Vec::new(), Program::take_profile)
     }
 
     fn new_id(&self, state: &mut State) -> u64 {
@@ -253,7 +263,8 @@ impl Device for CpuDevice {
         let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
             .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
-        let program = Program::new(plan.clone(), set, arena, layout, self.team.count(), self.poison)?;
+        let program =
+            Program::new(plan.clone(), set, arena, layout, self.team.count(), self.poison)?.timed(self.profile);
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))

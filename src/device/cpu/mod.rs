@@ -26,6 +26,7 @@ pub mod norm;
 pub mod pack;
 #[doc(hidden)]
 pub mod pool;
+mod profile;
 mod program;
 #[doc(hidden)]
 pub mod quant;
@@ -40,6 +41,7 @@ pub mod simd;
 mod weight_set;
 
 pub use device::{CpuDevice, CpuOptions};
+pub use profile::StepTime;
 #[doc(hidden)]
 pub use program::Poison;
 pub use simd::Isa;

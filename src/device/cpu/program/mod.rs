@@ -16,12 +16,14 @@ pub use poison::Poison;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Instant;
 
 use super::Isa;
 use super::arena::AlignedBytes;
 use super::attention::{AttentionScratch, AttentionShape, Schedule};
 use super::kv::{KvLayout, Rows};
 use super::pool::Team;
+use super::profile::{StepTime, StepTimes};
 use super::weight_set::WeightSet;
 use crate::device::{DeviceError, LaunchShape, StepArgs};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
@@ -63,6 +65,7 @@ pub(super) struct Program {
     written: Vec<u64>,
     /// Token ids it can embed.
     ids: usize,
+    times: Option<StepTimes>,
     poison: ArenaPoison,
 }
 
@@ -150,7 +153,17 @@ impl Program {
         let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
         let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
         let poison = ArenaPoison::new(poison, &plan);
-        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, poison })
+        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, times: None, poison })
+    }
+
+    /// Times its steps if asked to.
+    pub(super) fn timed(mut self, timed: bool) -> Self {
+        self.times = timed.then(|| StepTimes::new(&self.plan));
+        self
+    }
+
+    pub(super) fn take_profile(&mut self) -> Vec<StepTime> {
+        self.times.as_mut().map_or(Vec::new(), StepTimes::take)
     }
 
     /// Runs the plan over one batch.
@@ -183,7 +196,11 @@ impl Program {
         };
         for (at, step) in self.plan.steps.iter().enumerate() {
             frame.poison(&self.poison, at)?;
+            let start = self.times.is_some().then(Instant::now);
             frame.run(step)?;
+            if let (Some(times), Some(start)) = (&mut self.times, start) {
+                times.add(at, start);
+            }
         }
         Ok(())
     }

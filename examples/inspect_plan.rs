@@ -1,0 +1,188 @@
+//! Shows what a model is compiled to: fusion, steps, what a decode and a prefill step cost, and a map of the arena.
+//!
+//! ```sh
+//! cargo run --release --example inspect_plan
+//! cargo run --release --example inspect_plan -- --model MODEL.gguf --fusion 0 --tokens 512 --svg arena.svg
+//! ```
+//! Nothing is loaded: the model's description is read, and the plan is computed from it.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use ascend_llm::device::Device as _;
+use ascend_llm::graph::{Bucket, CompileOptions, Cost, CostShape, Numerics, Operand, Plan, compile};
+use ascend_llm::model::ModelConfig;
+use clap::Parser;
+
+mod terminal;
+use terminal::{ModelArgs, Result};
+
+/// Shows what a model is compiled to.
+#[derive(Debug, Parser)]
+struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Tokens of the prefill step, and most rows the plan is placed for.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    tokens: u32,
+    /// Tokens the sequence has at the decode step; the model's longest if left out.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Fusion level; the default of the compiler if left out.
+    #[arg(long)]
+    fusion: Option<u8>,
+    /// Leaves the list of steps out.
+    #[arg(long)]
+    no_dump: bool,
+    /// Writes a map of the arena there.
+    #[arg(long)]
+    svg: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    terminal::finish(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let (config, graph) = args.model.graph()?;
+    let longest = u32::try_from(config.max_position_embeddings).unwrap_or(u32::MAX);
+    let context = args.context.unwrap_or(longest);
+    for (flag, tokens) in [("tokens", args.tokens), ("context", context)] {
+        if tokens > longest {
+            return Err(format!("--{flag} {tokens}: expected at most the model's {longest} tokens").into());
+        }
+    }
+    let mut options = CompileOptions::default();
+    options.fusion = args.fusion;
+    let numerics = args.model.numerics();
+    let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
+    let plan = compile(&graph, args.model.device()?.caps().target, numerics, &options, bucket)?;
+    let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
+
+    print!("{}", summary(&config, &plan, numerics));
+    if !args.no_dump {
+        print!("\n{}", plan.dump());
+    }
+    print!("\n{}", table(&plan, &format!("decode, {context} tokens"), &CostShape::decode(context, kv_element_bytes)));
+    let prefill = CostShape::prefill(args.tokens, kv_element_bytes);
+    print!("\n{}", table(&plan, &format!("prefill of {} tokens", args.tokens), &prefill));
+    if let Some(path) = &args.svg {
+        std::fs::write(path, arena_map(&plan)).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
+    let waits = plan.steps.iter().filter(|step| step.waits).count();
+    let all: usize = plan.values.iter().filter(|v| is_in_arena(v.operand)).map(|v| v.bytes(&plan.bucket)).sum();
+    format!(
+        "model     {} of {:.1} M parameters: {} layers of {}, {}/{} heads of {}, MLP of {}, {} ids, {} tokens\n\
+         numerics  {numerics:?}\n\
+         fusion    level {}: {:?}\n\
+         launches  {} steps, {waits} of them wait for those before\n\
+         arena     {:.2} MiB; at least {:.2} MiB are alive at once, and {:.2} MiB in all\n",
+        config.architecture.name(),
+        config.parameters() as f64 / 1e6,
+        config.layers,
+        config.hidden_size,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+        plan.fusion,
+        plan.fused,
+        plan.steps.len(),
+        mib(plan.arena_bytes as u64),
+        mib(plan.arena_bound_bytes as u64),
+        mib(all as u64),
+    )
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+fn table(plan: &Plan, title: &str, shape: &CostShape) -> String {
+    let costs = plan.step_costs(shape);
+    let mut text = format!(
+        "{title}\n{:<16} {:>8} {:>12} {:>12} {:>12} {:>12} {:>10}\n",
+        "operation", "launches", "Mflop", "weights MiB", "values MiB", "KV MiB", "flop/byte"
+    );
+    let mut line = |op: &str, launches: usize, cost: Cost| {
+        let (weights, values, kv) = (mib(cost.weight_bytes), mib(cost.activation_bytes), mib(cost.kv_bytes));
+        let mflop = cost.flops as f64 / 1e6;
+        let _ = writeln!(
+            text,
+            "{op:<16} {launches:>8} {mflop:>12.3} {weights:>12.3} {values:>12.3} {kv:>12.3} {:>10.2}",
+            cost.intensity()
+        );
+    };
+    for op in plan.costs_by_op(&costs) {
+        line(op.op, op.launches as usize, op.cost);
+    }
+    line("total", plan.steps.len(), costs.into_iter().sum());
+    text
+}
+
+fn is_in_arena(operand: Operand) -> bool {
+    matches!(operand, Operand::Arena { .. })
+}
+
+/// The arena over time: a column a step, a rectangle a value from its first use to its last.
+fn arena_map(plan: &Plan) -> String {
+    const STEP: f64 = 14.0;
+    const HEIGHT: f64 = 800.0;
+    const MARGIN: f64 = 20.0;
+    let width = plan.steps.len() as f64 * STEP;
+    let scale = HEIGHT / plan.arena_bytes.max(1) as f64;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"10\">\n\
+         <title>arena of {} bytes over {} steps</title>\n\
+         <rect x=\"{MARGIN}\" y=\"{MARGIN}\" width=\"{width}\" height=\"{HEIGHT}\" fill=\"#f4f4f4\"/>\n",
+        width + 2.0 * MARGIN,
+        HEIGHT + 2.0 * MARGIN,
+        plan.arena_bytes,
+        plan.steps.len()
+    );
+    for (at, step) in plan.steps.iter().enumerate() {
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{}\" y=\"{}\" width=\"{STEP}\" height=\"{MARGIN}\" fill=\"{}\"><title>{at} {}</title></rect>",
+            MARGIN + at as f64 * STEP,
+            HEIGHT + MARGIN,
+            if at % 2 == 0 { "#cccccc" } else { "#dddddd" },
+            escaped(&step.op.to_string())
+        );
+    }
+    for (index, value) in plan.values.iter().enumerate() {
+        let Operand::Arena { offset } = value.operand else { continue };
+        let touches = |at: &usize| {
+            let step = &plan.steps[*at];
+            step.inputs.iter().chain(&step.outputs).chain(&step.scratch).any(|&touched| touched == index)
+        };
+        let mut uses = (0..plan.steps.len()).filter(touches);
+        let Some(first) = uses.next() else { continue };
+        let last = uses.next_back().unwrap_or(first);
+        let bytes = value.bytes(&plan.bucket);
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{}\" y=\"{:.2}\" width=\"{}\" height=\"{:.2}\" fill=\"hsl({},60%,65%)\" stroke=\"#333333\" \
+             stroke-width=\"0.5\"><title>{} {bytes} bytes at {offset}, steps {first} to {last}</title></rect>",
+            MARGIN + first as f64 * STEP,
+            MARGIN + offset as f64 * scale,
+            (last - first + 1) as f64 * STEP,
+            bytes as f64 * scale,
+            index * 47 % 360,
+            escaped(&value.name)
+        );
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}

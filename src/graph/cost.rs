@@ -1,0 +1,362 @@
+//! What a plan costs: operations and bytes of each step, as a pure function of a batch's shape.
+//!
+//! The model is the roofline's: a step reads each weight once from where it is stored, reads its inputs, writes its
+//! outputs, and reads the keys and values that its sequences show. Caches, padding to tiles and the packing of a device
+//! are left out, so fusion shows as bytes that are not moved and never as operations that are not done: a fused step counts
+//! exactly the operations of the steps it replaces. Integer operations count as floating-point ones.
+
+use std::iter::Sum;
+use std::ops::{Add, AddAssign};
+
+use super::{ActivationKind, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId};
+
+/// Operations an element: square and sum, scale, weight.
+const NORM_FLOPS: u64 = 4;
+/// Operations an element: largest magnitude, scale, round.
+const QUANTISE_FLOPS: u64 = 3;
+/// Operations a rotated pair: four products, two sums.
+const ROTATE_FLOPS: u64 = 6;
+/// Operations an angle: the angle, its cosine, its sine.
+const ANGLE_FLOPS: u64 = 3;
+/// Bytes of a token id, a position, a row number.
+const WORD_BYTES: u64 = 4;
+/// Bytes of a row's status.
+const STATUS_BYTES: u64 = 1;
+
+/// Operations and bytes of one step or of several.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Cost {
+    /// Arithmetic operations.
+    pub flops: u64,
+    /// Bytes of weights read, as stored in the file.
+    pub weight_bytes: u64,
+    /// Bytes of activations, ids, positions, logits and status read and written.
+    pub activation_bytes: u64,
+    /// Bytes of keys and values read and written.
+    pub kv_bytes: u64,
+}
+
+impl Cost {
+    /// All bytes moved.
+    pub const fn bytes(&self) -> u64 {
+        self.weight_bytes.saturating_add(self.activation_bytes).saturating_add(self.kv_bytes)
+    }
+
+    /// Operations a byte moved; 0 where nothing moves.
+    pub fn intensity(&self) -> f64 {
+        if self.bytes() == 0 { 0.0 } else { self.flops as f64 / self.bytes() as f64 }
+    }
+}
+
+impl Add for Cost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            flops: self.flops.saturating_add(other.flops),
+            weight_bytes: self.weight_bytes.saturating_add(other.weight_bytes),
+            activation_bytes: self.activation_bytes.saturating_add(other.activation_bytes),
+            kv_bytes: self.kv_bytes.saturating_add(other.kv_bytes),
+        }
+    }
+}
+
+impl AddAssign for Cost {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}
+
+impl Sum for Cost {
+    fn sum<I: Iterator<Item = Self>>(costs: I) -> Self {
+        costs.fold(Self::default(), Add::add)
+    }
+}
+
+/// All steps of one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpCost {
+    /// The operation's name.
+    pub op: &'static str,
+    /// How often a batch launches it.
+    pub launches: u32,
+    /// Their sum.
+    pub cost: Cost,
+}
+
+/// Sizes of a batch, as far as cost depends on them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct CostShape {
+    /// Rows of the batch.
+    pub tokens: u64,
+    /// Rows whose logits are wanted.
+    pub logit_rows: u64,
+    /// Sequences of the batch.
+    pub seqs: u64,
+    /// Keys that each row sees, summed over the rows: see [`attended_tokens`].
+    pub attended_tokens: u64,
+    /// Keys that each sequence shows to its rows, summed over the sequences: see [`shown_tokens`].
+    pub kv_tokens: u64,
+    /// Bytes of a stored key's or value's element.
+    pub kv_element_bytes: u64,
+}
+
+impl CostShape {
+    /// The shape of a batch whose sequences bring `q_lens` rows and have `kv_lens` tokens after it, for layers with this
+    /// window.
+    pub fn of_batch(
+        q_lens: &[u32],
+        kv_lens: &[u32],
+        logit_rows: u64,
+        window: Option<u32>,
+        kv_element_bytes: u64,
+    ) -> Self {
+        Self {
+            tokens: q_lens.iter().map(|&q| u64::from(q)).sum(),
+            logit_rows,
+            seqs: q_lens.len() as u64,
+            attended_tokens: attended_tokens(q_lens, kv_lens, window),
+            kv_tokens: shown_tokens(q_lens, kv_lens, window),
+            kv_element_bytes,
+        }
+    }
+
+    /// One token of one sequence that has `context` tokens with it.
+    pub fn decode(context: u32, kv_element_bytes: u64) -> Self {
+        Self::of_batch(&[1], &[context.max(1)], 1, None, kv_element_bytes)
+    }
+
+    /// The first `tokens` tokens of one sequence, with the last one's logits.
+    pub fn prefill(tokens: u32, kv_element_bytes: u64) -> Self {
+        Self::of_batch(&[tokens], &[tokens], 1, None, kv_element_bytes)
+    }
+
+    /// The shape as a layer with this window sees it. Exact where all rows see alike (fewer keys than the window, or all at
+    /// least that many), else the most it can be; [`Plan::batch_costs`] is exact always.
+    #[must_use]
+    pub fn within(self, window: Option<u32>) -> Self {
+        let Some(window) = window.map(u64::from) else { return self };
+        let shown = self.seqs.saturating_mul(window.saturating_sub(1)).saturating_add(self.tokens);
+        Self {
+            attended_tokens: self.attended_tokens.min(self.tokens.saturating_mul(window)),
+            kv_tokens: self.kv_tokens.min(shown),
+            ..self
+        }
+    }
+
+    const fn rows(&self, rows: Rows) -> u64 {
+        match rows {
+            Rows::Tokens => self.tokens,
+            Rows::LogitRows => self.logit_rows,
+        }
+    }
+}
+
+/// Keys seen, summed over the rows of a batch: a row sees itself and what stands before it, at most `window` keys in all.
+pub fn attended_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
+    let of_sequence = |(&q, &kv): (&u32, &u32)| {
+        let (rows, last) = (u64::from(q), u64::from(kv));
+        // Rows see first, first + 1, … last keys, until the window holds no more.
+        let first = (last + 1).saturating_sub(rows);
+        let cut = window.map_or(last, |window| last.min(u64::from(window)));
+        let growing = (cut + 1).saturating_sub(first);
+        growing * (first + cut) / 2 + (rows - growing.min(rows)) * cut
+    };
+    q_lens.iter().zip(kv_lens).map(of_sequence).fold(0, u64::saturating_add)
+}
+
+/// Distinct keys that sequences show to the rows they bring, summed over the sequences: all they have, or with a window
+/// what the first of these rows sees and the rows after it.
+pub fn shown_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
+    let of_sequence = |(&q, &kv): (&u32, &u32)| {
+        let seen = window.map_or(u64::MAX, |window| u64::from(window) + u64::from(q.saturating_sub(1)));
+        u64::from(kv).min(seen)
+    };
+    q_lens.iter().zip(kv_lens).map(of_sequence).fold(0, u64::saturating_add)
+}
+
+fn product<const N: usize>(factors: [u64; N]) -> u64 {
+    factors.into_iter().fold(1, u64::saturating_mul)
+}
+
+impl Plan {
+    /// What each step costs in a batch of this shape, in the order of the steps.
+    pub fn step_costs(&self, shape: &CostShape) -> Vec<Cost> {
+        self.steps.iter().map(|step| self.step_cost(step, shape.within(window_of(step)))).collect()
+    }
+
+    /// What the whole plan costs in a batch of this shape.
+    pub fn cost(&self, shape: &CostShape) -> Cost {
+        self.step_costs(shape).into_iter().sum()
+    }
+
+    /// What each step costs in this batch, counted row by row for every layer's own window.
+    pub fn batch_costs(&self, q_lens: &[u32], kv_lens: &[u32], logit_rows: u64, kv_element_bytes: u64) -> Vec<Cost> {
+        let shape = |step| CostShape::of_batch(q_lens, kv_lens, logit_rows, window_of(step), kv_element_bytes);
+        self.steps.iter().map(|step| self.step_cost(step, shape(step))).collect()
+    }
+
+    /// Sums step costs by operation, in the order in which operations first appear.
+    pub fn costs_by_op(&self, costs: &[Cost]) -> Vec<OpCost> {
+        let mut sums: Vec<OpCost> = Vec::new();
+        for (step, &cost) in self.steps.iter().zip(costs) {
+            let op = step.op.name();
+            if let Some(sum) = sums.iter_mut().find(|sum| sum.op == op) {
+                sum.launches += 1;
+                sum.cost += cost;
+            } else {
+                sums.push(OpCost { op, launches: 1, cost });
+            }
+        }
+        sums
+    }
+
+    fn step_cost(&self, step: &Step, shape: CostShape) -> Cost {
+        let costed = Costed { plan: self, step, shape };
+        // A batch without rows of logits runs no step over them.
+        let rows_at = step.outputs.iter().chain(&step.inputs).next();
+        if rows_at.is_none_or(|&value| costed.rows(value) == 0) {
+            return Cost::default();
+        }
+        Cost {
+            flops: costed.flops(),
+            weight_bytes: costed.weight_bytes(),
+            activation_bytes: costed.activation_bytes(),
+            kv_bytes: costed.kv_bytes(),
+        }
+    }
+}
+
+const fn window_of(step: &Step) -> Option<u32> {
+    match &step.op {
+        Op::Attention(shape) => shape.window,
+        _ => None,
+    }
+}
+
+/// One step in one batch.
+#[derive(Clone, Copy)]
+struct Costed<'a> {
+    plan: &'a Plan,
+    step: &'a Step,
+    shape: CostShape,
+}
+
+impl Costed<'_> {
+    fn value(&self, value: usize) -> &PlanValue {
+        &self.plan.values[value]
+    }
+
+    fn rows(&self, value: usize) -> u64 {
+        self.shape.rows(self.value(value).rows)
+    }
+
+    fn elements(&self, value: usize) -> u64 {
+        product([self.rows(value), self.value(value).cols as u64])
+    }
+
+    fn bytes(&self, value: usize) -> u64 {
+        product([self.rows(value), self.value(value).row_bytes() as u64])
+    }
+
+    fn weight(&self, id: WeightId) -> &Weight {
+        &self.plan.weights[id.0 as usize]
+    }
+
+    fn flops(&self) -> u64 {
+        let input = |at: usize| self.elements(self.step.inputs[at]);
+        match &self.step.op {
+            Op::Embed { .. } | Op::KvWrite { .. } | Op::GatherRows | Op::RowStatus => 0,
+            Op::RopeAngles { .. } => product([ANGLE_FLOPS, self.elements(self.step.outputs[0])]) / 2,
+            Op::RmsNorm(_) => product([NORM_FLOPS, input(0)]),
+            Op::Add | Op::Mul => input(0),
+            Op::Activation(kind) => product([activation_flops(*kind), input(0)]),
+            Op::Quantise => product([QUANTISE_FLOPS, input(0)]),
+            Op::Linear(part) => self.product_flops(part.weight, part.bias.is_some()),
+            Op::Rope { head_dim, .. } => self.rotation_flops(*head_dim, None),
+            Op::Attention(shape) => product([4, shape.heads as u64, shape.head_dim as u64, self.shape.attended_tokens]),
+            Op::AddRmsNorm { quantise, .. } => {
+                product([1 + NORM_FLOPS + if *quantise { QUANTISE_FLOPS } else { 0 }, input(0)])
+            }
+            Op::NormQuantise(_) => product([NORM_FLOPS + QUANTISE_FLOPS, input(0)]),
+            Op::QkNormRope { norm, head_dim, .. } => self.rotation_flops(*head_dim, Some(norm)),
+            Op::RopeKvWrite { norm, head_dim, .. } => self.rotation_flops(*head_dim, norm.as_ref()),
+            Op::ActMul(kind) => product([activation_flops(*kind) + 1, input(0)]),
+            Op::LinearMulti(parts) => parts
+                .iter()
+                .map(|part| self.product_flops(part.weight, part.bias.is_some()))
+                .fold(0, u64::saturating_add),
+            Op::SwigluLinear { activation, part, quantise } => {
+                let each = activation_flops(*activation) + 1 + if *quantise { QUANTISE_FLOPS } else { 0 };
+                product([each, input(0)]).saturating_add(self.product_flops(part.weight, part.bias.is_some()))
+            }
+        }
+    }
+
+    /// A product and a sum for every element of the matrix and row of the output, and its bias.
+    fn product_flops(&self, weight: WeightId, bias: bool) -> u64 {
+        let rows = self.rows(self.step.outputs[0]);
+        let shape = &self.weight(weight).shape;
+        let elements = shape.iter().fold(1, |n, &dim| product([n, dim as u64]));
+        let sums = if bias { shape[0] as u64 } else { 0 };
+        product([rows, product([2, elements]).saturating_add(sums)])
+    }
+
+    fn rotation_flops(&self, head_dim: usize, norm: Option<&NormSpec>) -> u64 {
+        let (x, angles) = (self.step.inputs[0], self.step.inputs[1]);
+        let heads = (self.value(x).cols / head_dim.max(1)) as u64;
+        let pairs = (self.value(angles).cols / 2) as u64;
+        let rotation = product([ROTATE_FLOPS, self.rows(x), heads, pairs]);
+        rotation.saturating_add(if norm.is_some() { product([NORM_FLOPS, self.elements(x)]) } else { 0 })
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        let stored = |id: WeightId, rows: Option<u64>| {
+            let Weight { shape, dtype, .. } = self.weight(id);
+            let row = shape.last().copied().unwrap_or(1).div_ceil(dtype.block_len()) * dtype.block_bytes();
+            let all = shape.iter().rev().skip(1).fold(1, |n, &dim| product([n, dim as u64]));
+            product([row as u64, rows.map_or(all, |rows| rows.min(all))])
+        };
+        match &self.step.op {
+            // A row of the table for each token.
+            Op::Embed { table } => stored(*table, Some(self.shape.tokens)),
+            op => op.weights().into_iter().map(|id| stored(id, None)).fold(0, u64::saturating_add),
+        }
+    }
+
+    fn activation_bytes(&self) -> u64 {
+        let Step { op, inputs, outputs, scratch, .. } = self.step;
+        let words = |rows: u64| product([WORD_BYTES, rows]);
+        let io = match op {
+            Op::Embed { .. } | Op::RopeAngles { .. } => words(self.shape.tokens),
+            Op::GatherRows => words(self.shape.logit_rows),
+            Op::RowStatus => product([STATUS_BYTES, self.shape.logit_rows]),
+            _ => 0,
+        };
+        let read = match op {
+            // Only the wanted rows are read.
+            Op::GatherRows => self.bytes(outputs[0]),
+            _ => inputs.iter().map(|&value| self.bytes(value)).fold(0, u64::saturating_add),
+        };
+        let written = outputs.iter().map(|&value| self.bytes(value)).fold(0, u64::saturating_add);
+        let scratch = scratch.map_or(0, |value| product([2, self.bytes(value)]));
+        [io, read, written, scratch].into_iter().fold(0, u64::saturating_add)
+    }
+
+    fn kv_bytes(&self) -> u64 {
+        let both = product([2, self.shape.kv_element_bytes]);
+        match &self.step.op {
+            Op::KvWrite { .. } | Op::RopeKvWrite { .. } => product([both, self.elements(self.step.inputs[0])]),
+            Op::Attention(shape) => product([both, shape.kv_heads as u64, shape.head_dim as u64, self.shape.kv_tokens]),
+            _ => 0,
+        }
+    }
+}
+
+/// Operations an element, the exponential counted as one.
+const fn activation_flops(kind: ActivationKind) -> u64 {
+    match kind {
+        ActivationKind::Silu => 4,
+        ActivationKind::GeluTanh => 8,
+    }
+}

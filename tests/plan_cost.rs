@@ -1,0 +1,292 @@
+//! What a plan says it costs is what one counts by hand, and what fusion and batching leave alone.
+
+#![allow(missing_docs)]
+
+use std::path::Path;
+
+use ascend_llm::graph::{
+    ActivationKind, AttentionShape, Bucket, CompileOptions, Cost, CostShape, Graph, GraphBuilder, LinearPart, NormSpec,
+    Numerics, Plan, RopeFrequencies, RopeStyle, Target, Weight, WeightRole, attended_tokens, compile, shown_tokens,
+};
+use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{self, DType, ModelKind};
+use proptest::prelude::*;
+
+const TARGET: Target = Target { alignment: 128, int8_activations: true };
+const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
+const MODELS: [&str; 6] = [
+    "conformance/llama-gqa-tied",
+    "conformance/llama-mha-untied-bias",
+    "conformance/mistral-sliding",
+    "conformance/qwen2",
+    "conformance/qwen3",
+    "fable/gguf/fable-q8_0.gguf",
+];
+
+fn graph(path: &str) -> Graph {
+    let files = weights::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)).unwrap();
+    let config = match &files.kind {
+        ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
+        ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),
+        other => panic!("{other:?}"),
+    };
+    decoder_graph(&config, files.source.as_ref()).unwrap()
+}
+
+fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
+    let mut options = CompileOptions::default();
+    options.fusion = Some(fusion);
+    compile(graph, TARGET, numerics, &options, BUCKET).unwrap()
+}
+
+/// One layer of hidden width 32: 2 query heads over 1 KV head of 16, a gated MLP of 64, 10 ids; weights of three types.
+fn small_graph() -> Graph {
+    let mut graph = GraphBuilder::new();
+    let mut matrix = |name: &str, n: usize, k: usize, dtype: DType| {
+        let weight = Weight { name: name.into(), shape: vec![n, k], dtype, role: WeightRole::Matrix };
+        graph.weight(weight)
+    };
+    let table = matrix("table", 10, 32, DType::F16);
+    let [q, k, v] = [("q", 32), ("k", 16), ("v", 16)].map(|(name, n)| matrix(name, n, 32, DType::F32));
+    let (o, up) = (matrix("o", 32, 32, DType::F32), matrix("up", 64, 32, DType::Q8_0));
+    let (gate, down) = (matrix("gate", 64, 32, DType::Q8_0), matrix("down", 32, 64, DType::Q8_0));
+    let mut vector = |name: &str, len: usize| {
+        graph.weight(Weight { name: name.into(), shape: vec![len], dtype: DType::F32, role: WeightRole::Vector })
+    };
+    let (norm, bias) = (vector("norm", 32), vector("bias", 32));
+    let norm = NormSpec { weight: norm, eps: 1e-5, group: 32 };
+    let part = |weight| LinearPart { weight, bias: None };
+
+    let x = graph.embed(table, "x");
+    let angles = graph.rope_angles(RopeFrequencies { inv_freq: vec![1.0; 8], attention_factor: 1.0 }, "angles");
+    graph.set_layer(Some(0));
+    let h = graph.rms_norm(x, norm, "h");
+    let q = graph.linear(h, LinearPart { weight: q, bias: Some(bias) }, "q");
+    let (k, v) = (graph.linear(h, part(k), "k"), graph.linear(h, part(v), "v"));
+    let q = graph.rope(q, angles, 16, RopeStyle::Half, "q_rot");
+    let k = graph.rope(k, angles, 16, RopeStyle::Half, "k_rot");
+    let stored = graph.kv_write(k, v, 0, "kv");
+    let shape = AttentionShape { layer: 0, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window: None };
+    let a = graph.attention(q, stored, shape, "a");
+    let o = graph.linear(a, part(o), "o");
+    let mid = graph.add(x, o, "mid");
+    let h = graph.rms_norm(mid, norm, "mlp_in");
+    let (gate, up) = (graph.linear(h, part(gate), "gate"), graph.linear(h, part(up), "up"));
+    let act = graph.activation(gate, ActivationKind::Silu, "act");
+    let product = graph.mul(act, up, "product");
+    let down = graph.linear(product, part(down), "down");
+    let out = graph.add(mid, down, "out");
+    graph.set_layer(None);
+    let wanted = graph.gather_rows(out, "wanted");
+    let last = graph.rms_norm(wanted, norm, "last");
+    let logits = graph.linear(last, part(table), "logits");
+    graph.finish(logits)
+}
+
+fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> Cost {
+    Cost { flops, weight_bytes, activation_bytes, kv_bytes }
+}
+
+/// Three rows of a sequence of 5 tokens; f16 keys and values; one row of logits. A row of 32 floats is 128 bytes, a
+/// `q8_0` block of 32 is 34.
+#[test]
+fn steps_cost_what_one_counts_by_hand() {
+    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    assert_eq!(
+        shape,
+        CostShape { tokens: 3, logit_rows: 1, seqs: 1, attended_tokens: 3 + 4 + 5, kv_tokens: 5, kv_element_bytes: 2 }
+    );
+    let plan = plan(&small_graph(), Numerics::Exact, 0);
+    let expected = [
+        ("embed", cost(0, 3 * 64, 3 * 4 + 3 * 128, 0)),
+        ("rope_angles", cost(3 * 8 * 3, 0, 3 * 4 + 3 * 64, 0)),
+        ("rms_norm", cost(3 * 32 * 4, 128, 3 * 256, 0)),
+        ("linear", cost(3 * (2 * 32 * 32 + 32), 4 * 32 * 32 + 128, 3 * 256, 0)),
+        ("linear", cost(3 * 2 * 16 * 32, 4 * 16 * 32, 3 * (128 + 64), 0)),
+        ("linear", cost(3 * 2 * 16 * 32, 4 * 16 * 32, 3 * (128 + 64), 0)),
+        ("rope", cost(3 * 2 * 8 * 6, 0, 3 * (128 + 64 + 128), 0)),
+        ("rope", cost(3 * 8 * 6, 0, 3 * (64 + 64 + 64), 0)),
+        ("kv_write", cost(0, 0, 3 * 128, 3 * 2 * 16 * 2)),
+        ("attention", cost(12 * 4 * 2 * 16, 0, 3 * 256, 5 * 2 * 16 * 2)),
+        ("linear", cost(3 * 2 * 32 * 32, 4 * 32 * 32, 3 * 256, 0)),
+        ("add", cost(3 * 32, 0, 3 * 3 * 128, 0)),
+        ("rms_norm", cost(3 * 32 * 4, 128, 3 * 256, 0)),
+        ("linear", cost(3 * 2 * 64 * 32, 64 * 34, 3 * (128 + 256), 0)),
+        ("linear", cost(3 * 2 * 64 * 32, 64 * 34, 3 * (128 + 256), 0)),
+        ("activation", cost(3 * 64 * 4, 0, 3 * 512, 0)),
+        ("mul", cost(3 * 64, 0, 3 * 768, 0)),
+        ("linear", cost(3 * 2 * 64 * 32, 32 * 2 * 34, 3 * (128 + 256), 0)),
+        ("add", cost(3 * 32, 0, 3 * 3 * 128, 0)),
+        ("gather_rows", cost(0, 0, 4 + 256, 0)),
+        ("rms_norm", cost(32 * 4, 128, 256, 0)),
+        ("linear", cost(2 * 10 * 32, 2 * 10 * 32, 128 + 40, 0)),
+        ("row_status", cost(0, 0, 40 + 1, 0)),
+    ];
+    let costs = plan.step_costs(&shape);
+    let got: Vec<_> = plan.steps.iter().map(|step| step.op.name()).zip(costs.iter().copied()).collect();
+    assert_eq!(got, expected);
+
+    let total = plan.cost(&shape);
+    assert_eq!(total, costs.iter().copied().sum());
+    assert_eq!(total.bytes(), total.weight_bytes + total.activation_bytes + total.kv_bytes);
+    assert_eq!(total.intensity(), total.flops as f64 / total.bytes() as f64);
+    let by_op = plan.costs_by_op(&costs);
+    assert_eq!(by_op.iter().map(|op| op.cost).sum::<Cost>(), total);
+    assert_eq!(by_op.iter().map(|op| op.launches as usize).sum::<usize>(), plan.steps.len());
+    let linear = by_op.iter().find(|op| op.op == "linear").unwrap();
+    assert_eq!((linear.launches, linear.cost.weight_bytes), (8, 4 * 96 * 32 + 128 + 192 * 34 + 640));
+}
+
+#[test]
+fn fused_steps_cost_the_same_work_and_move_less() {
+    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    let costs = |fusion| {
+        let plan = plan(&small_graph(), Numerics::Exact, fusion);
+        plan.costs_by_op(&plan.step_costs(&shape))
+    };
+    let of = |costs: &[ascend_llm::graph::OpCost], op: &str| costs.iter().find(|c| c.op == op).unwrap().cost;
+    let (one, two) = (costs(1), costs(2));
+    assert_eq!(of(&one, "act_mul"), cost(3 * 64 * 5, 0, 3 * 768, 0));
+    assert_eq!(of(&one, "add_rms_norm"), cost(3 * 32 * 5, 128, 3 * 4 * 128, 0));
+    assert_eq!(of(&one, "rope_kv_write"), cost(3 * 8 * 6, 0, 3 * 3 * 64, 3 * 2 * 16 * 2));
+    // The product goes through scratch: written and read once.
+    let down = cost(3 * (64 * 5 + 2 * 64 * 32), 32 * 2 * 34, 3 * (512 + 2 * 256 + 128), 0);
+    assert_eq!(of(&two, "swiglu_linear"), down);
+}
+
+const BATCHES: [(&[u32], &[u32], u64); 5] =
+    [(&[1], &[1], 1), (&[1], &[100], 1), (&[64], &[64], 1), (&[1, 1, 30, 7], &[90, 1, 30, 50], 3), (&[20], &[40], 0)];
+
+#[test]
+fn fusion_keeps_operations_weights_and_keys_and_never_moves_more() {
+    for model in MODELS {
+        let graph = graph(model);
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            let plans: Vec<Plan> =
+                (0..=CompileOptions::MAX_FUSION).map(|fusion| plan(&graph, numerics, fusion)).collect();
+            for (q_lens, kv_lens, logit_rows) in BATCHES {
+                let costs: Vec<Cost> = plans
+                    .iter()
+                    .map(|plan| plan.batch_costs(q_lens, kv_lens, logit_rows, 2).into_iter().sum())
+                    .collect();
+                for (level, pair) in costs.windows(2).enumerate() {
+                    let (below, above) = (pair[0], pair[1]);
+                    assert_eq!(below.flops, above.flops, "{model} {numerics:?} {q_lens:?} level {level}");
+                    assert_eq!(below.weight_bytes, above.weight_bytes, "{model}");
+                    assert_eq!(below.kv_bytes, above.kv_bytes, "{model}");
+                    assert!(below.activation_bytes >= above.activation_bytes, "{model} level {level}");
+                }
+                assert!(costs[0].activation_bytes > costs[2].activation_bytes, "{model}");
+            }
+        }
+    }
+}
+
+/// A decode step reads every matrix of the model once, however many rows share it; tied tables once as a matrix and by
+/// the row.
+#[test]
+fn weights_are_read_once_a_launch() {
+    for model in MODELS {
+        let graph = graph(model);
+        let plan = plan(&graph, Numerics::Exact, 2);
+        let bytes = |weight: &Weight| {
+            let row = weight.dtype.bytes_for(*weight.shape.last().unwrap()).unwrap();
+            (row, row * weight.shape.iter().rev().skip(1).product::<usize>())
+        };
+        let uses = |id: usize| {
+            plan.steps.iter().flat_map(|step| step.op.weights()).filter(|used| used.0 as usize == id).count()
+        };
+        // The table of the embedding is the first weight: a row a token, and whole only where it is also the head.
+        let (row, table) = bytes(&plan.weights[0]);
+        let tied = uses(0) == 2;
+        let rest: usize = plan.weights[1..].iter().map(|weight| bytes(weight).1).sum();
+        assert!((1..plan.weights.len()).all(|id| uses(id) == 1), "{model}");
+        for rows in [1, 5] {
+            let lens = vec![1; rows];
+            let total: Cost = plan.batch_costs(&lens, &lens, rows as u64, 2).into_iter().sum();
+            let expected = rest + rows * row + if tied { table } else { 0 };
+            assert_eq!(total.weight_bytes, expected as u64, "{model}, {rows} rows");
+        }
+    }
+}
+
+#[test]
+fn a_batch_costs_the_operations_of_its_sequences_alone() {
+    for model in MODELS {
+        let plan = plan(&graph(model), Numerics::Fast, 2);
+        let total = |q: &[u32], kv: &[u32], logits| plan.batch_costs(q, kv, logits, 4).into_iter().sum::<Cost>();
+        let together = total(&[3, 1, 12], &[3, 70, 40], 3);
+        let alone = total(&[3], &[3], 1) + total(&[1], &[70], 1) + total(&[12], &[40], 1);
+        assert_eq!((together.flops, together.kv_bytes), (alone.flops, alone.kv_bytes), "{model}");
+        assert!(together.weight_bytes < alone.weight_bytes, "{model}");
+        // In one chunk or in several: the same rows see the same keys.
+        let chunks = total(&[10], &[10], 0) + total(&[30], &[40], 1);
+        assert_eq!(total(&[40], &[40], 1).flops, chunks.flops, "{model}");
+    }
+}
+
+#[test]
+fn windows_bound_what_attention_costs() {
+    let plan = plan(&graph("conformance/mistral-sliding"), Numerics::Exact, 2);
+    let window = plan.steps.iter().find_map(|step| match &step.op {
+        ascend_llm::graph::Op::Attention(shape) => shape.window,
+        _ => None,
+    });
+    let window = window.unwrap();
+    let attention = |context| {
+        let costs = plan.costs_by_op(&plan.step_costs(&CostShape::decode(context, 2)));
+        costs.iter().find(|op| op.op == "attention").unwrap().cost
+    };
+    assert!(attention(window - 1).flops < attention(window).flops);
+    assert_eq!(attention(window), attention(window + 1));
+    assert_eq!(attention(window), attention(u32::MAX));
+}
+
+#[test]
+fn empty_and_absurd_batches_are_counted_without_panic() {
+    let plan = plan(&graph(MODELS[0]), Numerics::Exact, 2);
+    assert_eq!(plan.cost(&CostShape::default()), Cost::default());
+    assert_eq!(Cost::default().intensity(), 0.0);
+    let most = u64::MAX;
+    let shape = CostShape {
+        tokens: most,
+        logit_rows: most,
+        seqs: most,
+        attended_tokens: most,
+        kv_tokens: most,
+        kv_element_bytes: most,
+    };
+    assert_eq!(plan.cost(&shape), cost(most, plan.cost(&shape).weight_bytes, most, most));
+    assert!(plan.cost(&CostShape::prefill(u32::MAX, 4)).flops > 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { rng_seed: proptest::test_runner::RngSeed::Fixed(20), ..ProptestConfig::default() })]
+
+    /// The closed forms against a count of every key that every row sees.
+    #[test]
+    fn seen_keys_are_counted_exactly(
+        seqs in prop::collection::vec((1_u32..40, 0_u32..40), 0..5),
+        window in prop::option::of(1_u32..50),
+    ) {
+        let q_lens: Vec<u32> = seqs.iter().map(|(q, _)| *q).collect();
+        let kv_lens: Vec<u32> = seqs.iter().map(|(q, before)| q + before).collect();
+        let (mut attended, mut shown) = (0, 0);
+        for (q, kv) in q_lens.iter().zip(&kv_lens) {
+            let sees = |row: u32, key: u32| key <= row && window.is_none_or(|window| row - key < window);
+            let rows = kv - q..*kv;
+            attended += rows.clone().map(|row| (0..*kv).filter(|&key| sees(row, key)).count() as u64).sum::<u64>();
+            shown += (0..*kv).filter(|&key| rows.clone().any(|row| sees(row, key))).count() as u64;
+        }
+        prop_assert_eq!(attended_tokens(&q_lens, &kv_lens, window), attended);
+        prop_assert_eq!(shown_tokens(&q_lens, &kv_lens, window), shown);
+
+        // Without the single rows, a windowed shape is no less than the exact one.
+        let exact = CostShape::of_batch(&q_lens, &kv_lens, 0, window, 2);
+        let bound = CostShape::of_batch(&q_lens, &kv_lens, 0, None, 2).within(window);
+        prop_assert!(bound.attended_tokens >= attended && bound.kv_tokens >= shown);
+        if q_lens.len() == 1 && q_lens[0] == 1 {
+            prop_assert_eq!(bound, exact);
+        }
+    }
+}
