@@ -7,7 +7,7 @@
 //! ```
 //! `scale = amax / 127`, `q = round(x · 127 / amax)`, ties to even. The negated sums start the accumulators of weights
 //! that are stored with an offset; `scale·sum` multiplies the minimum of formats that have one. A block that is not
-//! finite gets scale NaN, so that every output that depends on the row says so; one below [`TINY`] counts as zero.
+//! finite gets scale NaN, so that every output that depends on the row says so; one below 2^-119 counts as zero.
 
 #![forbid(unsafe_code)]
 
