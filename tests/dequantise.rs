@@ -36,6 +36,12 @@ fn expand(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     out
 }
 
+/// The story model in one type; the f16 file is the one that comes with the examples.
+fn story(kind: &str) -> std::path::PathBuf {
+    let folder = if kind == "f16" { "examples/models" } else { "tests/data/fable/gguf" };
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(format!("fable-{kind}.gguf"))
+}
+
 #[test]
 fn floats_are_read_exactly() {
     assert_eq!(expand(DType::F32, &(-0.1_f32).to_le_bytes()), [-0.1]);
@@ -265,7 +271,7 @@ fn the_story_model_is_the_same_in_every_file() {
     names.sort();
     let mut met = Vec::new();
     for file in ["f16", "q4_0", "q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"] {
-        let gguf = Gguf::open(fable.join(format!("gguf/fable-{file}.gguf"))).unwrap();
+        let gguf = Gguf::open(story(file)).unwrap();
         let mut in_file: Vec<String> = gguf.names();
         in_file.sort();
         assert_eq!(in_file, names, "{file}");
@@ -301,7 +307,7 @@ fn plain_formats_round_as_ggml_does() {
     let exact = SafetensorsFolder::open(&fable).unwrap();
     let mut compared = 0;
     for file in ["q4_0", "q8_0", "Q5_0", "Q4_1", "Q5_1"] {
-        let gguf = Gguf::open(fable.join(format!("gguf/fable-{file}.gguf"))).unwrap();
+        let gguf = Gguf::open(story(file)).unwrap();
         for name in exact.names() {
             let stored = gguf.require(&name).unwrap();
             if !stored.dtype.is_quantised() || stored.dtype.block_len() != 32 {
@@ -319,8 +325,7 @@ fn plain_formats_round_as_ggml_does() {
 /// Guards the test above: the files do keep query rows in another order than the hub.
 #[test]
 fn the_files_own_name_gives_the_files_own_order() {
-    let fable = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fable");
-    let gguf = Gguf::open(fable.join("gguf/fable-f16.gguf")).unwrap();
+    let gguf = Gguf::open(story("f16")).unwrap();
     let raw = gguf.require("blk.0.attn_q.weight").unwrap();
     let hub = gguf.require("model.layers.0.self_attn.q_proj.weight").unwrap();
     assert_ne!(raw.data, hub.data);
