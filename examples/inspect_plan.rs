@@ -10,7 +10,6 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ascend_llm::device::Device as _;
 use ascend_llm::graph::{Bucket, CompileOptions, Cost, CostShape, Numerics, Operand, Plan, compile};
 use ascend_llm::model::ModelConfig;
 use clap::Parser;

@@ -124,7 +124,7 @@ fn run(args: &Args) -> Result<()> {
     config.max_model_len = Some(tokens);
     config.block_size = Some(block_size);
     config.kv_cache = CacheBudget::Blocks(blocks);
-    let mut runner = args.model.load_runner(config, device.clone())?;
+    let runner = args.model.load_runner(config, device.clone())?;
     // The same plan that the runner has on the device.
     let plan = compile(&graph, device.caps().target, numerics, &compile_options, runner.shape().bucket)?;
     let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
