@@ -4,7 +4,7 @@
 //! ```sh
 //! cargo run --release --example profile -- --model MODEL.gguf --trace trace.json
 //! ```
-//! The trace opens in chrome://tracing and in Perfetto. Rates are those of the cost model (see `graph::Cost`): operations
+//! The trace opens in `chrome://tracing` and in Perfetto. Rates are those of the cost model (see `graph::Cost`): operations
 //! and bytes that the plan asks for, whatever caches make of them.
 
 use std::fmt::Write as _;
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use ascend_llm::device::Device;
+use ascend_llm::device::Device as _;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, StepTime};
 use ascend_llm::engine::{CacheBudget, EngineConfig, Forward as _, ForwardInput, ModelRunner};
 use ascend_llm::graph::{CompileOptions, Cost, Numerics, Plan, compile};
