@@ -6,6 +6,7 @@
 //! stop strings that hold text back, minimum lengths, two choices. One test in this file, so that no other test's
 //! allocations are counted.
 #![allow(unsafe_code)]
+#![cfg(feature = "text")]
 
 mod story;
 

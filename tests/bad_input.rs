@@ -1,5 +1,6 @@
 //! A bad request or configuration gets a typed error that names the field, its value and what would be right; nothing of
 //! it is left in the engine, which goes on to give the right answers.
+#![cfg(feature = "text")]
 
 mod story;
 

@@ -1,6 +1,7 @@
 //! A bad model gets a typed error that names the file and the thing in it; damaged files of any kind never panic, hang or
 //! abort, and a model that loads in spite of damage answers or fails request by request.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
+#![cfg(feature = "text")]
 
 mod story;
 

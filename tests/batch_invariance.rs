@@ -1,5 +1,6 @@
 //! A request's answer is bit-equal whoever shares the batch: real engine, real kernels, float and integer weights.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
+#![cfg(feature = "text")]
 
 mod story;
 

@@ -1,6 +1,7 @@
 //! What an engine is set to for speed or memory does not show in an answer: threads, prefix cache, step budget, block
 //! size, fusion, memory reuse. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
+#![cfg(feature = "text")]
 
 mod story;
 

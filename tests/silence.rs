@@ -3,6 +3,7 @@
 //!
 //! The test runs itself as a child process, which marks where the library's work begins and ends; between the marks both
 //! streams must be empty. Marks and library share the raw streams (`--nocapture`), so nothing can hide from the parent.
+#![cfg(feature = "text")]
 
 mod story;
 

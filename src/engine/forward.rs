@@ -5,6 +5,7 @@
 
 use crate::device::DeviceError;
 use crate::kv_cache::BlockId;
+pub use crate::sampler::LogitRows;
 
 /// One step's batch: rows of all sequences concatenated, sequence after sequence.
 ///
@@ -39,17 +40,6 @@ impl ForwardInput {
         self.tables.clear();
         self.logit_rows.clear();
     }
-}
-
-/// Logits of the rows asked for, with a status byte each.
-#[derive(Clone, Copy, Debug)]
-pub struct LogitRows<'a> {
-    /// `rows × vocab` logits, row-major.
-    pub logits: &'a [f32],
-    /// Width of a row: the model's vocabulary.
-    pub vocab: usize,
-    /// One byte a row: 0 ok, otherwise why the row must not be sampled (see [`RowStatus`](crate::graph::RowStatus)).
-    pub status: &'a [u8],
 }
 
 /// Runs the model over a batch. One call writes the keys and values of its rows and returns logits.

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod filter;
+mod logit_rows;
 mod logprobs;
 mod order;
 mod params;
@@ -16,11 +17,11 @@ mod penalties;
 mod rng;
 mod softmax;
 
-use crate::engine::LogitRows;
 use filter::Filter;
 use penalties::Penalties;
 use std::fmt;
 
+pub use logit_rows::LogitRows;
 pub use logprobs::TokenLogprob;
 pub use params::{GREEDY_BELOW, LogprobsMode, MAX_CHOICES, ParamError, ParamLimits, SamplingParams};
 

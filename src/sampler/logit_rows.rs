@@ -1,0 +1,12 @@
+//! What a sampler reads: rows of logits as a model's batch leaves them.
+
+/// Logits of the rows asked for, with a status byte each.
+#[derive(Clone, Copy, Debug)]
+pub struct LogitRows<'a> {
+    /// `rows × vocab` logits, row-major.
+    pub logits: &'a [f32],
+    /// Width of a row: the model's vocabulary.
+    pub vocab: usize,
+    /// One byte a row: 0 ok, otherwise why the row must not be sampled (see [`RowStatus`](crate::graph::RowStatus)).
+    pub status: &'a [u8],
+}
