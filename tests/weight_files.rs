@@ -510,11 +510,11 @@ fn a_path_leads_to_the_model_that_stands_there() {
     assert_eq!(gguf.path(), file);
     assert_eq!(files.source.tensor("model.norm.weight").unwrap().dtype, DType::F32);
 
-    // Nine .gguf files and no config.json: which one is not for us to choose.
+    // Eight .gguf files and no config.json: which one is not for us to choose.
     let error = open(fable.join("gguf")).unwrap_err();
     assert!(matches!(error, WeightError::NotAModel { .. }));
     assert!(
-        error.to_string().contains("9 .gguf files") && error.to_string().contains("config.json not found"),
+        error.to_string().contains("8 .gguf files") && error.to_string().contains("config.json not found"),
         "{error}"
     );
 

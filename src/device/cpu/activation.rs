@@ -9,18 +9,31 @@ use super::Isa;
 use super::exp::exp;
 use super::simd::lanes::{Kernel, Lanes, dispatch};
 
+/// A function of one vector. A trait and not a closure: a closure is a function of its own, without the instruction set of
+/// the kernel around it, and where the compiler does not inline it every operation in it becomes a call.
+pub(super) trait Map {
+    /// `f(x)`.
+    fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32;
+}
+
+/// A function of two vectors; a trait for the same reason.
+pub(super) trait Zip {
+    /// `f(x, y)`.
+    fn zip<L: Lanes>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
+}
+
 /// Calls `f` on each vector of `row` and puts the result back.
 #[inline(always)]
-pub(super) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: impl Fn(L, L::F32) -> L::F32) {
+pub(super) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: &impl Map) {
     let (chunks, tail) = row.as_chunks_mut::<16>();
     for chunk in chunks {
-        let y = f(l, l.load(chunk));
+        let y = f.map(l, l.load(chunk));
         l.store(y, chunk);
     }
     if !tail.is_empty() {
         let mut padded = [0.0; 16];
         padded[..tail.len()].copy_from_slice(tail);
-        let y = f(l, l.load(&padded));
+        let y = f.map(l, l.load(&padded));
         l.store(y, &mut padded);
         tail.copy_from_slice(&padded[..tail.len()]);
     }
@@ -28,17 +41,17 @@ pub(super) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: impl Fn(L, L::F32
 
 /// `out = f(a, b)` vector by vector; the three rows have the same length.
 #[inline(always)]
-pub(super) fn zip<L: Lanes>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: impl Fn(L, L::F32, L::F32) -> L::F32) {
+fn zip<L: Lanes>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
     debug_assert!(a.len() == out.len() && b.len() == out.len(), "rows of one operation have one length");
     let (a_chunks, a_tail) = a.as_chunks::<16>();
     let (b_chunks, b_tail) = b.as_chunks::<16>();
     let (chunks, tail) = out.as_chunks_mut::<16>();
     for ((x, y), chunk) in a_chunks.iter().zip(b_chunks).zip(chunks) {
-        let z = f(l, l.load(x), l.load(y));
+        let z = f.zip(l, l.load(x), l.load(y));
         l.store(z, chunk);
     }
     if !tail.is_empty() {
-        let z = f(l, l.load(&padded(a_tail)), l.load(&padded(b_tail)));
+        let z = f.zip(l, l.load(&padded(a_tail)), l.load(&padded(b_tail)));
         let mut last = [0.0; 16];
         l.store(z, &mut last);
         tail.copy_from_slice(&last[..tail.len()]);
@@ -79,12 +92,19 @@ macro_rules! in_place {
     ($(#[$doc:meta])* $name:ident, $f:path) => {
         $(#[$doc])*
         pub fn $name(isa: Isa, row: &mut [f32]) {
+            struct Function;
+            impl Map for Function {
+                #[inline(always)]
+                fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+                    $f(l, x)
+                }
+            }
             struct Body<'a>(&'a mut [f32]);
             impl Kernel for Body<'_> {
                 type Output = ();
                 #[inline(always)]
                 fn run<L: Lanes>(self, l: L) {
-                    map_in_place(l, self.0, |l, x| $f(l, x));
+                    map_in_place(l, self.0, &Function);
                 }
             }
             dispatch(isa, Body(row));
@@ -96,12 +116,19 @@ macro_rules! two_rows {
     ($(#[$doc:meta])* $name:ident, |$l:ident, $x:ident, $y:ident| $body:expr) => {
         $(#[$doc])*
         pub fn $name(isa: Isa, a: &[f32], b: &[f32], out: &mut [f32]) {
+            struct Function;
+            impl Zip for Function {
+                #[inline(always)]
+                fn zip<L: Lanes>(&self, $l: L, $x: L::F32, $y: L::F32) -> L::F32 {
+                    $body
+                }
+            }
             struct Body<'a>(&'a [f32], &'a [f32], &'a mut [f32]);
             impl Kernel for Body<'_> {
                 type Output = ();
                 #[inline(always)]
                 fn run<L: Lanes>(self, l: L) {
-                    zip(l, self.0, self.1, self.2, |$l, $x, $y| $body);
+                    zip(l, self.0, self.1, self.2, &Function);
                 }
             }
             dispatch(isa, Body(a, b, out));
@@ -175,14 +202,19 @@ pub fn scale_row(isa: Isa, row: &mut [f32], factor: f32) {
 
 /// `row = cap · tanh(row / cap)`, Gemma's cap on logits.
 pub fn softcap_row(isa: Isa, row: &mut [f32], cap: f32) {
+    struct Softcap(f32);
+    impl Map for Softcap {
+        #[inline(always)]
+        fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+            l.mul(l.splat(self.0), super::exp::tanh(l, l.mul(x, l.splat(1.0 / self.0))))
+        }
+    }
     struct Body<'a>(&'a mut [f32], f32);
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) {
-            let cap = l.splat(self.1);
-            let inverse = l.splat(1.0 / self.1);
-            map_in_place(l, self.0, |l, x| l.mul(cap, super::exp::tanh(l, l.mul(x, inverse))));
+            map_in_place(l, self.0, &Softcap(self.1));
         }
     }
     dispatch(isa, Body(row, cap));

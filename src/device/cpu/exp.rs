@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::Isa;
+use super::activation::{Map, map_in_place};
 use super::simd::lanes::{Kernel, Lanes, dispatch};
 
 // exp(-110) rounds to 0 and exp(100) to infinity, so clamping there changes no result and keeps exponents in range.
@@ -44,12 +45,19 @@ pub fn tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
 
 /// `exp` of each element, in place.
 pub fn exp_row(isa: Isa, row: &mut [f32]) {
+    struct Exp;
+    impl Map for Exp {
+        #[inline(always)]
+        fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+            exp(l, x)
+        }
+    }
     struct Body<'a>(&'a mut [f32]);
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) {
-            super::activation::map_in_place(l, self.0, |l, x| exp(l, x));
+            map_in_place(l, self.0, &Exp);
         }
     }
     dispatch(isa, Body(row));
