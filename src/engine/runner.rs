@@ -133,6 +133,26 @@ impl ModelRunner {
         Ok(())
     }
 
+    /// Lists that belong together agree, so that staging them cannot go wrong; ids and blocks are the device's to check.
+    fn check(&self, input: &ForwardInput) -> Result<(), DeviceError> {
+        let lens = || input.q_lens.iter().zip(&input.kv_lens);
+        let longest = self.shape.max_blocks_per_seq;
+        let rules = [
+            ("every sequence has both its lengths", input.q_lens.len() == input.kv_lens.len()),
+            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| (1..=*kv).contains(q))),
+            ("a sequence fits its line of blocks", lens().all(|(_, kv)| self.blocks_of(*kv) <= longest)),
+            ("q_lens add up to the tokens", lens().map(|(q, _)| *q as usize).sum::<usize>() == input.tokens.len()),
+            (
+                "tables hold ceil(kv_len / block_size) blocks a sequence",
+                lens().map(|(_, kv)| self.blocks_of(*kv)).sum::<usize>() == input.tables.len(),
+            ),
+        ];
+        match rules.iter().find(|(_, holds)| !holds) {
+            Some((rule, _)) => Err(DeviceError::Invalid { what: format!("batch: broken rule: {rule}") }),
+            None => Ok(()),
+        }
+    }
+
     fn blocks_of(&self, kv_len: u32) -> usize {
         (kv_len as usize).div_ceil(self.shape.block_size)
     }
@@ -169,6 +189,7 @@ impl Forward for ModelRunner {
             let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);
             return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }
+        self.check(input)?;
         self.launch(input, rows)?;
         Ok(LogitRows { logits: &self.host_logits[..rows * vocab], vocab, status: &self.host_status[..rows] })
     }
