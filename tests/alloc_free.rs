@@ -5,12 +5,12 @@
 //! Everything else a request may ask for is on in one sequence or another: filters, penalties, bias, masks, bad words,
 //! stop strings that hold text back, minimum lengths, two choices. One test in this file, so that no other test's
 //! allocations are counted.
-#![allow(unsafe_code)]
 #![cfg(feature = "text")]
 
+#[path = "support/counting.rs"]
+mod counting;
 mod story;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -47,37 +47,6 @@ fn allocations() -> u64 {
     let first = usize::from(!runs_the_test);
     ALLOCATIONS[first..].iter().map(|count| count.load(Ordering::Relaxed)).sum()
 }
-
-struct Counting;
-
-// SAFETY: every call goes to the system allocator unchanged; the counter does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        count();
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.realloc(old, layout, new_size) }
-    }
-
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(old, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 /// Never ends before its length: end-of-sequence ids are ignored.
 fn params(seed: u64, max_tokens: u32) -> SamplingParams {
