@@ -73,13 +73,13 @@ fn run(args: &Args) -> Result<()> {
 }
 
 fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
-    let waits = plan.steps.iter().filter(|step| step.waits).count();
+    let groups = plan.groups().len();
     let all: usize = plan.values.iter().filter(|v| is_in_arena(v.operand)).map(|v| v.bytes(&plan.bucket)).sum();
     format!(
         "model     {} of {:.1} M parameters: {} layers of {}, {}/{} heads of {}, MLP of {}, {} ids, {} tokens\n\
          numerics  {numerics:?}\n\
          fusion    level {}: {:?}\n\
-         launches  {} steps, {waits} of them wait for those before\n\
+         launches  {} steps in {groups} groups\n\
          arena     {:.2} MiB; at least {:.2} MiB are alive at once, and {:.2} MiB in all\n",
         config.architecture.name(),
         config.parameters() as f64 / 1e6,

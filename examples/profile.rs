@@ -173,9 +173,10 @@ impl Profiled {
             kv_lens: vec![kv_len],
             tables: self.table[..kv_len.div_ceil(self.block_size) as usize].to_vec(),
             logit_rows: vec![rows - 1],
+            f32_from: Vec::new(),
         };
         let logits = self.runner.forward(&input)?.logits;
-        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0);
+        let best = logits.best.first().map_or(0, |&id| id as usize);
         let times = self.device.take_profile(self.runner.program());
         let costs = self.plan.batch_costs(&input.q_lens, &input.kv_lens, 1, self.kv_element_bytes);
         sums.add(&times, &costs);

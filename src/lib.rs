@@ -36,6 +36,7 @@ pub mod engine;
 pub mod graph;
 pub mod kv_cache;
 pub mod model;
+mod panic_text;
 pub mod sampler;
 pub mod scheduler;
 pub mod text;

@@ -234,7 +234,7 @@ fn build_error(change: impl FnOnce(&mut EngineConfig)) -> BuildError {
 #[test]
 fn bad_configurations() {
     type Change = fn(&mut EngineConfig);
-    let cases: [(&str, &str, &str, Change); 19] = [
+    let cases: [(&str, &str, &str, Change); 26] = [
         ("max_num_seqs", "0", "at least 1", |c| c.max_num_seqs = 0),
         ("max_num_batched_tokens", "3", "at least max_num_seqs (4)", |c| c.max_num_batched_tokens = 3),
         ("max_model_len", "1", "at least 2", |c| c.max_model_len = Some(1)),
@@ -250,9 +250,25 @@ fn bad_configurations() {
         ("max_queue", "0", "at least 1", |c| c.max_queue = 0),
         ("compile.opt_level", "4", "a level from 0 to 3", |c| c.compile.opt_level = Some(4)),
         ("compile.fusion", "4", "a level from 0 to 3", |c| c.compile.fusion = Some(4)),
-        ("compile.parallel_ops", "4", "not implemented", |c| c.compile.parallel_ops = Some(4)),
-        ("compile.parallel_ops", "0", "not implemented", |c| c.compile.parallel_ops = Some(0)),
-        ("compile.precision", "f32", "mix, or numerics `exact`", |c| c.compile.precision = Some(Precision::F32)),
+        ("compile.parallel_ops", "5", "a number from 1 to 4", |c| c.compile.parallel_ops = Some(5)),
+        ("compile.parallel_ops", "0", "a number from 1 to 4", |c| c.compile.parallel_ops = Some(0)),
+        ("compile.precision", "bf16", "f32, or numerics `fast`", |c| {
+            (c.numerics, c.compile.precision) = (Numerics::Exact, Some(Precision::BF16));
+        }),
+        ("compile.precision_overrides", "q_proj: f16", "f32, or numerics `fast`", |c| {
+            c.numerics = Numerics::Exact;
+            c.compile.precision_overrides.insert("q_proj".to_owned(), Precision::F16);
+        }),
+        ("compile.attention", "full_max 600 above partial_max 500", "full_max of at most partial_max", |c| {
+            (c.compile.attention.full_max, c.compile.attention.partial_max) = (600, 500);
+        }),
+        ("compile.attention", "partial_max 65537", "at most 65536 tokens", |c| {
+            c.compile.attention.partial_max = 65_537;
+        }),
+        ("compile.token_buckets", "[]", "ascending from 1 on", |c| c.compile.token_buckets = Some(vec![])),
+        ("compile.token_buckets", "[4, 2]", "ascending from 1 on", |c| c.compile.token_buckets = Some(vec![4, 2])),
+        ("tensor_parallel_size", "0", "at least 1", |c| c.tensor_parallel_size = 0),
+        ("tensor_parallel_size", "17", "at most 16 on device cpu", |c| c.tensor_parallel_size = 17),
         ("compile.precision", "mix", "f32, or numerics `fast`", |c| {
             (c.numerics, c.compile.precision) = (Numerics::Exact, Some(Precision::Mix));
         }),

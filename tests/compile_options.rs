@@ -1,10 +1,10 @@
 //! Options of the compiler: presets, knobs that win over them, the spellings that files may use, and refusals that name
 //! the option, the value and what would be right.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::cast_possible_truncation)]
 
 use ascend_llm::engine::EngineConfig;
-use ascend_llm::graph::{CompileError, CompileOptions, Numerics, Precision};
+use ascend_llm::graph::{CompileError, CompileOptions, Numerics, OverflowPolicy, Precision};
 
 fn read(json: &str) -> CompileOptions {
     serde_json::from_str(json).unwrap_or_else(|error| panic!("{json}: {error}"))
@@ -12,6 +12,30 @@ fn read(json: &str) -> CompileOptions {
 
 fn in_force(options: &CompileOptions) -> (u8, bool) {
     (options.resolved_fusion(), options.resolved_memory_reuse())
+}
+
+/// The articles' own file, and what else a file may say.
+#[test]
+fn every_knob_can_be_read_from_a_file() {
+    let options = read(
+        r#"{"opt_level": 3, "fusion_level": 2, "memory_reuse": true, "parallel_ops": 4, "precision": "bf16",
+            "precision_overrides": {"lm_head": "f32", "layers.0.mlp.down_proj": "f16"}, "overflow": "clamp",
+            "attention": {"full_max": 128}, "token_buckets": [1, 8, 64]}"#,
+    );
+    assert_eq!((options.resolved_parallel_ops(), options.resolved_fusion()), (4, 2));
+    assert_eq!(options.resolved_precision(Numerics::Fast), Precision::BF16);
+    assert_eq!(options.precision_overrides["lm_head"], Precision::F32);
+    assert_eq!((options.attention.full_max, options.attention.partial_max), (128, 2048));
+    assert_eq!(
+        (options.overflow, options.token_buckets.as_deref()),
+        (OverflowPolicy::Clamp, Some([1, 8, 64].as_slice()))
+    );
+    options.validate(Numerics::Fast).unwrap();
+    assert_eq!(read(&serde_json::to_string(&options).unwrap()), options);
+    let presets = [1, 1, 1, 4].into_iter().enumerate();
+    for (opt_level, parallel_ops) in presets {
+        assert_eq!(CompileOptions::preset(opt_level as u8).resolved_parallel_ops(), parallel_ops);
+    }
 }
 
 #[test]
@@ -73,7 +97,7 @@ fn files_may_use_the_usual_spellings() {
 
 #[test]
 fn files_are_refused_with_the_reason() {
-    let lanes = "expected 1: steps that run side by side in lanes are not implemented";
+    let lanes = "expected a number from 1 to 4";
     for (json, words) in [
         (r#"{"opt_level": 4}"#, "compile option opt_level: got 4, expected a level from 0 to 3"),
         (r#"{"opt_level": -1}"#, "compile option opt_level: got -1, expected a level from 0 to 3"),
@@ -86,9 +110,13 @@ fn files_are_refused_with_the_reason() {
         (r#"{"fusion": [1]}"#, "compile option fusion"),
         (r#"{"memory_reuse": 1}"#, "compile option memory_reuse: got 1, expected true or false"),
         (r#"{"memory_reuse": "off"}"#, "compile option memory_reuse: got \"off\", expected true or false"),
-        (r#"{"parallel_ops": 4}"#, &format!("compile option parallel_ops: got 4, {lanes}")),
+        (r#"{"parallel_ops": 5}"#, &format!("compile option parallel_ops: got 5, {lanes}")),
         (r#"{"parallel_ops": 0}"#, &format!("compile option parallel_ops: got 0, {lanes}")),
-        (r#"{"precision": "f16"}"#, "compile option precision: got \"f16\", expected \"f32\""),
+        (r#"{"precision": "fp16"}"#, "compile option precision: got \"fp16\", expected \"f32\""),
+        (r#"{"precision_overrides": {"q_proj": "half"}}"#, "unknown variant `half`"),
+        (r#"{"overflow": "ignore"}"#, "unknown variant `ignore`"),
+        (r#"{"attention": {"full": 3}}"#, "unknown field `full`"),
+        (r#"{"token_buckets": [-1]}"#, "invalid value: integer `-1`"),
         (r#"{"precision": 16}"#, "compile option precision: got 16, expected \"f32\""),
         (r#"{"fusion": 2, "fusion_level": 2}"#, "duplicate field `fusion`"),
         (r#"{"pipeline_depth": 2}"#, "unknown field `pipeline_depth`"),
@@ -102,12 +130,13 @@ fn files_are_refused_with_the_reason() {
 #[test]
 fn code_is_refused_with_the_reason() {
     type Change = fn(&mut CompileOptions);
-    let cases: [(Numerics, Change, &str, &str); 6] = [
+    let cases: [(Numerics, Change, &str, &str); 7] = [
         (Numerics::Fast, |o| o.opt_level = Some(4), "opt_level", "4"),
         (Numerics::Fast, |o| o.fusion = Some(255), "fusion", "255"),
-        (Numerics::Fast, |o| o.parallel_ops = Some(2), "parallel_ops", "2"),
+        (Numerics::Fast, |o| o.parallel_ops = Some(5), "parallel_ops", "5"),
         (Numerics::Fast, |o| o.parallel_ops = Some(0), "parallel_ops", "0"),
-        (Numerics::Fast, |o| o.precision = Some(Precision::F32), "precision", "f32"),
+        (Numerics::Exact, |o| o.precision = Some(Precision::F16), "precision", "f16"),
+        (Numerics::Fast, |o| o.attention.full_max = 2049, "attention", "full_max 2049 above partial_max 2048"),
         (Numerics::Exact, |o| o.precision = Some(Precision::Mix), "precision", "mix"),
     ];
     for (numerics, change, field, got) in cases {
@@ -121,9 +150,10 @@ fn code_is_refused_with_the_reason() {
             other => panic!("{field}: {other:?}"),
         }
     }
-    for (numerics, precision) in [(Numerics::Exact, Precision::F32), (Numerics::Fast, Precision::Mix)] {
+    let sound = [Precision::F32, Precision::BF16, Precision::F16, Precision::Mix].map(|p| (Numerics::Fast, p));
+    for (numerics, precision) in sound.into_iter().chain([(Numerics::Exact, Precision::F32)]) {
         let mut options = CompileOptions::default();
-        (options.precision, options.parallel_ops) = (Some(precision), Some(1));
+        (options.precision, options.parallel_ops) = (Some(precision), Some(4));
         options.validate(numerics).unwrap();
     }
 }

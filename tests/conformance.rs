@@ -8,8 +8,9 @@ mod model;
 
 use std::path::{Path, PathBuf};
 
-use ascend_llm::engine::Engine;
-use ascend_llm::graph::{CompileOptions, Numerics};
+use ascend_llm::engine::{BuildError, Engine};
+use ascend_llm::graph::{CompileOptions, Numerics, Precision};
+use ascend_llm::kv_cache::KvDType;
 use model::{Model, argmax, log_softmax_at, small_config};
 use serde::Deserialize;
 
@@ -118,6 +119,66 @@ fn fast_numerics_stay_within_their_bound() {
     }
 }
 
+/// Largest difference of a logit from the f32 reference, by what activations are rounded to: a rounding of 2^-9 (bf16) or
+/// 2^-12 (f16) of each input of a product, averaged over its sum, through two layers. Keys and values stay in f32 here.
+const PRECISION_BOUNDS: [(Precision, f32); 4] =
+    [(Precision::F32, EXACT_BOUND), (Precision::BF16, 1.2e-1), (Precision::F16, 1.5e-2), (Precision::Mix, EXACT_BOUND)];
+
+/// Every precision is as near to the reference as it says, bit-equal at every level, and not another one by another name.
+#[test]
+fn precisions_stay_within_their_bounds() {
+    let mut worst = [0.0f32; 4];
+    for folder in models() {
+        let case = golden(&folder).cases.pop().unwrap();
+        let ids = &case.input_ids;
+        for ((precision, bound), worst) in PRECISION_BOUNDS.into_iter().zip(&mut worst) {
+            let with = |level, overrides: &[(&str, Precision)]| {
+                let mut config = small_config();
+                (config.numerics, config.kv_dtype) = (Numerics::Fast, Some(KvDType::F32));
+                config.compile = CompileOptions::preset(level);
+                config.compile.precision = Some(precision);
+                for (name, precision) in overrides {
+                    config.compile.precision_overrides.insert((*name).to_owned(), *precision);
+                }
+                Model::new(Engine::builder(&folder).config(config)).forward(ids, ids.len())
+            };
+            let rows = with(0, &[]);
+            let label = format!("{}, {precision:?}", folder.display());
+            let error = largest_difference(rows.last().unwrap(), &case.last_logits);
+            assert!(error <= bound, "{label}: logits differ by {error}");
+            *worst = worst.max(error);
+            for level in 1..=CompileOptions::MAX_OPT_LEVEL {
+                assert!(with(level, &[]) == rows, "{label}: level {level}");
+            }
+            // Exceptions act one by one, and all of them together are the rule.
+            let projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"];
+            let is_narrow = matches!(precision, Precision::BF16 | Precision::F16);
+            for name in projections {
+                assert_eq!(with(2, &[(name, Precision::F32)]) != rows, is_narrow, "{label}: {name}");
+            }
+            assert_eq!(with(2, &[("layers.1.mlp.down_proj", Precision::F32)]) != rows, is_narrow, "{label}");
+            let all = projections.map(|name| (name, Precision::F32));
+            assert!(with(2, &all) == model_in_f32(&folder).forward(ids, ids.len()), "{label}");
+        }
+    }
+    println!("largest errors of {PRECISION_BOUNDS:?}: {worst:?}");
+}
+
+fn model_in_f32(folder: &Path) -> Model {
+    model(folder, Numerics::Exact, 2)
+}
+
+#[test]
+fn an_exception_for_no_projection_is_refused() {
+    for name in ["norm", "logits", "proj", "softmax", "layers.7.mlp.down_proj", "model.norm"] {
+        let mut config = small_config();
+        config.compile.precision_overrides.insert(name.to_owned(), Precision::F16);
+        let error = Engine::builder(&models()[0]).config(config).build_core().unwrap_err();
+        let BuildError::Compile(error) = error else { panic!("{name}: {error:?}") };
+        assert!(error.to_string().contains(&format!("precision_overrides: got {name}, expected the name")), "{error}");
+    }
+}
+
 #[test]
 fn fusion_levels_and_chunks_agree_bit_by_bit() {
     for folder in models() {
@@ -126,13 +187,17 @@ fn fusion_levels_and_chunks_agree_bit_by_bit() {
             let ids = &case.input_ids;
             let reference = model(&folder, numerics, 0).forward(ids, ids.len());
             for level in 0..=CompileOptions::MAX_FUSION {
-                for memory_reuse in [true, false] {
+                let presets = std::iter::once(CompileOptions::preset(level));
+                let knobs = [(true, 1), (false, 1), (true, 2), (true, 3), (true, 4), (false, 4)];
+                let knobs = knobs.map(|(memory_reuse, parallel_ops)| {
                     let mut options = CompileOptions::default();
                     (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
-                    for options in [options, CompileOptions::preset(level)] {
-                        let got = with_options(&folder, numerics, options.clone()).forward(ids, ids.len());
-                        assert!(got == reference, "{}: {options:?}", folder.display());
-                    }
+                    options.parallel_ops = Some(parallel_ops);
+                    options
+                });
+                for options in presets.chain(knobs) {
+                    let got = with_options(&folder, numerics, options.clone()).forward(ids, ids.len());
+                    assert!(got == reference, "{}: {options:?}", folder.display());
                 }
             }
             for chunk in [1, 7, 16] {

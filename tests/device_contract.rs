@@ -294,7 +294,7 @@ impl Rig {
         let graph = decoder_graph(&config, &source).unwrap();
         let plan = compile(&graph, device.caps().target, Numerics::Exact, &CompileOptions::default(), BUCKET).unwrap();
         let weights = device.upload(&source, &graph.weights).unwrap();
-        let program = device.load(&plan, weights, &GEOMETRY).unwrap();
+        let program = device.load(std::slice::from_ref(&plan), &[weights], &GEOMETRY).unwrap();
         let stream = device.stream().unwrap();
         let words = |words: &[u32]| {
             let span = whole(&device, 4 * words.len() as u64);
@@ -307,7 +307,8 @@ impl Rig {
             block_tables: words(&[3, 0, 1, 4]),
             logit_rows: words(&[4, 5]),
             logits: whole(&device, 2 * 160 * 4),
-            row_status: whole(&device, 2),
+            best: whole(&device, 2 * 4),
+            row_status: whole(&device, 6),
             kv_pool: whole(&device, POOL_BLOCKS * layout(&device).bytes_per_block),
         };
         let shape = LaunchShape { tokens: 6, seqs: 2, logit_rows: 2, table_stride: 2 };
@@ -335,7 +336,7 @@ fn a_sound_launch_runs_and_repeats() {
     rig.launch().unwrap();
     let first = rig.logits();
     assert!(first.iter().any(|byte| *byte != 0));
-    assert_eq!(bytes_of(&rig.device, rig.io.row_status), [0, 0]);
+    assert_eq!(bytes_of(&rig.device, rig.io.row_status), [0; 6]);
     rig.launch().unwrap();
     assert!(rig.logits() == first);
 }
@@ -357,12 +358,12 @@ fn unknown_programs_weights_and_streams_are_invalid() {
     }
     rig.stream = stream;
     for weights in [other.weights, WeightSetId(0), WeightSetId(program.0)] {
-        refused("weights", rig.device.load(&rig.plan, weights, &GEOMETRY));
+        refused("weights", rig.device.load(std::slice::from_ref(&rig.plan), &[weights], &GEOMETRY));
     }
     // Weights live as long as a program uses them; a program is gone once unloaded.
     rig.device.release_weights(rig.weights);
     rig.launch().unwrap();
-    refused("released weights", rig.device.load(&rig.plan, rig.weights, &GEOMETRY));
+    refused("released weights", rig.device.load(std::slice::from_ref(&rig.plan), &[rig.weights], &GEOMETRY));
     rig.device.unload(program);
     invalid("unloaded", rig.launch());
 }
@@ -439,12 +440,13 @@ fn breaks() -> Vec<Break> {
         case("one buffer twice", |rig| rig.io.positions = rig.io.token_ids),
         case("the pool as logits", |rig| rig.io.logits.buffer = rig.io.kv_pool.buffer),
     ];
-    let bindings: [fn(&mut Bindings) -> &mut Span; 7] = [
+    let bindings: [fn(&mut Bindings) -> &mut Span; 8] = [
         |io| &mut io.token_ids,
         |io| &mut io.positions,
         |io| &mut io.block_tables,
         |io| &mut io.logit_rows,
         |io| &mut io.logits,
+        |io| &mut io.best,
         |io| &mut io.row_status,
         |io| &mut io.kv_pool,
     ];
@@ -457,7 +459,7 @@ fn breaks() -> Vec<Break> {
         cases.push(case("a span out of its buffer", span(binding, |span| span.bytes += 4)));
         cases.push(case("a span beyond counting", span(binding, |span| span.offset = u64::MAX)));
         // The pool may be any number of bytes, and start anywhere.
-        if index < 6 {
+        if index < 7 {
             cases.push(case("a span too short", span(binding, |span| span.bytes -= 1)));
             cases.push(case("an empty span", span(binding, |span| span.bytes = 0)));
             cases.push(case("a shifted span", span(binding, |span| (span.offset, span.bytes) = (1, span.bytes - 1))));
@@ -518,13 +520,13 @@ fn shared_blocks_are_read_by_all() {
 fn batches_without_wanted_rows_and_without_rows_run() {
     let mut rig = Rig::new();
     rig.shape.logit_rows = 0;
-    for span in [&mut rig.io.logit_rows, &mut rig.io.logits, &mut rig.io.row_status] {
+    for span in [&mut rig.io.logit_rows, &mut rig.io.logits, &mut rig.io.best] {
         span.bytes = 0;
     }
     rig.launch().unwrap();
     rig.shape = LaunchShape::default();
     (rig.q_lens, rig.kv_lens) = (vec![], vec![]);
-    for span in [&mut rig.io.token_ids, &mut rig.io.positions, &mut rig.io.block_tables] {
+    for span in [&mut rig.io.token_ids, &mut rig.io.positions, &mut rig.io.block_tables, &mut rig.io.row_status] {
         span.bytes = 0;
     }
     rig.launch().unwrap();
@@ -533,7 +535,8 @@ fn batches_without_wanted_rows_and_without_rows_run() {
 #[test]
 fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
     let rig = Rig::new();
-    let load = |plan: &Plan, geometry: &KvGeometry| rig.device.load(plan, rig.weights, geometry);
+    let load =
+        |plan: &Plan, geometry: &KvGeometry| rig.device.load(std::slice::from_ref(plan), &[rig.weights], geometry);
     for geometry in [
         KvGeometry { block_size: 0, ..GEOMETRY },
         KvGeometry { block_size: 24, ..GEOMETRY },

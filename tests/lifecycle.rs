@@ -412,9 +412,9 @@ fn a_model_that_gives_the_wrong_number_of_rows_is_an_engine_error() {
         fn forward(
             &mut self,
             input: &ascend_llm::engine::ForwardInput,
-        ) -> Result<ascend_llm::engine::LogitRows<'_>, DeviceError> {
+        ) -> Result<ascend_llm::engine::Forwarded<'_>, DeviceError> {
             let mut rows = self.0.forward(input)?;
-            rows.logits = &rows.logits[1..];
+            rows.logits.logits = &rows.logits.logits[1..];
             Ok(rows)
         }
         fn copy_blocks(

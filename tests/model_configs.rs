@@ -132,7 +132,7 @@ fn open_cases() {
             None => match id {
                 "c04" => {
                     let table = graph.nodes.iter().find_map(|node| match &node.op {
-                        Op::Embed { table } => Some(*table),
+                        Op::Embed { table, .. } => Some(*table),
                         _ => None,
                     });
                     let head = graph.nodes.iter().rev().find_map(|node| match &node.op {

@@ -12,7 +12,7 @@ use ascend_llm::graph::{
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, ModelKind};
 
-const TARGET: Target = Target { alignment: 128, int8_activations: true };
+const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
 
 /// Short name, path under `tests/data`, layers, whether weights are quantised, whether it has head norms.
@@ -110,10 +110,14 @@ fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
             };
             // Both norms of each layer and the last one, if what reads them takes int8.
             let norms = if quantised && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
-            let two =
-                FusionReport { linear_multi: 2 * layers, swiglu_linear: layers, norm_quantise: norms, ..one.clone() };
+            let two = FusionReport { linear_multi: 2 * layers, swiglu_linear: layers, norm_cast: norms, ..one.clone() };
             // The last layer's sum is gathered before it is normed.
-            let three = FusionReport { add_rms_norm_across: layers - 1, ..two.clone() };
+            let three = FusionReport {
+                add_rms_norm_across: layers - 1,
+                linear_arg_max: 1,
+                attention_schedules: layers,
+                ..two.clone()
+            };
             for (fusion, expected) in [(0, none), (1, one), (2, two), (3, three)] {
                 assert_eq!(plan(&graph, numerics, fusion).fused, expected, "{name}, {numerics:?}, fusion {fusion}");
             }
@@ -206,18 +210,79 @@ fn is_arena(plan: &Plan, value: usize) -> bool {
 
 #[test]
 fn any_wait_that_is_taken_away_is_missed() {
-    for plan in every_plan() {
-        let mut set = 0;
+    for plan in laned_plans() {
+        let mut waits = 0;
         for at in 0..plan.steps.len() {
-            if plan.steps[at].waits {
-                set += 1;
-                let reason = refused(&plan, "a wait", |plan| plan.steps[at].waits = false);
-                assert!(reason.contains("does not wait"), "{reason}");
+            for wait in 0..plan.steps[at].waits_on.len() {
+                waits += 1;
+                let reason = refused(&plan, "a wait", |plan| _ = plan.steps[at].waits_on.remove(wait));
+                assert!(reason.contains("does not wait") || reason.contains("overlap"), "{reason}");
             }
         }
-        // Some steps run side by side, most do not.
-        assert!(set > plan.steps.len() / 2 && set < plan.steps.len(), "{set} of {}", plan.steps.len());
+        assert!(waits > 0);
     }
+}
+
+#[test]
+fn steps_on_lanes_that_are_not_there_and_waits_for_what_comes_later_are_found() {
+    for plan in laned_plans() {
+        refused(&plan, "a lane", |plan| plan.steps[1].lane = plan.lanes);
+        refused(&plan, "a wait for itself", |plan| plan.steps[3].waits_on.push(3));
+        refused(&plan, "a wait for nothing", |plan| plan.steps[3].waits_on.push(usize::MAX));
+    }
+}
+
+/// Plans of four lanes, at every level.
+fn laned_plans() -> Vec<Plan> {
+    let mut options = CompileOptions::default();
+    options.parallel_ops = Some(4);
+    let mut plans = Vec::new();
+    for (_, path, ..) in MODELS {
+        for fusion in 0..=CompileOptions::MAX_FUSION {
+            options.fusion = Some(fusion);
+            plans.push(compile(&graph(path), TARGET, Numerics::Fast, &options, BUCKET).unwrap());
+        }
+    }
+    plans
+}
+
+/// Lanes shorten the way through a plan and change nothing else; what runs side by side shares no byte that one writes.
+#[test]
+fn lanes_group_steps_and_keep_them_apart() {
+    for (laned, single) in laned_plans().iter().zip(fast_plans()) {
+        let groups = laned.groups();
+        assert_eq!(single.groups().len(), single.steps.len());
+        assert!(groups.len() < laned.steps.len(), "{} groups of {} steps", groups.len(), laned.steps.len());
+        assert!(groups.iter().all(|group| group.len() <= 4), "{groups:?}");
+        let what = |plan: &Plan| -> Vec<_> {
+            plan.steps.iter().map(|s| (s.op.clone(), s.inputs.clone(), s.outputs.clone(), s.scratch)).collect()
+        };
+        assert_eq!(what(laned), what(&single));
+        for group in groups {
+            let span = |v: &usize| match laned.values[*v].operand {
+                Operand::Arena { offset } => Some(offset..offset + laned.values[*v].bytes(&BUCKET)),
+                _ => None,
+            };
+            for a in group.clone() {
+                for b in group.clone().filter(|b| *b != a) {
+                    let (a, b) = (&laned.steps[a], &laned.steps[b]);
+                    for written in a.outputs.iter().chain(&a.scratch).filter_map(span) {
+                        for touched in b.inputs.iter().chain(&b.outputs).chain(&b.scratch).filter_map(span) {
+                            assert!(written.end <= touched.start || touched.end <= written.start, "{}", laned.dump());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn fast_plans() -> Vec<Plan> {
+    let levels = 0..=CompileOptions::MAX_FUSION;
+    MODELS
+        .iter()
+        .flat_map(|(_, path, ..)| levels.clone().map(|level| plan(&graph(path), Numerics::Fast, level)))
+        .collect()
 }
 
 #[test]
@@ -269,7 +334,8 @@ fn reads_before_writes_and_second_writes_are_found() {
             if !plan.steps[at].outputs.is_empty() {
                 refused(&plan, "a step left out", |plan| drop(plan.steps.remove(at)));
                 let reason = refused(&plan, "a step twice", |plan| plan.steps.insert(at, plan.steps[at].clone()));
-                assert!(reason.contains("a second time"), "{reason}");
+                let ends = plan.steps[at].op.name().ends_with("arg_max");
+                assert!(ends || reason.contains("a second time"), "{reason}");
             }
         }
     }
@@ -416,7 +482,8 @@ fn what_cannot_be_compiled_is_refused() {
     assert!(matches!(error, CompileError::Option { option: "fusion", .. }), "{error}");
     options.fusion = Some(2);
     for alignment in [0, 32, 100] {
-        let target = Target { alignment, ..TARGET };
+        let mut target = TARGET;
+        target.alignment = alignment;
         assert!(compile(&graph, target, Numerics::Exact, &options, BUCKET).is_err(), "alignment {alignment}");
     }
     for tokens in [usize::MAX, 1 << 60, 1 << 45] {
@@ -429,7 +496,8 @@ fn what_cannot_be_compiled_is_refused() {
     }
     // A device without integer kernels keeps f32 activations.
     let quantised = crate::graph(MODELS[2].1);
-    let target = Target { int8_activations: false, ..TARGET };
+    let mut target = TARGET;
+    target.int8_activations = false;
     let fast = compile(&quantised, target, Numerics::Fast, &options, BUCKET).unwrap();
     assert_eq!(fast, plan(&quantised, Numerics::Exact, 2));
 }

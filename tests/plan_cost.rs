@@ -12,7 +12,7 @@ use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, DType, ModelKind};
 use proptest::prelude::*;
 
-const TARGET: Target = Target { alignment: 128, int8_activations: true };
+const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
 const MODELS: [&str; 6] = [
     "conformance/llama-gqa-tied",
@@ -43,7 +43,7 @@ fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
 fn small_graph() -> Graph {
     let mut graph = GraphBuilder::new();
     let mut matrix = |name: &str, n: usize, k: usize, dtype: DType| {
-        let weight = Weight { name: name.into(), shape: vec![n, k], dtype, role: WeightRole::Matrix };
+        let weight = Weight { name: name.into(), shape: vec![n, k], dtype, role: WeightRole::Matrix, slice: None };
         graph.weight(weight)
     };
     let table = matrix("table", 10, 32, DType::F16);
@@ -51,7 +51,8 @@ fn small_graph() -> Graph {
     let (o, up) = (matrix("o", 32, 32, DType::F32), matrix("up", 64, 32, DType::Q8_0));
     let (gate, down) = (matrix("gate", 64, 32, DType::Q8_0), matrix("down", 32, 64, DType::Q8_0));
     let mut vector = |name: &str, len: usize| {
-        graph.weight(Weight { name: name.into(), shape: vec![len], dtype: DType::F32, role: WeightRole::Vector })
+        let (shape, dtype, role) = (vec![len], DType::F32, WeightRole::Vector);
+        graph.weight(Weight { name: name.into(), shape, dtype, role, slice: None })
     };
     let (norm, bias) = (vector("norm", 32), vector("bias", 32));
     let norm = NormSpec { weight: norm, eps: 1e-5, group: 32 };
@@ -66,7 +67,8 @@ fn small_graph() -> Graph {
     let q = graph.rope(q, angles, 16, RopeStyle::Half, "q_rot");
     let k = graph.rope(k, angles, 16, RopeStyle::Half, "k_rot");
     let stored = graph.kv_write(k, v, 0, "kv");
-    let shape = AttentionShape { layer: 0, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window: None };
+    let shape =
+        AttentionShape { layer: 0, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window: None, schedules: None };
     let a = graph.attention(q, stored, shape, "a");
     let o = graph.linear(a, part(o), "o");
     let mid = graph.add(x, o, "mid");
@@ -80,7 +82,7 @@ fn small_graph() -> Graph {
     let wanted = graph.gather_rows(out, "wanted");
     let last = graph.rms_norm(wanted, norm, "last");
     let logits = graph.linear(last, part(table), "logits");
-    graph.finish(logits)
+    graph.finish(out, logits)
 }
 
 fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> Cost {
@@ -120,7 +122,8 @@ fn steps_cost_what_one_counts_by_hand() {
         ("gather_rows", cost(0, 0, 4 + 256, 0)),
         ("rms_norm", cost(32 * 4, 128, 256, 0)),
         ("linear", cost(2 * 10 * 32, 2 * 10 * 32, 128 + 40, 0)),
-        ("row_status", cost(0, 0, 40 + 1, 0)),
+        ("arg_max", cost(0, 0, 40 + 4, 0)),
+        ("row_status", cost(0, 0, 3 * 128 + 4 + 3, 0)),
     ];
     let costs = plan.step_costs(&shape);
     let got: Vec<_> = plan.steps.iter().map(|step| step.op.name()).zip(costs.iter().copied()).collect();

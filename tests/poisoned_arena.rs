@@ -65,7 +65,11 @@ fn levels() -> Vec<CompileOptions> {
         (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
         options
     };
-    reuse.map(with).collect()
+    let mut lanes = CompileOptions::preset(3);
+    lanes.parallel_ops = Some(4);
+    let mut plain_lanes = CompileOptions::preset(1);
+    (plain_lanes.fusion, plain_lanes.parallel_ops) = (Some(0), Some(4));
+    reuse.map(with).chain([lanes, plain_lanes]).collect()
 }
 
 #[test]

@@ -15,6 +15,7 @@ fn good() -> ForwardInput {
         kv_lens: vec![3, 1],
         tables: vec![BlockId(0), BlockId(1)],
         logit_rows: vec![2, 3],
+        f32_from: vec![],
     }
 }
 
@@ -25,9 +26,13 @@ fn batches_whose_lists_disagree_are_refused() {
     (config.max_num_seqs, config.max_num_batched_tokens) = (4, 16);
     config.kv_cache = CacheBudget::Blocks(4);
     let mut runner = Engine::builder(folder).config(config).build_runner().unwrap();
-    let expected = runner.forward(&good()).unwrap().logits.to_vec();
+    let expected = runner.forward(&good()).unwrap().logits.logits.to_vec();
 
-    let broken: [fn(&mut ForwardInput); 12] = [
+    let broken: [fn(&mut ForwardInput); 16] = [
+        |batch| batch.f32_from = vec![0],
+        |batch| batch.f32_from = vec![1, 0],
+        |batch| batch.logit_rows = vec![3, 2],
+        |batch| batch.logit_rows = vec![2, 4],
         |batch| batch.q_lens[0] = 0,
         |batch| batch.q_lens[0] = 4,
         |batch| batch.kv_lens[0] = 2,
@@ -44,8 +49,8 @@ fn batches_whose_lists_disagree_are_refused() {
     for (case, break_it) in broken.iter().enumerate() {
         let mut batch = good();
         break_it(&mut batch);
-        let outcome = runner.forward(&batch).map(|rows| rows.vocab);
+        let outcome = runner.forward(&batch).map(|rows| rows.logits.vocab);
         assert!(matches!(outcome, Err(DeviceError::Invalid { .. })), "case {case}: {outcome:?}");
-        assert!(runner.forward(&good()).unwrap().logits == expected, "after case {case}");
+        assert!(runner.forward(&good()).unwrap().logits.logits == expected, "after case {case}");
     }
 }

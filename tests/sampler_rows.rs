@@ -30,7 +30,7 @@ impl Case {
 fn run(sampler: &mut Sampler, cases: &[Case], order: &[usize], out: &mut Vec<Result<Sampled, SampleError>>) {
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
     let rows: Vec<SampleRow<'_>> = order.iter().map(|&at| cases[at].row(at)).collect();
-    sampler.sample(LogitRows { logits: &logits, vocab: VOCAB, status: &vec![0; cases.len()] }, &rows, out);
+    sampler.sample(LogitRows { logits: &logits, vocab: VOCAB, status: &vec![0; cases.len()], best: &[] }, &rows, out);
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -113,7 +113,7 @@ fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, positio
     let output = vec![0; position];
     let row = SampleRow { row: 0, params, prompt: &[], output: &output, eos_ids: &[], bad_words: &[], seed, choice };
     let mut out = Vec::new();
-    let logits = LogitRows { logits, vocab: logits.len(), status: &[0] };
+    let logits = LogitRows { logits, vocab: logits.len(), status: &[0], best: &[] };
     Sampler::new(logits.vocab).sample(logits, &[row], &mut out);
     out.remove(0).expect("a token").token
 }
@@ -241,7 +241,11 @@ fn frequencies_match_the_probabilities() {
                 })
                 .collect();
             let mut out = Vec::new();
-            Sampler::new(200).sample(LogitRows { logits: &logits, vocab: 200, status: &[0] }, &rows, &mut out);
+            Sampler::new(200).sample(
+                LogitRows { logits: &logits, vocab: 200, status: &[0], best: &[] },
+                &rows,
+                &mut out,
+            );
             for sampled in out {
                 counts[sampled.expect("a token").token as usize] += 1.0;
             }

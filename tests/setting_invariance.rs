@@ -1,5 +1,5 @@
 //! What an engine is set to for speed or memory does not show in an answer: threads, prefix cache, step budget, block
-//! size, fusion, memory reuse. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
+//! size, fusion, lanes, buckets, attention's loop orders, memory reuse. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -49,7 +49,7 @@ fn plain(numerics: Numerics) -> EngineConfig {
 type Change = (&'static str, fn(&mut EngineConfig));
 
 /// All leave the pool at 2,048 tokens, which holds all requests of the test; small pools are `batch_invariance`'s.
-const CHANGES: [Change; 12] = [
+const CHANGES: [Change; 17] = [
     ("two threads", |c| c.threads = Some(2)),
     ("prefix cache", |c| c.prefix_caching = true),
     ("16 rows a step", |c| c.max_num_batched_tokens = 16),
@@ -61,8 +61,20 @@ const CHANGES: [Change; 12] = [
     ("fusion 2", |c| c.compile.fusion = Some(2)),
     ("fusion 3", |c| c.compile.fusion = Some(3)),
     ("no memory reuse", |c| c.compile.memory_reuse = Some(false)),
+    ("two lanes", |c| c.compile.parallel_ops = Some(2)),
+    ("four lanes", |c| (c.compile.parallel_ops, c.threads) = (Some(4), Some(2))),
+    ("buckets", |c| c.compile.token_buckets = Some(vec![1, 2, 3, 16, 40])),
+    ("attention at once", |c| {
+        c.compile.fusion = Some(3);
+        (c.compile.attention.full_max, c.compile.attention.partial_max) = (4096, 4096);
+    }),
+    ("attention in every order", |c| {
+        c.compile.fusion = Some(3);
+        (c.compile.attention.full_max, c.compile.attention.partial_max) = (32, 80);
+    }),
     ("everything at once", |c| {
-        (c.threads, c.prefix_caching, c.compile.fusion) = (Some(2), true, Some(3));
+        (c.threads, c.prefix_caching, c.compile.opt_level) = (Some(2), true, Some(3));
+        (c.compile.fusion, c.compile.token_buckets) = (Some(3), Some(vec![8, 24]));
         (c.max_num_batched_tokens, c.block_size, c.kv_cache) = (64, Some(32), CacheBudget::Blocks(64));
     }),
 ];

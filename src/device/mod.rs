@@ -94,6 +94,10 @@ pub struct DeviceCaps {
     pub static_shapes: bool,
     /// Whether a row's result is bit-equal whoever shares the batch.
     pub batch_invariant: bool,
+    /// Ranks that a model can be cut into for it.
+    pub max_ranks: u32,
+    /// Whether it runs plans with f32 activations, so that sequences that overflow can go on in one.
+    pub retry_f32: bool,
     /// Bytes of memory it can allocate, as far as known.
     pub memory_bytes: Option<u64>,
 }
@@ -109,7 +113,7 @@ pub struct KvLayout {
     pub alignment: u64,
 }
 
-/// Buffers of one launch: seven different ones, each span exactly as long as the launch's shape says.
+/// Buffers of one launch: eight different ones, each span exactly as long as the launch's shape says.
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
     /// `u32` ids, one a row.
@@ -122,7 +126,9 @@ pub struct Bindings {
     pub logit_rows: Span,
     /// `f32` logits out.
     pub logits: Span,
-    /// `u8` row status out.
+    /// `u32` id of the largest logit of each row of logits out: the lowest of equals, `u32::MAX` where one is not finite.
+    pub best: Span,
+    /// `u8` [`RowStatus`](crate::graph::RowStatus) of each row of the batch out.
     pub row_status: Span,
     /// The KV pool.
     pub kv_pool: Span,
@@ -153,6 +159,17 @@ pub struct StepArgs<'a> {
     pub q_lens: &'a [u32],
     /// Tokens each sequence has after this launch.
     pub kv_lens: &'a [u32],
+}
+
+/// A custom operation that failed in a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CustomFailure {
+    /// Rows of the batch it was called for.
+    pub rows: std::ops::Range<usize>,
+    /// The operation's name.
+    pub name: String,
+    /// What it or its panic said.
+    pub reason: String,
 }
 
 /// A machine that executes plans. See the [module](self) for the contract.
@@ -188,8 +205,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError>;
     /// Gives a weight set back once no program uses it.
     fn release_weights(&self, weights: WeightSetId);
-    /// Prepares a plan for launching: resolves operations, allocates its arena.
-    fn load(&self, plan: &Plan, weights: WeightSetId, kv: &KvGeometry) -> Result<ProgramId, CompileError>;
+    /// Prepares plans for launching, one a rank of the model in order, each with the weights its graph names: resolves
+    /// operations, allocates arenas. `kv` has the heads of all ranks.
+    fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError>;
+    /// Elements that were too large for the type they are stored in and were clamped, by operation, since the program was
+    /// loaded; operations without any are left out.
+    fn overflows(&self, program: ProgramId) -> Vec<(&'static str, u64)>;
+    /// Calls of custom operations that failed in the program's last launch.
+    fn custom_failures(&self, program: ProgramId) -> Vec<CustomFailure>;
     /// Gives a program back.
     fn unload(&self, program: ProgramId);
     /// Queues one batch.

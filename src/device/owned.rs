@@ -76,19 +76,20 @@ impl Drop for OwnedWeights {
 pub struct OwnedProgram {
     device: Arc<dyn Device>,
     id: ProgramId,
-    _weights: Arc<OwnedWeights>,
+    _weights: Vec<Arc<OwnedWeights>>,
 }
 
 impl OwnedProgram {
-    /// Loads a plan over uploaded weights.
+    /// Loads plans over uploaded weights, one of each a rank.
     pub fn load(
         device: &Arc<dyn Device>,
-        plan: &Plan,
-        weights: &Arc<OwnedWeights>,
+        plans: &[Plan],
+        weights: &[Arc<OwnedWeights>],
         kv: &KvGeometry,
     ) -> Result<Self, CompileError> {
-        let id = device.load(plan, weights.id(), kv)?;
-        Ok(Self { device: Arc::clone(device), id, _weights: Arc::clone(weights) })
+        let ids: Vec<WeightSetId> = weights.iter().map(|set| set.id()).collect();
+        let id = device.load(plans, &ids, kv)?;
+        Ok(Self { device: Arc::clone(device), id, _weights: weights.to_vec() })
     }
 
     /// The program.

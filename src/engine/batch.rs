@@ -6,7 +6,7 @@
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Scheduler};
 
-use super::forward::ForwardInput;
+use super::forward::{ForwardInput, NEVER};
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,8 @@ pub(crate) struct Batch {
     pub input: ForwardInput,
     /// One for each of `input.logit_rows`.
     pub wanted: Vec<WantedRow>,
+    /// The chunk of the call's first sequence; its others follow.
+    pub first_chunk: usize,
     next_chunk: usize,
     /// Rows of that chunk that earlier calls have taken.
     taken: u32,
@@ -47,8 +49,10 @@ impl Batch {
                 kv_lens: Vec::with_capacity(seqs),
                 tables: Vec::with_capacity(table_blocks),
                 logit_rows: Vec::with_capacity(wanted),
+                f32_from: Vec::with_capacity(seqs),
             },
             wanted: Vec::with_capacity(wanted),
+            first_chunk: 0,
             next_chunk: 0,
             taken: 0,
         }
@@ -72,6 +76,7 @@ impl Batch {
     ) -> bool {
         self.input.clear();
         self.wanted.clear();
+        self.first_chunk = self.next_chunk;
         while let Some(chunk) = chunks.get(self.next_chunk) {
             let room = max_wanted - u32::try_from(self.wanted.len()).unwrap_or(max_wanted);
             let start = chunk.start + self.taken;
@@ -111,6 +116,7 @@ impl Batch {
         self.input.tokens.extend_from_slice(tokens);
         self.input.q_lens.push(rows.end - rows.start);
         self.input.kv_lens.push(rows.end);
+        self.input.f32_from.push(scheduler.f32_from(chunk.seq).unwrap_or(NEVER));
         let used = rows.end.div_ceil(blocks.block_size()) as usize;
         self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
         let (chunk_index, seq) = (self.next_chunk, chunk.seq);

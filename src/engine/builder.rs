@@ -8,15 +8,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
 use super::error::BuildError;
+use super::programs::{Plans, cut, stored_heads};
 use super::runner::{ModelRunner, RunnerShape};
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
-use crate::device::{Device, KvLayout, OwnedProgram, OwnedWeights};
-use crate::graph::{Bucket, Cost, CostShape, Graph, Numerics, Plan, Weight, WeightRole, compile};
+use crate::device::{Device, KvLayout, OwnedWeights};
+use crate::graph::{
+    Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, Plan, RegisteredOp, Weight, WeightRole,
+};
 use crate::kv_cache::{KvDType, KvGeometry};
-use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
+use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
 
@@ -60,16 +63,38 @@ pub struct EngineInfo {
     pub pool_tokens: u64,
     /// Bytes of the KV pool.
     pub pool_bytes: u64,
-    /// Bytes of the plan's arena.
+    /// Bytes of all plans' arenas.
     pub arena_bytes: u64,
-    /// Steps of the plan: what is launched for each batch.
+    /// Steps of the plan for the largest batches: what is launched for each.
     pub plan_steps: u32,
-    /// Steps of the plan that wait for all before them; the others run beside those.
-    pub plan_waits: u32,
+    /// Groups of steps that may run side by side: as many barriers a batch meets.
+    pub plan_groups: u32,
     /// One token of one sequence of `max_model_len` tokens.
     pub decode_cost: Cost,
     /// `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
     pub prefill_cost: Cost,
+    /// The plans by the rows they are made for, ascending.
+    pub buckets: Vec<BucketInfo>,
+}
+
+/// The plan for batches of some numbers of rows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BucketInfo {
+    /// Most rows it takes. A device with fixed shapes computes as many for every batch.
+    pub rows: u32,
+    /// Fewest rows it is used for: one more than the bucket before it takes.
+    pub fewest_rows: u32,
+    /// Steps, of all ranks.
+    pub launches: u32,
+    /// Groups of steps that may run side by side.
+    pub groups: u32,
+    /// Bytes of the arenas of all ranks.
+    pub arena_bytes: u64,
+    /// `rows` prompt tokens, of as few sequences as hold that many.
+    pub cost: Cost,
+    /// `fewest_rows` prompt tokens: what a device with fixed shapes adds to them by padding is the difference to `cost`.
+    pub fewest_rows_cost: Cost,
 }
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
@@ -82,6 +107,7 @@ pub struct EngineBuilder {
     device: Option<Arc<dyn Device>>,
     vocabulary: Option<Arc<dyn Vocabulary>>,
     clock: Arc<dyn Clock>,
+    customs: Vec<RegisteredOp>,
     on_progress: Option<Arc<OnProgress>>,
 }
 
@@ -104,6 +130,7 @@ impl Engine {
             device: None,
             vocabulary: None,
             clock: Arc::new(SystemClock::default()),
+            customs: Vec::new(),
             on_progress: None,
         }
     }
@@ -125,6 +152,12 @@ impl EngineBuilder {
     /// Uses this vocabulary instead of the model's own.
     pub fn tokenizer(mut self, vocabulary: Arc<dyn Vocabulary>) -> Self {
         self.vocabulary = Some(vocabulary);
+        self
+    }
+
+    /// Adds an operation of the caller's own to the model; several of one place run in the order in which they were added.
+    pub fn custom_op(mut self, site: CustomSite, op: Arc<dyn CustomOp>) -> Self {
+        self.customs.push(RegisteredOp { site, op });
         self
     }
 
@@ -164,7 +197,7 @@ impl EngineBuilder {
         let files = weights::open(&self.model)?;
         let model = read_config(&files)?;
         let text = TextFiles::read(&files, self.vocabulary)?;
-        let graph = decoder_graph(&model, files.source.as_ref())?;
+        let graph = decoder_graph_with(&model, files.source.as_ref(), &self.customs)?;
 
         let device = if let Some(device) = self.device {
             device
@@ -173,7 +206,13 @@ impl EngineBuilder {
             Arc::new(CpuDevice::new(options)?)
         };
         let max_model_len = settle_model_len(&mut config, &model)?;
-        let geometry = settle_geometry(&mut config, &model, device.as_ref())?;
+        let (ranks, most_ranks) = (config.tensor_parallel_size, device.caps().max_ranks);
+        if ranks > most_ranks {
+            let expected = format!("at most {most_ranks} on device {}", device.caps().name);
+            return Err(refuse("tensor_parallel_size", ranks, expected).into());
+        }
+        let graphs = cut(&graph, ranks)?;
+        let geometry = settle_geometry(&mut config, &model, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
         let bucket = Bucket {
             tokens: config.max_num_batched_tokens as usize,
@@ -181,13 +220,14 @@ impl EngineBuilder {
             seqs: config.max_num_seqs as usize,
             kv_tokens: max_model_len as usize,
         };
-        let plan = compile(&graph, device.caps().target, config.numerics, &config.compile, bucket)?;
+        let plans = Plans::compile(&graphs, &config, device.as_ref(), bucket)?;
 
         let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
-        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights)?);
-        let taken_bytes = source.total_bytes + plan.arena_bytes as u64;
+        let upload = |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights).map(Arc::new);
+        let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
+        let taken_bytes = source.total_bytes + plans.arena_bytes();
         let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
-        let program = OwnedProgram::load(&device, &plan, &weights, &geometry)?;
+        let programs = plans.load(&device, &weights, &geometry)?;
 
         let shape = RunnerShape {
             bucket,
@@ -213,13 +253,17 @@ impl EngineBuilder {
             pool_blocks,
             pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
             pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
-            arena_bytes: plan.arena_bytes as u64,
-            plan_steps: to_u32(plan.steps.len()),
-            plan_waits: to_u32(plan.steps.iter().filter(|step| step.waits).count()),
-            decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
-            prefill_cost: full_prefill_cost(&plan, max_model_len, &geometry),
+            arena_bytes: plans.arena_bytes(),
+            ..plans.main().map_or_else(EngineInfo::default, |plan| EngineInfo {
+                plan_steps: to_u32(plan.steps.len()),
+                plan_groups: to_u32(plan.groups().len()),
+                decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
+                prefill_cost: prompt_cost(plan, to_u32(bucket.tokens), max_model_len, &geometry),
+                buckets: plans.infos(max_model_len, &geometry),
+                ..EngineInfo::default()
+            })
         };
-        let runner = ModelRunner::new(device, program, layout, shape)?;
+        let runner = ModelRunner::new(device, programs, layout, shape)?;
         Ok(Parts { config, runner, limits, text, info })
     }
 }
@@ -243,10 +287,10 @@ fn main_dtype(graph: &Graph) -> String {
     most.map_or(String::new(), |dtype| dtype.name().to_owned())
 }
 
-/// What the largest step costs that has only prompts in it, each from its beginning.
-fn full_prefill_cost(plan: &Plan, max_model_len: u32, geometry: &KvGeometry) -> Cost {
+/// What a step costs that has only rows of prompts in it, each from its beginning, of as few sequences as hold that many.
+pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: &KvGeometry) -> Cost {
     let mut lens = Vec::new();
-    let mut left = to_u32(plan.bucket.tokens);
+    let mut left = rows;
     while left > 0 && max_model_len > 0 && lens.len() < plan.bucket.seqs {
         lens.push(left.min(max_model_len));
         left -= left.min(max_model_len);
@@ -255,7 +299,7 @@ fn full_prefill_cost(plan: &Plan, max_model_len: u32, geometry: &KvGeometry) -> 
     costs.into_iter().sum()
 }
 
-fn to_u32(n: usize) -> u32 {
+pub(super) fn to_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
@@ -284,6 +328,7 @@ fn settle_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u3
 fn settle_geometry(
     config: &mut EngineConfig,
     model: &ModelConfig,
+    kv_heads: usize,
     device: &dyn Device,
 ) -> Result<KvGeometry, BuildError> {
     let caps = device.caps();
@@ -303,7 +348,7 @@ fn settle_geometry(
     }
     config.block_size = Some(to_u32(block_size));
     config.kv_dtype = Some(dtype);
-    Ok(KvGeometry { layers: model.layers, kv_heads: model.kv_heads, head_dim: model.head_dim, block_size, dtype })
+    Ok(KvGeometry { layers: model.layers, kv_heads, head_dim: model.head_dim, block_size, dtype })
 }
 
 /// Fixes the number of blocks and writes it into the configuration.
@@ -345,7 +390,12 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
         let mut hasher = DefaultHasher::new();
         salt.hash(&mut hasher);
         layout.id.hash(&mut hasher);
-        format!("{:?} {}", config.numerics, config.compile.resolved_fusion()).hash(&mut hasher);
+        let compile = &config.compile;
+        let arithmetic = (config.numerics, compile.resolved_precision(config.numerics), &compile.precision_overrides);
+        format!("{arithmetic:?} {} {:?}", config.tensor_parallel_size, compile.overflow).hash(&mut hasher);
+        for custom in &graph.customs {
+            format!("{} {}", custom.site, custom.op.name()).hash(&mut hasher);
+        }
         for weight in &graph.weights {
             (&weight.name, &weight.shape, weight.dtype).hash(&mut hasher);
         }

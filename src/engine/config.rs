@@ -45,6 +45,9 @@ pub struct EngineConfig {
     pub numerics: Numerics,
     /// Options of the graph compiler.
     pub compile: CompileOptions,
+    /// Ranks that the model is cut into, as a device with several processors needs it; on the CPU one team computes all of
+    /// them. Answers are the same for every run with as many ranks, and within rounding those of any other number.
+    pub tensor_parallel_size: u32,
     /// Whether computed prompts are kept and shared.
     pub prefix_caching: bool,
     /// Which waiting request comes next.
@@ -71,6 +74,7 @@ impl Default for EngineConfig {
             kv_dtype: None,
             numerics: Numerics::Fast,
             compile: CompileOptions::default(),
+            tensor_parallel_size: 1,
             prefix_caching: true,
             policy: SchedulePolicy::Fcfs,
             // Four full batches: beyond that a request waits longer than it runs.
@@ -114,6 +118,7 @@ impl EngineConfig {
             return Err(refuse("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
         }
         self.compile.validate(self.numerics).map_err(|error| of_compile(&error))?;
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)?;
         at_least("max_queue", self.max_queue, 1)?;
         if let Some(threads) = self.threads {
             at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
@@ -136,6 +141,9 @@ fn of_compile(error: &CompileError) -> ParamError {
         "fusion" => "compile.fusion",
         "parallel_ops" => "compile.parallel_ops",
         "precision" => "compile.precision",
+        "precision_overrides" => "compile.precision_overrides",
+        "attention" => "compile.attention",
+        "token_buckets" => "compile.token_buckets",
         other => other,
     };
     refuse(field, value, (*expected).to_owned())
@@ -148,6 +156,8 @@ pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: String
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use crate::graph::Precision;
 
@@ -177,8 +187,17 @@ mod tests {
         assert_eq!(refused(|c| c.kv_cache = CacheBudget::Bytes(0)), "kv_cache.bytes");
         assert_eq!(refused(|c| c.compile.opt_level = Some(4)), "compile.opt_level");
         assert_eq!(refused(|c| c.compile.fusion = Some(4)), "compile.fusion");
-        assert_eq!(refused(|c| c.compile.parallel_ops = Some(2)), "compile.parallel_ops");
-        assert_eq!(refused(|c| c.compile.precision = Some(Precision::F32)), "compile.precision");
+        assert_eq!(refused(|c| c.compile.parallel_ops = Some(5)), "compile.parallel_ops");
+        assert_eq!(refused(|c| c.compile.attention.full_max = 4096), "compile.attention");
+        assert_eq!(refused(|c| c.compile.attention.partial_max = 1 << 20), "compile.attention");
+        assert_eq!(refused(|c| c.compile.token_buckets = Some(vec![8, 8])), "compile.token_buckets");
+        let exactly = |precision| refused(|c| (c.numerics, c.compile.precision) = (Numerics::Exact, Some(precision)));
+        assert_eq!(exactly(Precision::BF16), "compile.precision");
+        assert_eq!(exactly(Precision::Mix), "compile.precision");
+        let narrow = BTreeMap::from([("q_proj".to_owned(), Precision::F16)]);
+        let field = refused(|c| (c.numerics, c.compile.precision_overrides) = (Numerics::Exact, narrow));
+        assert_eq!(field, "compile.precision_overrides");
+        assert_eq!(refused(|c| c.tensor_parallel_size = 0), "tensor_parallel_size");
         assert_eq!(refused(|c| c.max_queue = 0), "max_queue");
         assert_eq!(refused(|c| c.threads = Some(0)), "threads");
         assert_eq!(

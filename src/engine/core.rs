@@ -20,7 +20,7 @@ use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::draw::{Draw, Fork};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
-use super::forward::{Forward, LogitRows};
+use super::forward::{Forward, Forwarded, LogitRows, Outcome};
 use super::handle::RequestHandle;
 use super::intake::{Arrival, Intake, Limits, Stage};
 use super::output::FinishReason;
@@ -371,7 +371,7 @@ impl EngineCore {
 
     /// Runs the plan through the model, in one call or in several, and draws the tokens.
     fn compute(&mut self) -> Result<StepReport, EngineError> {
-        let Self { step, scheduler, blocks, roster, draw, forward, clock, .. } = self;
+        let Self { step, scheduler, blocks, roster, draw, forward, clock, counters, .. } = self;
         let StepBuffers { chunks, copies, batch, output, .. } = step;
         output.results.clear();
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
@@ -381,8 +381,17 @@ impl EngineCore {
         batch.rewind();
         draw.begin();
         while batch.fill(chunks, self.max_logit_rows, scheduler, blocks, |seq| roster.prompt_rows_from(seq)) {
-            let logits = forward.forward(&batch.input)?;
+            let Forwarded { logits, outcomes } = forward.forward(&batch.input)?;
             check_shape(&logits, batch.wanted.len())?;
+            for outcome in outcomes {
+                let Some(chunk) = chunks.get(batch.first_chunk + outcome.sequence) else { continue };
+                if outcome.outcome == Outcome::Retried {
+                    scheduler.set_f32_from(chunk.seq, outcome.position);
+                    Counters::add(&counters.retried_sequences, 1);
+                } else {
+                    roster.fail_at(chunk.seq, outcome);
+                }
+            }
             draw.digest(logits, &batch.wanted, scheduler, roster, clock.now(), output);
         }
         // What a request computed before it failed in this step is not to be found in the prefix cache.
@@ -390,7 +399,7 @@ impl EngineCore {
             *result = SeqResult { seq: result.seq, token: None, finished: true };
         }
         let rows: u32 = chunks.iter().map(|chunk| chunk.len).sum();
-        Counters::add(&self.counters.computed_rows, u64::from(rows));
+        Counters::add(&counters.computed_rows, u64::from(rows));
         let count = |of: fn(&SeqResult) -> bool| {
             u32::try_from(output.results.iter().filter(|result| of(result)).count()).unwrap_or(u32::MAX)
         };
@@ -432,6 +441,10 @@ impl EngineCore {
         Counters::set(&counters.free_blocks, u64::from(stats.free_blocks));
         Counters::set(&counters.prefix_queries, stats.queried_tokens);
         Counters::set(&counters.prefix_hits, stats.hit_tokens);
+        Counters::set(&counters.padded_rows, self.forward.padded_rows());
+        for (op, count) in self.forward.overflows() {
+            counters.show_overflow(op, count);
+        }
     }
 
     /// Ends the engine: no more requests are taken, and every open handle hears the error.

@@ -136,6 +136,29 @@ pub enum RequestError {
         /// Position in the sequence of the token whose logits are bad.
         position: u32,
     },
+    /// A value was too large for the type it is stored in, and the policy is to end the request.
+    #[error(
+        "a value of the token at position {position} is too large for the type it is stored in; the overflow policies \
+         `clamp` and `retry_f32` would go on"
+    )]
+    Overflow {
+        /// The choice.
+        choice: u32,
+        /// Position in the sequence of the first token that overflowed.
+        position: u32,
+    },
+    /// A custom operation failed for this request.
+    #[error("custom operation {name} failed in choice {choice} from position {position} on: {reason}")]
+    CustomOp {
+        /// The choice.
+        choice: u32,
+        /// Position in the sequence of the first row of the call.
+        position: u32,
+        /// The operation.
+        name: String,
+        /// What it or its panic said.
+        reason: String,
+    },
     /// No token could be drawn.
     #[error("cannot draw token {generated_tokens} of choice {choice}")]
     Sample {

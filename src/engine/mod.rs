@@ -24,7 +24,9 @@ mod forward;
 mod handle;
 mod intake;
 mod output;
+mod programs;
 mod request;
+mod retry;
 mod roster;
 mod runner;
 #[doc(hidden)]
@@ -39,16 +41,16 @@ mod worker;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use builder::{EngineBuilder, EngineInfo, LoadProgress};
+pub use builder::{BucketInfo, EngineBuilder, EngineInfo, LoadProgress};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{CacheBudget, EngineConfig};
 pub use core::{EngineCore, Health, ModelLimits, StepReport};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
-pub use forward::{Forward, ForwardInput, LogitRows};
+pub use forward::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome};
 pub use handle::RequestHandle;
 pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
 pub use request::{Prompt, Request, RequestId};
-pub use runner::{ModelRunner, RunnerShape};
+pub use runner::{ModelRunner, Programs, RunnerShape};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};
 

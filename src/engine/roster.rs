@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::device::CustomFailure;
+use crate::graph::RowStatus;
 use crate::kv_cache::SeqId;
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
 use crate::scheduler::{SeqMeta, Tick};
@@ -14,6 +16,7 @@ use crate::text::Vocabulary;
 
 use super::clock::elapsed_us;
 use super::error::RequestError;
+use super::forward::{Outcome, SequenceOutcome};
 use super::intake::Arrival;
 use super::output::{FinishReason, PromptInfo};
 use super::request::RequestId;
@@ -243,6 +246,21 @@ impl Roster {
             self.counters.finish(Ending::Error);
         }
         self.failed.push(request);
+    }
+
+    /// Ends the request of a sequence with what a step told of one of its rows.
+    pub fn fail_at(&mut self, seq: SeqId, found: &SequenceOutcome) {
+        let Outcome::Failed { status, custom } = &found.outcome else { return };
+        let Some((sequence, _)) = self.get(seq) else { return };
+        let (request, choice, position) = (sequence.request, sequence.choice, found.position);
+        let error = match (status, custom) {
+            (RowStatus::Overflow, _) => RequestError::Overflow { choice, position },
+            (RowStatus::CustomOpFailed, Some(CustomFailure { name, reason, .. })) => {
+                RequestError::CustomOp { choice, position, name: name.clone(), reason: reason.clone() }
+            }
+            _ => RequestError::NonFinite { choice, position },
+        };
+        self.fail(request, error);
     }
 
     /// Lets the next failed request go; the sequences it had open.

@@ -11,7 +11,7 @@ use crate::device::DeviceError;
 use crate::kv_cache::BlockId;
 use crate::text::Vocabulary;
 
-use super::forward::{Forward, ForwardInput, LogitRows};
+use super::forward::{Forward, ForwardInput, Forwarded, LogitRows};
 
 /// Fills a row of logits from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
@@ -64,7 +64,7 @@ impl ScriptedForward {
 }
 
 impl Forward for ScriptedForward {
-    fn forward(&mut self, input: &ForwardInput) -> Result<LogitRows<'_>, DeviceError> {
+    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
         (self.watch)(input)?;
         self.logits.clear();
         self.status.clear();
@@ -110,7 +110,7 @@ impl Forward for ScriptedForward {
         if wanted.next().is_some() {
             return Err(invalid(&"logit_rows are not ascending rows of the batch"));
         }
-        Ok(LogitRows { logits: &self.logits, vocab: self.vocab_size, status: &self.status })
+        Ok(LogitRows { logits: &self.logits, vocab: self.vocab_size, status: &self.status, best: &[] }.into())
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {

@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::output::FinishReason;
+use crate::graph::Op;
 
 /// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
 /// longest, which also resolve steps from a millisecond on.
@@ -66,6 +67,10 @@ pub(crate) struct Counters {
     pub prefix_hits: AtomicU64,
     pub preemptions: AtomicU64,
     pub steps: AtomicU64,
+    pub retried_sequences: AtomicU64,
+    pub padded_rows: AtomicU64,
+    /// By operation, as numbered in `Op::NAMES`.
+    overflows: [AtomicU64; Op::NAMES.len()],
     finished: [AtomicU64; 5],
     pub time_to_first_token: TimeCounter,
     pub step_time: TimeCounter,
@@ -105,6 +110,13 @@ impl Counters {
         self.finished[ending as usize].fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Sets the number of elements that have overflowed in an operation.
+    pub fn show_overflow(&self, op: &str, count: u64) {
+        if let Some(index) = Op::NAMES.iter().position(|name| *name == op) {
+            Self::set(&self.overflows[index], count);
+        }
+    }
+
     pub fn snapshot(&self, queued: u32) -> Stats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let finished = |ending: Ending| read(&self.finished[ending as usize]);
@@ -123,6 +135,9 @@ impl Counters {
             prefix_hits: read(&self.prefix_hits),
             preemptions: read(&self.preemptions),
             steps: read(&self.steps),
+            retried_sequences: read(&self.retried_sequences),
+            padded_rows: read(&self.padded_rows),
+            overflows: Op::NAMES.into_iter().zip(self.overflows.iter().map(read)).filter(|(_, n)| *n > 0).collect(),
             finished_stop: finished(Ending::Stop),
             finished_length: finished(Ending::Length),
             finished_cancelled: finished(Ending::Cancelled),
@@ -194,6 +209,12 @@ pub struct Stats {
     pub preemptions: u64,
     /// Steps that ran.
     pub steps: u64,
+    /// Sequences that overflowed and went on with f32 activations.
+    pub retried_sequences: u64,
+    /// Rows computed only to fill batches up to the size of a plan; 0 on devices whose shapes are free.
+    pub padded_rows: u64,
+    /// Elements that were too large for the type they are stored in and were clamped, by operation.
+    pub overflows: Vec<(&'static str, u64)>,
     /// Choices that ended on an end-of-sequence token, stop token or stop string.
     pub finished_stop: u64,
     /// Choices that used up their length.

@@ -3,13 +3,14 @@
 //! It is the only thread that touches the core. It ends when it is told to, when a drain is done, or when the engine
 //! fails; whatever way, the core is dropped and every open handle hears of it.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+
+use crate::panic_text::panic_text;
 
 use super::core::EngineCore;
 use super::error::EngineError;
@@ -77,16 +78,11 @@ fn run(mut core: EngineCore) {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,
                 Err(panic) => {
-                    core.fail(&EngineError::Panicked { message: message(panic.as_ref()) });
+                    core.fail(&EngineError::Panicked { message: panic_text(panic.as_ref()) });
                     break;
                 }
             },
             Stage::Stopping | Stage::Ended(_) => break,
         }
     }
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("no message").to_owned()
 }

@@ -1,8 +1,8 @@
 //! Builds graphs node by node; the only place that invents value names.
 
 use super::{
-    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RopeFrequencies, RopeStyle, Rows, Value, ValueId,
-    Weight, WeightId, id32,
+    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RegisteredOp, RopeFrequencies, RopeStyle, Rows, Value,
+    ValueId, Weight, WeightId, id32,
 };
 
 /// Appends operations to a graph in topological order.
@@ -61,7 +61,7 @@ impl GraphBuilder {
     /// Rows of an embedding table for the batch's tokens.
     pub fn embed(&mut self, table: WeightId, tag: &str) -> ValueId {
         let hidden = self.graph.weight(table).shape[1];
-        self.push(Op::Embed { table }, vec![], tag, Rows::Tokens, hidden, Elem::F32)
+        self.push(Op::Embed { table, first_id: 0 }, vec![], tag, Rows::Tokens, hidden, Elem::F32)
     }
 
     /// Cosines and sines for the batch's positions: `2 × pairs` columns.
@@ -118,10 +118,19 @@ impl GraphBuilder {
         self.push(Op::GatherRows, vec![x], tag, Rows::LogitRows, self.cols(x), Elem::F32)
     }
 
-    /// Ends the graph: `logits` leaves it, with a status byte a row.
-    pub fn finish(mut self, logits: ValueId) -> Graph {
+    /// x after the user's operation.
+    pub fn custom(&mut self, x: ValueId, op: RegisteredOp, tag: &str) -> ValueId {
+        self.graph.customs.push(op);
+        let index = self.graph.customs.len() - 1;
+        self.push(Op::Custom(index), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
+    }
+
+    /// Ends the graph: `logits` leave it, with the id of the largest a row, and a status a row of the batch, which looks at
+    /// `last`, the layers' last sums.
+    pub fn finish(mut self, last: ValueId, logits: ValueId) -> Graph {
         self.graph.vocab_size = self.cols(logits);
-        self.graph.nodes.push(Node { op: Op::RowStatus, inputs: vec![logits], outputs: vec![], layer: None });
+        let best = self.push(Op::ArgMax, vec![logits], "best", Rows::LogitRows, 1, Elem::U32);
+        self.graph.nodes.push(Node { op: Op::RowStatus, inputs: vec![last, best], outputs: vec![], layer: None });
         self.graph
     }
 }

@@ -2,8 +2,10 @@
 //! by tests.
 //!
 //! A plan that passes can be run without a doubt: every index is in range, every operand has the shape its operation
-//! needs and a place of its own while it is alive, and steps that must not run side by side do not.
+//! needs and a place of its own while it may be alive, and of two steps that touch the same bytes, one of them writing,
+//! vector clocks say that one has ended before the other begins.
 
+use super::order::{MAX_LANES, Order};
 use super::place::lives;
 use super::plan::{Operand, Plan, PlanValue, Step};
 use super::signature::{self, Operands};
@@ -33,22 +35,30 @@ fn invalid(what: String) -> CompileError {
 
 impl Plan {
     /// Checks the plan against its own rules: operands fit their operations, every value is written once before it is
-    /// read, arena values lie inside the arena, aligned, and those alive at one step never overlap (without memory reuse: no
-    /// two do); a step that must wait
-    /// for an earlier one waits.
+    /// read, arena values lie inside the arena, aligned, and those that may be alive at once never overlap (without memory
+    /// reuse: no two do); steps that touch the same bytes are ordered by their lanes and waits.
     pub fn check(&self) -> Result<(), CompileError> {
         self.check_indices()?;
         self.check_values()?;
         self.check_operands()?;
         self.check_order()?;
         self.check_places()?;
-        self.check_waits()
+        self.check_races()
     }
 
     fn check_indices(&self) -> Result<(), CompileError> {
         for (at, step) in self.steps.iter().enumerate() {
             if let Some(value) = touched(step).find(|&value| value >= self.values.len()) {
                 return Err(invalid(format!("step {at} names value {value} of {}", self.values.len())));
+            }
+            if usize::from(step.lane) >= usize::from(self.lanes).min(MAX_LANES) {
+                return Err(invalid(format!("step {at} is on lane {} of {}", step.lane, self.lanes)));
+            }
+            if let Some(other) = step.waits_on.iter().find(|&&other| other >= at) {
+                return Err(invalid(format!("step {at} waits for step {other}, which is not before it")));
+            }
+            if matches!(step.op, Op::Custom(index) if index >= self.customs.len()) {
+                return Err(invalid(format!("step {at} names a custom operation of {}", self.customs.len())));
             }
         }
         Ok(())
@@ -67,8 +77,10 @@ impl Plan {
                 return Err(invalid(format!("{name} of {} columns is too large for the bucket", value.cols)));
             }
             let placed = match value.operand {
-                Operand::Arena { .. } => value.elem != Elem::Effect,
-                Operand::Io(io) => io == Io::Logits && value.elem == Elem::F32,
+                Operand::Arena { .. } => matches!(value.elem, Elem::F32 | Elem::Q8),
+                Operand::Io(Io::Logits) => value.elem == Elem::F32,
+                Operand::Io(Io::ArgMax) => value.elem == Elem::U32,
+                Operand::Io(_) => false,
                 Operand::Effect => value.elem == Elem::Effect,
             };
             if !placed {
@@ -93,19 +105,39 @@ impl Plan {
                 vocab_size: self.vocab_size,
             };
             operands.check(&step.op).map_err(|what| invalid(format!("step {at} {}: {what}", step.op.name())))?;
-            let is_logits = |v: &&usize| self.values[**v].operand == Operand::Io(Io::Logits);
-            let (reads, writes) =
-                (step.inputs.iter().find(is_logits), step.outputs.iter().chain(&step.scratch).find(is_logits));
-            let (reader, writer) = (step.op == Op::RowStatus, matches!(step.op, Op::Linear(_)));
-            if reads.is_some() != reader || (writes.is_some() && !writer) {
-                let rule = "logits are written by a linear operation and read by the row status only";
-                return Err(invalid(format!("step {at} {}: {rule}", step.op.name())));
+            self.check_leaving(at, step)?;
+        }
+        let count = |is: fn(&Op) -> bool| self.steps.iter().filter(|step| is(&step.op)).count();
+        let endings = [
+            ("write the row status", count(|op| *op == Op::RowStatus)),
+            ("find the largest logits", count(|op| matches!(op, Op::ArgMax | Op::LinearArgMax(_)))),
+        ];
+        match endings.iter().find(|(_, n)| *n != 1) {
+            None => Ok(()),
+            Some((what, n)) => Err(invalid(format!("{n} steps {what}, expected 1"))),
+        }
+    }
+
+    /// Logits are written by a product or a gather of ranks and read by the arg-max only, whose own output the row status
+    /// reads.
+    fn check_leaving(&self, at: usize, step: &Step) -> Result<(), CompileError> {
+        let is = |v: &usize, io| self.values[*v].operand == Operand::Io(io);
+        let reads = |io| step.inputs.iter().any(|v| is(v, io));
+        let writes = |io| step.outputs.iter().chain(&step.scratch).any(|v| is(v, io));
+        let sound = match &step.op {
+            Op::ArgMax => reads(Io::Logits) && !reads(Io::ArgMax) && !writes(Io::Logits) && writes(Io::ArgMax),
+            Op::RowStatus => reads(Io::ArgMax) && !reads(Io::Logits),
+            Op::LinearArgMax(_) => {
+                let [logits, best] = step.outputs.as_slice() else { return Ok(()) };
+                is(logits, Io::Logits) && is(best, Io::ArgMax) && !reads(Io::Logits) && !reads(Io::ArgMax)
             }
-        }
-        match self.steps.iter().filter(|step| step.op == Op::RowStatus).count() {
-            1 => Ok(()),
-            n => Err(invalid(format!("{n} steps write the row status, expected 1"))),
-        }
+            op => {
+                let may_write = matches!(op, Op::Linear(_) | Op::AllGather);
+                !reads(Io::Logits) && !reads(Io::ArgMax) && !writes(Io::ArgMax) && (may_write || !writes(Io::Logits))
+            }
+        };
+        let rule = "logits are written by a linear operation or a gather of ranks and read by the arg-max only";
+        if sound { Ok(()) } else { Err(invalid(format!("step {at} {}: {rule}", step.op.name()))) }
     }
 
     /// Writes come once and before reads, and attention reads the layer that its effect says was stored.
@@ -147,7 +179,7 @@ impl Plan {
             }
             for (b, other) in lives.iter().enumerate().skip(a + 1) {
                 let (Some(other), Some((start_b, end_b))) = (*other, span(b)) else { continue };
-                if (life.meets(other) || !self.memory_reuse) && start < end_b && start_b < end {
+                if (life.meets(&other) || !self.memory_reuse) && start < end_b && start_b < end {
                     return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }
             }
@@ -155,25 +187,21 @@ impl Plan {
         Ok(())
     }
 
-    /// Every read happens after its write, and no region is written while a step of the same stretch uses it.
-    fn check_waits(&self) -> Result<(), CompileError> {
-        let mut stretch: Vec<usize> = Vec::new();
-        for (at, step) in self.steps.iter().enumerate() {
-            if step.waits {
-                stretch.clear();
-            }
-            for &earlier in &stretch {
-                if self.conflict(earlier, at) {
+    /// Of two steps that touch the same bytes, one of them writing, one has ended when the other begins.
+    fn check_races(&self) -> Result<(), CompileError> {
+        let order = Order::of(&self.steps);
+        for at in 0..self.steps.len() {
+            for earlier in 0..at {
+                if !order.before(earlier, at) && self.conflict(earlier, at) {
                     return Err(invalid(format!("step {at} does not wait for step {earlier}")));
                 }
             }
-            stretch.push(at);
         }
         Ok(())
     }
 
     /// Whether two steps must not run at the same time: one writes bytes (or an effect) the other touches.
-    pub(super) fn conflict(&self, a: usize, b: usize) -> bool {
+    fn conflict(&self, a: usize, b: usize) -> bool {
         let (a, b) = (&self.steps[a], &self.steps[b]);
         let meets = |x: usize, y: usize| {
             if x == y {

@@ -8,7 +8,7 @@
 use std::iter::Sum;
 use std::ops::{Add, AddAssign};
 
-use super::{ActivationKind, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId};
+use super::{ActivationKind, ActivationType, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId};
 
 /// Operations an element: square and sum, scale, weight.
 const NORM_FLOPS: u64 = 4;
@@ -266,19 +266,25 @@ impl Costed<'_> {
     fn flops(&self) -> u64 {
         let input = |at: usize| self.elements(self.step.inputs[at]);
         match &self.step.op {
-            Op::Embed { .. } | Op::KvWrite { .. } | Op::GatherRows | Op::RowStatus => 0,
+            // What a custom operation does is not known; a collective adds each rank's rows to this rank's, one sum each.
+            Op::Embed { .. }
+            | Op::KvWrite { .. }
+            | Op::GatherRows
+            | Op::ArgMax
+            | Op::RowStatus
+            | Op::Custom(_)
+            | Op::AllGather => 0,
+            Op::AllReduce => product([u64::from(self.plan.rank.of.saturating_sub(1)), input(0)]),
             Op::RopeAngles { .. } => product([ANGLE_FLOPS, self.elements(self.step.outputs[0])]) / 2,
             Op::RmsNorm(_) => product([NORM_FLOPS, input(0)]),
             Op::Add | Op::Mul => input(0),
             Op::Activation(kind) => product([activation_flops(*kind), input(0)]),
-            Op::Quantise => product([QUANTISE_FLOPS, input(0)]),
-            Op::Linear(part) => self.product_flops(part.weight, part.bias.is_some()),
+            Op::Cast(to) => product([cast_flops(*to), input(0)]),
+            Op::Linear(part) | Op::LinearArgMax(part) => self.product_flops(part.weight, part.bias.is_some()),
             Op::Rope { head_dim, .. } => self.rotation_flops(*head_dim, None),
             Op::Attention(shape) => product([4, shape.heads as u64, shape.head_dim as u64, self.shape.attended_tokens]),
-            Op::AddRmsNorm { quantise, .. } => {
-                product([1 + NORM_FLOPS + if *quantise { QUANTISE_FLOPS } else { 0 }, input(0)])
-            }
-            Op::NormQuantise(_) => product([NORM_FLOPS + QUANTISE_FLOPS, input(0)]),
+            Op::AddRmsNorm { to, .. } => product([1 + NORM_FLOPS + cast_flops(*to), input(0)]),
+            Op::NormCast { to, .. } => product([NORM_FLOPS + cast_flops(*to), input(0)]),
             Op::QkNormRope { norm, head_dim, .. } => self.rotation_flops(*head_dim, Some(norm)),
             Op::RopeKvWrite { norm, head_dim, .. } => self.rotation_flops(*head_dim, norm.as_ref()),
             Op::ActMul(kind) => product([activation_flops(*kind) + 1, input(0)]),
@@ -286,8 +292,8 @@ impl Costed<'_> {
                 .iter()
                 .map(|part| self.product_flops(part.weight, part.bias.is_some()))
                 .fold(0, u64::saturating_add),
-            Op::SwigluLinear { activation, part, quantise } => {
-                let each = activation_flops(*activation) + 1 + if *quantise { QUANTISE_FLOPS } else { 0 };
+            Op::SwigluLinear { activation, part, to } => {
+                let each = activation_flops(*activation) + 1 + cast_flops(*to);
                 product([each, input(0)]).saturating_add(self.product_flops(part.weight, part.bias.is_some()))
             }
         }
@@ -319,7 +325,7 @@ impl Costed<'_> {
         };
         match &self.step.op {
             // A row of the table for each token.
-            Op::Embed { table } => stored(*table, Some(self.shape.tokens)),
+            Op::Embed { table, .. } => stored(*table, Some(self.shape.tokens)),
             op => op.weights().into_iter().map(|id| stored(id, None)).fold(0, u64::saturating_add),
         }
     }
@@ -330,7 +336,7 @@ impl Costed<'_> {
         let io = match op {
             Op::Embed { .. } | Op::RopeAngles { .. } => words(self.shape.tokens),
             Op::GatherRows => words(self.shape.logit_rows),
-            Op::RowStatus => product([STATUS_BYTES, self.shape.logit_rows]),
+            Op::RowStatus => product([STATUS_BYTES, self.shape.tokens]),
             _ => 0,
         };
         let read = match op {
@@ -350,6 +356,15 @@ impl Costed<'_> {
             Op::Attention(shape) => product([both, shape.kv_heads as u64, shape.head_dim as u64, self.shape.kv_tokens]),
             _ => 0,
         }
+    }
+}
+
+/// Operations an element to round it.
+const fn cast_flops(to: ActivationType) -> u64 {
+    match to {
+        ActivationType::F32 => 0,
+        ActivationType::BF16 | ActivationType::F16 => 1,
+        ActivationType::Int8 => QUANTISE_FLOPS,
     }
 }
 

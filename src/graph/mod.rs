@@ -1,7 +1,7 @@
 //! The model as data: a graph of operations, pure passes over it, and the plan a device executes.
 //!
 //! ```text
-//! model ─► Graph ─ quantise-select ─ fuse(level) ─► Graph ─ place ─► Plan ─ Device::load ─► program
+//! model ─► Graph ─ shard(rank) ─ precision ─ fuse(level) ─ legalise ─► Graph ─ lanes ─ place ─► Plan ─ Device::load ─► program
 //! ```
 //! Nothing here computes a number of the model, knows a device or reads a file: every function is a pure function of
 //! its arguments, and graphs and plans print themselves as text that tests compare.
@@ -12,9 +12,12 @@ mod bucket;
 mod builder;
 mod check;
 mod cost;
+mod custom;
+mod lanes;
 mod op;
 mod option_values;
 mod options;
+mod order;
 pub mod passes;
 mod place;
 mod plan;
@@ -23,21 +26,39 @@ mod signature;
 pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use builder::GraphBuilder;
 pub use cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
-pub use op::{ActivationKind, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
-pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, Precision};
+pub use custom::{CustomCall, CustomOp, CustomOpError, CustomSite, RegisteredOp};
+pub use op::{ActivationKind, ActivationType, AttentionSchedules, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
+pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, OverflowPolicy, Precision};
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
 
 use crate::weights::DType;
 
-/// Why a row of logits may or may not be used; plans write one a row beside the logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whether what a row gave may be used; plans write one for each row of the batch beside the logits. Of several troubles
+/// the one with the largest number is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum RowStatus {
-    /// Every logit is finite.
+    /// All is finite and was stored as it is.
     Ok = 0,
-    /// At least one logit is infinite or NaN.
-    NonFinite = 1,
+    /// A value was too large for the type it is stored in, and was clamped.
+    Overflow = 1,
+    /// A value of the last layer or a logit is infinite or NaN.
+    NonFinite = 2,
+    /// A custom operation failed for this row's sequence.
+    CustomOpFailed = 3,
+}
+
+impl RowStatus {
+    /// The status behind a byte; a byte that names none is as bad as can be.
+    pub const fn from_byte(byte: u8) -> Self {
+        match byte {
+            0 => Self::Ok,
+            1 => Self::Overflow,
+            2 => Self::NonFinite,
+            _ => Self::CustomOpFailed,
+        }
+    }
 }
 
 /// An index as an id: graphs have far fewer than 2^32 values, weights and layers.
@@ -71,6 +92,8 @@ pub enum Elem {
     F32,
     /// Rows quantised to int8 in blocks of 32, with a scale and a sum a block.
     Q8,
+    /// 32-bit unsigned integers.
+    U32,
     /// No bytes: the order between writing a layer's keys and values and reading them.
     Effect,
 }
@@ -89,7 +112,9 @@ pub enum Io {
     LogitRows,
     /// `f32` logits, `logit_rows × vocab`.
     Logits,
-    /// `u8` [`RowStatus`] of each row of logits.
+    /// `u32` id of the largest logit of each row of logits.
+    ArgMax,
+    /// `u8` [`RowStatus`] of each row of the batch.
     RowStatus,
     /// The pool of KV blocks.
     KvPool,
@@ -129,6 +154,34 @@ pub struct Weight {
     pub dtype: DType,
     /// How it is used.
     pub role: WeightRole,
+    /// The part of the source's tensor that `shape` is the shape of; none means all of it.
+    pub slice: Option<WeightSlice>,
+}
+
+/// A range along one dimension of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WeightSlice {
+    /// The dimension: 0 cuts rows, 1 cuts columns.
+    pub dim: usize,
+    /// First index of the range.
+    pub start: usize,
+    /// Length of the dimension in the source.
+    pub of: usize,
+}
+
+/// Which part of a model a graph computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Rank {
+    /// From 0 on.
+    pub index: u32,
+    /// How many there are.
+    pub of: u32,
+}
+
+impl Default for Rank {
+    fn default() -> Self {
+        Self { index: 0, of: 1 }
+    }
 }
 
 /// Rotary frequencies shared by all layers that rotate alike.
@@ -166,6 +219,10 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     /// Width of a row of logits.
     pub vocab_size: usize,
+    /// Operations a user registered; `Op::Custom` indexes here.
+    pub customs: Vec<RegisteredOp>,
+    /// The part of the model this graph computes.
+    pub rank: Rank,
 }
 
 impl Graph {
@@ -177,6 +234,11 @@ impl Graph {
     /// The weight behind an id.
     pub fn weight(&self, id: WeightId) -> &Weight {
         &self.weights[id.0 as usize]
+    }
+
+    /// The node that writes a value.
+    pub fn writer(&self, id: ValueId) -> Option<&Node> {
+        self.nodes.iter().find(|node| node.outputs.contains(&id))
     }
 
     /// How many nodes read each value.
@@ -200,6 +262,9 @@ impl Graph {
             self.nodes.len(),
             self.vocab_size
         );
+        if self.rank.of > 1 {
+            let _ = writeln!(text, "rank {} of {}", self.rank.index, self.rank.of);
+        }
         for (index, node) in self.nodes.iter().enumerate() {
             let _ = writeln!(text, "{index:4} {}", self.dump_node(node));
         }
@@ -227,6 +292,7 @@ impl Graph {
         match value.elem {
             Elem::F32 => format!("{}[{rows},{}]f32", value.name, value.cols),
             Elem::Q8 => format!("{}[{rows},{}]q8", value.name, value.cols),
+            Elem::U32 => format!("{}[{rows},{}]u32", value.name, value.cols),
             Elem::Effect => value.name.clone(),
         }
     }
@@ -234,6 +300,7 @@ impl Graph {
     fn dump_weight(&self, id: WeightId) -> String {
         let weight = self.weight(id);
         let shape = weight.shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-        format!("%{}[{shape}]{}", weight.name, weight.dtype)
+        let from = weight.slice.map_or(String::new(), |slice| format!(" from {} of {}", slice.start, slice.of));
+        format!("%{}[{shape}{from}]{}", weight.name, weight.dtype)
     }
 }

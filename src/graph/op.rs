@@ -1,8 +1,60 @@
 //! The closed set of operations. One reference body an operation defines it (see `device::cpu::reference`); one lowering
-//! a device runs it. Fused operations are made by passes only.
+//! a device runs it. Fused operations and collectives are made by passes only.
 
-use super::WeightId;
+use super::{Elem, WeightId};
+use serde::{Deserialize, Serialize};
 use std::fmt;
+
+/// What a row is rounded to where it enters a product. Sums are in f32 always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ActivationType {
+    /// Not rounded.
+    #[default]
+    F32,
+    /// bfloat16, ties to even; kept in f32 rows.
+    BF16,
+    /// Half precision, ties to even, saturating at ±65,504 (which is counted as an overflow); kept in f32 rows.
+    F16,
+    /// int8 in blocks of 32 with a scale each.
+    Int8,
+}
+
+impl ActivationType {
+    /// What the rounded rows consist of.
+    pub const fn elem(self) -> Elem {
+        match self {
+            Self::Int8 => Elem::Q8,
+            Self::F32 | Self::BF16 | Self::F16 => Elem::F32,
+        }
+    }
+
+    /// Name in dumps.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::BF16 => "bf16",
+            Self::F16 => "f16",
+            Self::Int8 => "q8",
+        }
+    }
+}
+
+/// Up to which visible KV length attention takes which loop order. All orders make the same additions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AttentionSchedules {
+    /// Longest row whose segments are walked at once, with the running state on chip, in tokens.
+    pub full_max: u32,
+    /// Longest row whose segments are first computed and then merged, in tokens. Longer rows go segment by segment.
+    pub partial_max: u32,
+}
+
+impl Default for AttentionSchedules {
+    fn default() -> Self {
+        Self { full_max: 512, partial_max: 2048 }
+    }
+}
 
 /// Element-wise activation of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,16 +111,20 @@ pub struct AttentionShape {
     pub scale: f32,
     /// Keys a row may see, itself included; none means all before it.
     pub window: Option<u32>,
+    /// Loop orders by length; none means the one that is right for every length (blocked).
+    pub schedules: Option<AttentionSchedules>,
 }
 
 /// An operation. Comments give inputs → outputs.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
-    /// (token ids) → rows of the table.
+    /// (token ids) → rows of the table; zeros for ids outside it.
     Embed {
-        /// `[vocab, hidden]`.
+        /// `[ids, hidden]`.
         table: WeightId,
+        /// Id of its first row: more than 0 where a rank holds a part of the vocabulary.
+        first_id: u32,
     },
     /// (positions) → cosines then sines of each rotated pair.
     RopeAngles {
@@ -83,8 +139,8 @@ pub enum Op {
     Mul,
     /// x → act(x).
     Activation(ActivationKind),
-    /// x → x rounded to int8 in blocks of 32.
-    Quantise,
+    /// x → x rounded to a narrower type.
+    Cast(ActivationType),
     /// x → x · Wᵀ + b.
     Linear(LinearPart),
     /// x, angles → x with each head rotated.
@@ -103,19 +159,34 @@ pub enum Op {
     Attention(AttentionShape),
     /// x → the rows whose logits are wanted.
     GatherRows,
-    /// logits → (row status): says which rows are finite.
+    /// logits → id of the largest of each row, the lowest of equals; `u32::MAX` where one is not finite.
+    ArgMax,
+    /// last sums of the layers, largest ids → (row status): says which rows are sound.
     RowStatus,
+    /// x → x after the user's own operation; index into [`Graph::customs`](super::Graph::customs).
+    Custom(usize),
+
+    // Collectives: each rank has one at the same place of its plan.
+    /// x → the sum of all ranks' x, added in the order of the ranks.
+    AllReduce,
+    /// x → all ranks' columns side by side, in the order of the ranks.
+    AllGather,
 
     // Fused operations.
-    /// x, d → x + d, norm(x + d) (rounded to int8 where `quantise`).
+    /// x, d → x + d, norm(x + d) rounded.
     AddRmsNorm {
         /// The normalisation.
         norm: NormSpec,
-        /// Whether the second output is int8.
-        quantise: bool,
+        /// What the second output is rounded to.
+        to: ActivationType,
     },
-    /// x → norm(x) rounded to int8.
-    NormQuantise(NormSpec),
+    /// x → norm(x) rounded.
+    NormCast {
+        /// The normalisation.
+        norm: NormSpec,
+        /// What it is rounded to.
+        to: ActivationType,
+    },
     /// x, angles → x normalised a head, then rotated.
     QkNormRope {
         /// The head norm.
@@ -146,34 +217,41 @@ pub enum Op {
         activation: ActivationKind,
         /// The down projection.
         part: LinearPart,
-        /// Whether the product is rounded to int8 before the projection.
-        quantise: bool,
+        /// What the product is rounded to before the projection.
+        to: ActivationType,
     },
+    /// x → x · Wᵀ + b, and the id of the largest of each row as in `ArgMax`.
+    LinearArgMax(LinearPart),
 }
 
 impl Op {
     /// Names of all operations, so that tests can tell when one is left out.
-    pub const NAMES: [&str; 20] = [
+    pub const NAMES: [&str; 25] = [
         "embed",
         "rope_angles",
         "rms_norm",
         "add",
         "mul",
         "activation",
-        "quantise",
+        "cast",
         "linear",
         "rope",
         "kv_write",
         "attention",
         "gather_rows",
+        "arg_max",
         "row_status",
+        "custom",
+        "all_reduce",
+        "all_gather",
         "add_rms_norm",
-        "norm_quantise",
+        "norm_cast",
         "qk_norm_rope",
         "rope_kv_write",
         "act_mul",
         "linear_multi",
         "swiglu_linear",
+        "linear_arg_max",
     ];
 
     /// The operation's name in dumps and cost tables.
@@ -181,7 +259,8 @@ impl Op {
         Self::NAMES[self.index()]
     }
 
-    const fn index(&self) -> usize {
+    /// Its place in [`Self::NAMES`].
+    pub const fn index(&self) -> usize {
         match self {
             Self::Embed { .. } => 0,
             Self::RopeAngles { .. } => 1,
@@ -189,34 +268,44 @@ impl Op {
             Self::Add => 3,
             Self::Mul => 4,
             Self::Activation(_) => 5,
-            Self::Quantise => 6,
+            Self::Cast(_) => 6,
             Self::Linear(_) => 7,
             Self::Rope { .. } => 8,
             Self::KvWrite { .. } => 9,
             Self::Attention(_) => 10,
             Self::GatherRows => 11,
-            Self::RowStatus => 12,
-            Self::AddRmsNorm { .. } => 13,
-            Self::NormQuantise(_) => 14,
-            Self::QkNormRope { .. } => 15,
-            Self::RopeKvWrite { .. } => 16,
-            Self::ActMul(_) => 17,
-            Self::LinearMulti(_) => 18,
-            Self::SwigluLinear { .. } => 19,
+            Self::ArgMax => 12,
+            Self::RowStatus => 13,
+            Self::Custom(_) => 14,
+            Self::AllReduce => 15,
+            Self::AllGather => 16,
+            Self::AddRmsNorm { .. } => 17,
+            Self::NormCast { .. } => 18,
+            Self::QkNormRope { .. } => 19,
+            Self::RopeKvWrite { .. } => 20,
+            Self::ActMul(_) => 21,
+            Self::LinearMulti(_) => 22,
+            Self::SwigluLinear { .. } => 23,
+            Self::LinearArgMax(_) => 24,
         }
+    }
+
+    /// Whether all ranks must have come here before any goes on.
+    pub const fn is_collective(&self) -> bool {
+        matches!(self, Self::AllReduce | Self::AllGather)
     }
 
     /// Weights the operation reads.
     pub fn weights(&self) -> Vec<WeightId> {
         let part = |p: &LinearPart| std::iter::once(p.weight).chain(p.bias).collect::<Vec<_>>();
         match self {
-            Self::Embed { table } => vec![*table],
+            Self::Embed { table, .. } => vec![*table],
             Self::RmsNorm(norm)
             | Self::AddRmsNorm { norm, .. }
-            | Self::NormQuantise(norm)
+            | Self::NormCast { norm, .. }
             | Self::QkNormRope { norm, .. }
             | Self::RopeKvWrite { norm: Some(norm), .. } => vec![norm.weight],
-            Self::Linear(p) | Self::SwigluLinear { part: p, .. } => part(p),
+            Self::Linear(p) | Self::LinearArgMax(p) | Self::SwigluLinear { part: p, .. } => part(p),
             Self::LinearMulti(parts) => parts.iter().flat_map(part).collect(),
             _ => Vec::new(),
         }
@@ -238,12 +327,17 @@ impl fmt::Display for Op {
                 if let Some(window) = a.window {
                     write!(f, " window {window}")?;
                 }
+                if let Some(AttentionSchedules { full_max, partial_max }) = a.schedules {
+                    write!(f, " full<={full_max} partial<={partial_max}")?;
+                }
                 f.write_str(">")
             }
-            Self::AddRmsNorm { quantise: true, .. } => f.write_str("<q8>"),
-            Self::SwigluLinear { activation, quantise, .. } => {
-                write!(f, "<{activation:?}{}>", if *quantise { " q8" } else { "" })
-            }
+            Self::Embed { first_id, .. } if *first_id > 0 => write!(f, "<from id {first_id}>"),
+            Self::Cast(to) | Self::NormCast { to, .. } => write!(f, "<{}>", to.name()),
+            Self::AddRmsNorm { to, .. } if *to != ActivationType::F32 => write!(f, "<{}>", to.name()),
+            Self::SwigluLinear { activation, to: ActivationType::F32, .. } => write!(f, "<{activation:?}>"),
+            Self::SwigluLinear { activation, to, .. } => write!(f, "<{activation:?} {}>", to.name()),
+            Self::Custom(index) => write!(f, "<{index}>"),
             _ => Ok(()),
         }
     }

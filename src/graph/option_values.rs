@@ -12,7 +12,7 @@ fn range(option: &'static str) -> (u8, u8, &'static str) {
     match option {
         "opt_level" => (0, CompileOptions::MAX_OPT_LEVEL, "a level from 0 to 3"),
         "fusion" => (0, CompileOptions::MAX_FUSION, "a level from 0 to 3 (or \"none\", \"all\")"),
-        _ => (1, 1, "1: steps that run side by side in lanes are not implemented"),
+        _ => (1, CompileOptions::MAX_PARALLEL_OPS, "a number from 1 to 4"),
     }
 }
 
@@ -133,12 +133,18 @@ pub(super) fn memory_reuse<'de, D: Deserializer<'de>>(from: D) -> Result<Option<
 }
 
 pub(super) fn precision<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Precision>, D::Error> {
-    let expected = "\"f32\" (numerics `exact`) or \"mix\" (numerics `fast`); others are not implemented";
+    let expected = "\"f32\", \"bf16\", \"f16\" or \"mix\"";
     let given = from.deserialize_any(Scalar("precision", expected))?;
-    match &given {
-        Given::Nothing => Ok(None),
-        Given::Text(text) if text == "f32" => Ok(Some(Precision::F32)),
-        Given::Text(text) if text == "mix" => Ok(Some(Precision::Mix)),
-        _ => Err(refuse("precision", &given, expected)),
-    }
+    let precision = match &given {
+        Given::Nothing => return Ok(None),
+        Given::Text(text) => match text.as_str() {
+            "f32" => Some(Precision::F32),
+            "bf16" => Some(Precision::BF16),
+            "f16" => Some(Precision::F16),
+            "mix" => Some(Precision::Mix),
+            _ => None,
+        },
+        _ => None,
+    };
+    precision.map(Some).ok_or_else(|| refuse("precision", &given, expected))
 }

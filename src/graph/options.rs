@@ -3,9 +3,11 @@
 //! [`CompileOptions::opt_level`] sets the single knobs; a knob that is given wins over it. Nothing is ignored: an unknown
 //! key, a value out of range, or a promise that this version cannot keep is refused with the reason.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
-use super::option_values;
+use super::{AttentionSchedules, option_values};
 
 /// How faithfully a device computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,26 +21,46 @@ pub enum Numerics {
     Fast,
 }
 
-/// Types that values are stored in, by the name the option `precision` gives them. [`Numerics`] decides; this can only
-/// state what is expected of it. `f16` and `bf16` activations are not implemented.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+/// What activations are rounded to where they enter a product with weights. Sums, norms, rotation, softmax and logits are
+/// f32 in all of them; what keys and values are stored in is `kv_dtype`'s business.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Precision {
-    /// f32 throughout: [`Numerics::Exact`].
+    /// f32 throughout.
     F32,
-    /// Narrow storage with sums, norms, softmax and logits in f32: [`Numerics::Fast`].
+    /// bfloat16: 8 bits of precision, the range of f32.
+    BF16,
+    /// Half precision: 11 bits, at most 65,504 (see [`OverflowPolicy`]).
+    F16,
+    /// int8 in blocks of 32 in front of integer weights, f32 in front of all others.
     Mix,
+}
+
+/// What happens to a row with a value that is too large for the type it is stored in. Such values are clamped to the
+/// largest there is and counted in every policy; a row whose logits or last sums are not finite is never sampled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum OverflowPolicy {
+    /// The request ends with a typed error, for stored keys and values as well.
+    Error,
+    /// The clamped value is used.
+    Clamp,
+    /// From its first bad row on the sequence runs with f32 activations; the type of its keys and values stays, and these
+    /// are clamped. Rows that are not finite then end the request with a typed error.
+    #[default]
+    RetryF32,
 }
 
 /// Options of the graph compiler. Start from `default()` and assign fields.
 ///
-/// | `opt_level` | fusion | memory reuse |
-/// |---|---|---|
-/// | 0 | 0 | off |
-/// | 1 | 1 | on |
-/// | 2 (default) | 2 | on |
-/// | 3 | 3 | on |
+/// | `opt_level` | fusion | memory reuse | parallel operations |
+/// |---|---|---|---|
+/// | 0 | 0 | off | 1 |
+/// | 1 | 1 | on | 1 |
+/// | 2 (default) | 2 | on | 1 |
+/// | 3 | 3 | on | 4 |
 ///
 /// All of them give the same bits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,9 +75,8 @@ pub struct CompileOptions {
     /// - 0: one operation a node.
     /// - 1: add + norm inside a layer, head norm + rope, rope + KV write, activation · up.
     /// - 2: shared-input projections, gated MLP + down projection, norm + quantise.
-    /// - 3: a layer's last add + the next layer's first norm. The last layer's add stays alone: only the wanted rows of its
-    ///   sum are normed. An arg-max inside the output projection and attention schedules by length, which others count
-    ///   under this level, are not implemented.
+    /// - 3: a layer's last add + the next layer's first norm (the last layer's add stays alone: only the wanted rows of its
+    ///   sum are normed); the arg-max in the output projection; attention's loop orders by length.
     ///
     /// Files may also say `fusion_level` or `enable_fusion`, and `"none"` for 0 and `"all"` for 3.
     #[serde(
@@ -69,12 +90,26 @@ pub struct CompileOptions {
     /// value has its own room: what to try when an answer looks clobbered.
     #[serde(deserialize_with = "option_values::memory_reuse", skip_serializing_if = "Option::is_none")]
     pub memory_reuse: Option<bool>,
-    /// Independent branches that run side by side. Lanes are not implemented: only 1 (or `None`) is accepted.
+    /// Most operations that run side by side, 1 to 4; `None` = what `opt_level` says. Operations with no path between them
+    /// go on different lanes: streams where a device has them, one barrier for several on the CPU.
     #[serde(deserialize_with = "option_values::parallel_ops", skip_serializing_if = "Option::is_none")]
     pub parallel_ops: Option<u8>,
-    /// What the numerics are expected to be; refused where they are not. `None` = whatever they are.
+    /// What activations are rounded to; `None` = `f32` with numerics `exact`, `mix` with `fast`. Numerics `exact` takes
+    /// `f32` only.
     #[serde(deserialize_with = "option_values::precision", skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
+    /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. A name that is no projection's is refused.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub precision_overrides: BTreeMap<String, Precision>,
+    /// What happens to a row that overflows the type it is stored in.
+    pub overflow: OverflowPolicy,
+    /// Visible lengths up to which attention walks a row at once, and in two passes; in force at fusion level 3.
+    pub attention: AttentionSchedules,
+    /// Numbers of rows that plans are made for, ascending; the largest step gets one in any case. `None` = what the device
+    /// wants: one plan for all where shapes are free, a ladder (1, 2, 4, 8, 16, then each 8 up to 64, then doubling) where
+    /// they are not. A batch runs in the smallest that holds its rows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_buckets: Option<Vec<u32>>,
 }
 
 impl CompileOptions {
@@ -84,6 +119,13 @@ impl CompileOptions {
     pub const MAX_OPT_LEVEL: u8 = 3;
     /// The preset of options that name none.
     pub const DEFAULT_OPT_LEVEL: u8 = 2;
+
+    /// Most operations that can run side by side.
+    pub const MAX_PARALLEL_OPS: u8 = 4;
+    /// Longest row that attention's loop orders but the last can be asked to take, in tokens: their scratch grows with it.
+    pub const MAX_PARTIAL_TOKENS: u32 = 65_536;
+    /// Most plans for numbers of rows.
+    pub const MAX_BUCKETS: usize = 64;
 
     /// A preset with no knob of its own.
     pub fn preset(opt_level: u8) -> Self {
@@ -106,7 +148,26 @@ impl CompileOptions {
         self.memory_reuse.unwrap_or_else(|| self.resolved_opt_level() > 0)
     }
 
-    /// Refuses values out of range, what is not implemented, and a precision that `numerics` does not give.
+    /// Operations side by side: what the knob says, else the preset.
+    pub fn resolved_parallel_ops(&self) -> u8 {
+        self.parallel_ops.unwrap_or(if self.resolved_opt_level() >= 3 { Self::MAX_PARALLEL_OPS } else { 1 })
+    }
+
+    /// The precision in force where no exception says otherwise.
+    pub fn resolved_precision(&self, numerics: Numerics) -> Precision {
+        self.precision.unwrap_or(match numerics {
+            Numerics::Exact => Precision::F32,
+            Numerics::Fast => Precision::Mix,
+        })
+    }
+
+    /// The same options with f32 activations everywhere: what sequences that overflowed go on with.
+    #[must_use]
+    pub fn with_f32_activations(&self) -> Self {
+        Self { precision: Some(Precision::F32), precision_overrides: BTreeMap::new(), ..self.clone() }
+    }
+
+    /// Refuses values out of range, and narrow activations with numerics `exact`.
     ///
     /// # Errors
     /// [`CompileError::Option`] names the option, its value and what would be right.
@@ -114,13 +175,30 @@ impl CompileOptions {
         option_values::check("opt_level", self.opt_level)?;
         option_values::check("fusion", self.fusion)?;
         option_values::check("parallel_ops", self.parallel_ops)?;
-        let expected = match (self.precision, numerics) {
-            (Some(Precision::F32), Numerics::Fast) => "mix, or numerics `exact`",
-            (Some(Precision::Mix), Numerics::Exact) => "f32, or numerics `fast`",
-            _ => return Ok(()),
-        };
-        let value = if self.precision == Some(Precision::F32) { "f32" } else { "mix" };
-        Err(CompileError::Option { option: "precision", value: value.to_owned(), expected })
+        let refuse = |option, value: String, expected| Err(CompileError::Option { option, value, expected });
+        let narrow = |precision: &Precision| numerics == Numerics::Exact && *precision != Precision::F32;
+        if let Some(precision) = self.precision.filter(narrow) {
+            return refuse("precision", format!("{precision:?}").to_lowercase(), "f32, or numerics `fast`");
+        }
+        if let Some((name, precision)) = self.precision_overrides.iter().find(|(_, precision)| narrow(precision)) {
+            let value = format!("{name}: {precision:?}").to_lowercase();
+            return refuse("precision_overrides", value, "f32, or numerics `fast`");
+        }
+        let AttentionSchedules { full_max, partial_max } = self.attention;
+        if full_max > partial_max {
+            let value = format!("full_max {full_max} above partial_max {partial_max}");
+            return refuse("attention", value, "full_max of at most partial_max");
+        }
+        if partial_max > Self::MAX_PARTIAL_TOKENS {
+            return refuse("attention", format!("partial_max {partial_max}"), "a partial_max of at most 65536 tokens");
+        }
+        if let Some(buckets) = &self.token_buckets {
+            let ascending = buckets.first().is_some_and(|first| *first > 0) && buckets.is_sorted_by(|a, b| a < b);
+            if !ascending || buckets.len() > Self::MAX_BUCKETS {
+                return refuse("token_buckets", format!("{buckets:?}"), "1 to 64 numbers of rows, ascending from 1 on");
+            }
+        }
+        Ok(())
     }
 }
 
@@ -144,6 +222,22 @@ pub enum CompileError {
         /// The operation.
         op: &'static str,
         /// Why not.
+        reason: String,
+    },
+    /// The model cannot be cut into so many ranks.
+    #[error("cannot cut the model into {ranks} ranks: {what}")]
+    Shard {
+        /// How many.
+        ranks: u32,
+        /// What cannot be cut.
+        what: String,
+    },
+    /// A custom operation refuses the model, or has no place in it.
+    #[error("custom operation {name}: {reason}")]
+    Custom {
+        /// Its name.
+        name: String,
+        /// Why.
         reason: String,
     },
     /// The graph or plan breaks one of its own rules.

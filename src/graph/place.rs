@@ -1,29 +1,43 @@
-//! Gives every value of a plan room in one arena, so that values alive at the same time never overlap; or, where memory is
-//! not to be reused, so that no two values do.
+//! Gives every value of a plan room in one arena, so that values that may be alive at the same time never overlap; or, where
+//! memory is not to be reused, so that no two values do.
 
+use std::cmp::Reverse;
+
+use super::order::{Clock, Order};
 use super::plan::{Operand, PlanValue};
 use super::{Bucket, Step};
 
-/// First and last step at which a value's bytes matter.
+/// When a value's bytes matter: from before the step that first touches it to after all that do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Life {
+    /// First and last step that touch it, in the order of the plan.
     pub first: usize,
     pub last: usize,
+    /// What has ended when the first begins.
+    born: Clock,
+    /// All that touch it.
+    users: Clock,
 }
 
 impl Life {
-    pub(super) const fn meets(self, other: Self) -> bool {
-        self.first <= other.last && other.first <= self.last
+    /// Whether both may matter at once: neither is known to be over when the other begins. With one lane, whether their
+    /// stretches of the plan overlap.
+    pub(super) fn meets(&self, other: &Self) -> bool {
+        !self.born.covers(&other.users) && !other.born.covers(&self.users)
     }
 }
 
 /// Life of every value of the step list; none for values no step touches.
 pub(super) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
+    let order = Order::of(steps);
     let mut lives: Vec<Option<Life>> = vec![None; values];
     for (at, step) in steps.iter().enumerate() {
         for &value in step.inputs.iter().chain(&step.outputs).chain(&step.scratch) {
-            let life = lives[value].get_or_insert(Life { first: at, last: at });
+            let unborn = Life { first: at, last: at, born: *order.past(at), users: Clock::default() };
+            let life = lives[value].get_or_insert(unborn);
             life.last = at;
+            // Whoever waits for a step of a lane has waited for all before it: the latest of each lane counts.
+            life.users.join(&order.own(at));
         }
     }
     lives
@@ -44,8 +58,8 @@ pub(super) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &B
         .unwrap_or(0)
 }
 
-/// Sets the arena offset of every arena value and returns the arena's size. Two orders are tried (largest first, oldest
-/// first), each value going to the lowest gap that fits; the smaller arena wins.
+/// Sets the arena offset of every arena value and returns the arena's size. Three orders are tried (largest first, oldest
+/// first, longest-lived first), each value going to the lowest gap that fits; the smallest arena wins.
 pub(super) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lives(values.len(), steps);
     let mut wanted: Vec<(usize, usize, Life)> = (0..values.len())
@@ -53,12 +67,15 @@ pub(super) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, a
         .filter_map(|v| Some((v, values[v].bytes(bucket).next_multiple_of(alignment), lives[v]?)))
         .collect();
 
-    wanted.sort_by_key(|&(v, bytes, life)| (std::cmp::Reverse(bytes), life.first, v));
+    wanted.sort_by_key(|&(v, bytes, life)| (Reverse(bytes), life.first, v));
     let largest_first = lowest_gaps(&wanted);
-    wanted.sort_by_key(|&(v, bytes, life)| (life.first, std::cmp::Reverse(bytes), v));
+    wanted.sort_by_key(|&(v, bytes, life)| (life.first, Reverse(bytes), v));
     let oldest_first = lowest_gaps(&wanted);
+    wanted.sort_by_key(|&(v, bytes, life)| (Reverse(life.last - life.first), Reverse(bytes), v));
+    let longest_first = lowest_gaps(&wanted);
 
-    let best = if oldest_first.1 < largest_first.1 { oldest_first } else { largest_first };
+    let best = [largest_first, oldest_first, longest_first].into_iter().min_by_key(|(_, bytes)| *bytes);
+    let Some(best) = best else { return 0 };
     for (value, offset) in best.0 {
         values[value].operand = Operand::Arena { offset };
     }
@@ -89,7 +106,7 @@ fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) 
         // `placed` is sorted by offset: walk the neighbours in time and take the first gap.
         let mut offset = 0;
         for &(_, start, len, other) in &placed {
-            if !life.meets(other) {
+            if !life.meets(&other) {
                 continue;
             }
             if offset + bytes <= start {
@@ -134,7 +151,7 @@ mod tests {
             };
             let outputs = written.iter().map(|(cols, kind)| add(*cols, *kind)).collect();
             let scratch = scratch.map(|cols| add(cols, 0));
-            steps.push(Step { op: Op::Add, inputs, outputs, scratch, layer: None, waits: true });
+            steps.push(Step { op: Op::Add, inputs, outputs, scratch, layer: None, lane: 0, waits_on: Vec::new() });
         }
         (values, steps)
     }

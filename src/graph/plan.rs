@@ -1,22 +1,37 @@
 //! The plan: a straight list of steps with every operand placed. What devices execute, and what people read.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 
 use super::check::{counts, fits};
-use super::passes::{FusionReport, fuse, select_quantised};
+use super::lanes::assign;
+use super::order::Order;
+use super::passes::{FusionReport, OpSet, PrecisionPolicy, apply_precision, fuse, legalise};
 use super::place::{lives, lower_bound_bytes, place, place_apart};
 use super::{
-    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, RopeFrequencies, Rows, Weight, row_bytes,
+    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Node, Numerics, Op, OverflowPolicy, Rank, RegisteredOp,
+    RopeFrequencies, Rows, Value, ValueId, Weight, row_bytes,
 };
-use crate::graph::Value;
 
 /// What the compiler must know of the device it compiles for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Target {
     /// Alignment of arena values in bytes, a power of two of at least 64.
     pub alignment: usize,
     /// Whether linear operations over integer weights may take int8 activations.
     pub int8_activations: bool,
+    /// Operations it runs; fused ones it lacks are not made.
+    pub ops: OpSet,
+    /// Whether its attention has loop orders of its own for short rows.
+    pub attention_schedules: bool,
+}
+
+impl Target {
+    /// A device that runs every operation.
+    pub const fn new(alignment: usize) -> Self {
+        Self { alignment, int8_activations: true, ops: OpSet::ALL, attention_schedules: true }
+    }
 }
 
 /// Where a value lives.
@@ -74,8 +89,10 @@ pub struct Step {
     pub scratch: Option<usize>,
     /// Layer it belongs to.
     pub layer: Option<u32>,
-    /// Whether it must wait for all steps before it (else it may run beside those since the last wait).
-    pub waits: bool,
+    /// Lane it runs on, behind all earlier steps of that lane.
+    pub lane: u8,
+    /// Steps of other lanes that must have ended before it begins, ascending.
+    pub waits_on: Vec<usize>,
 }
 
 /// A compiled graph for one bucket.
@@ -99,15 +116,24 @@ pub struct Plan {
     pub alignment: usize,
     /// Fusion level it was compiled with.
     pub fusion: u8,
+    /// Lanes it was compiled for.
+    pub lanes: u8,
     /// Whether values that are never alive together may share bytes of the arena.
     pub memory_reuse: bool,
     /// How often each fusion rule fired.
     pub fused: FusionReport,
     /// Width of a row of logits.
     pub vocab_size: usize,
+    /// Operations a user registered; `Op::Custom` indexes here.
+    pub customs: Vec<RegisteredOp>,
+    /// The part of the model it computes.
+    pub rank: Rank,
+    /// What happens to rows that overflow.
+    pub overflow: OverflowPolicy,
 }
 
-/// Compiles a graph: quantise-select, fusion, placement. Pure; the same arguments give the same plan.
+/// Compiles a graph: precision, fusion, legalisation, lanes, placement. Pure; the same arguments give the same plan. The
+/// graph of a rank comes from [`shard`](super::passes::shard()).
 pub fn compile(
     graph: &Graph,
     target: Target,
@@ -120,14 +146,15 @@ pub fn compile(
     if !target.alignment.is_power_of_two() || target.alignment < 64 {
         return Err(CompileError::Invalid(format!("alignment {} is no power of two of at least 64", target.alignment)));
     }
-    let quantised;
-    let graph = if numerics == Numerics::Fast && target.int8_activations {
-        quantised = select_quantised(graph);
-        &quantised
-    } else {
-        graph
+    let policy = PrecisionPolicy {
+        default: options.resolved_precision(numerics),
+        overrides: &options.precision_overrides,
+        int8_activations: target.int8_activations,
     };
-    let (graph, fused) = fuse(graph, fusion);
+    let graph = apply_precision(graph, &policy)?;
+    let (graph, fused) = fuse(&graph, fusion, target.ops, options.attention);
+    let graph = legalise(&graph, target.ops, target.attention_schedules)?;
+    check_customs(&graph)?;
 
     let mut plan = Plan {
         values: graph.values.iter().map(unplaced).collect(),
@@ -139,27 +166,39 @@ pub fn compile(
         arena_bound_bytes: 0,
         alignment: target.alignment,
         fusion,
+        lanes: options.resolved_parallel_ops(),
         memory_reuse,
         fused,
         vocab_size: graph.vocab_size,
+        customs: graph.customs.clone(),
+        rank: graph.rank,
+        overflow: options.overflow,
     };
-    for node in &graph.nodes {
+    let lanes = assign(&needs(&graph), usize::from(plan.lanes));
+    for (node, placement) in graph.nodes.iter().zip(lanes) {
         let scratch = scratch_of(&graph, node).map(|value| {
             plan.values.push(unplaced(&value));
             plan.values.len() - 1
         });
-        if node.op == Op::RowStatus {
-            // What row status reads is what leaves the plan.
-            plan.values[node.inputs[0].0 as usize].operand = Operand::Io(Io::Logits);
+        // Logits and the largest of them leave the plan where they are made.
+        let leaving = match node.op {
+            Op::ArgMax => Some((node.inputs[0], node.outputs[0])),
+            Op::LinearArgMax(_) => Some((node.outputs[0], node.outputs[1])),
+            _ => None,
+        };
+        if let Some((logits, best)) = leaving {
+            plan.values[logits.0 as usize].operand = Operand::Io(Io::Logits);
+            plan.values[best.0 as usize].operand = Operand::Io(Io::ArgMax);
         }
-        let index = |ids: &[super::ValueId]| ids.iter().map(|id| id.0 as usize).collect();
+        let index = |ids: &[ValueId]| ids.iter().map(|id| id.0 as usize).collect();
         plan.steps.push(Step {
             op: node.op.clone(),
             inputs: index(&node.inputs),
             outputs: index(&node.outputs),
             scratch,
             layer: node.layer,
-            waits: true,
+            lane: placement.lane,
+            waits_on: placement.waits_on,
         });
     }
     if !counts(&bucket) {
@@ -172,7 +211,6 @@ pub fn compile(
     plan.arena_bound_bytes = lower_bound_bytes(&plan.values, &plan.steps, &bucket, target.alignment);
     let place = if memory_reuse { place } else { place_apart };
     plan.arena_bytes = place(&mut plan.values, &plan.steps, &bucket, target.alignment);
-    plan.drop_needless_waits();
     if cfg!(debug_assertions) {
         plan.check()?;
     }
@@ -184,15 +222,50 @@ fn unplaced(value: &Value) -> PlanValue {
     PlanValue { name: value.name.clone(), rows: value.rows, cols: value.cols, elem: value.elem, operand }
 }
 
+/// The nodes whose results each node reads, by their place in the graph. A custom operation needs all before it and is
+/// needed by all behind it: the plan is cut there, and a collective is met by all ranks at the same place.
+fn needs(graph: &Graph) -> Vec<Vec<usize>> {
+    let mut writer = vec![None; graph.values.len()];
+    let (mut needs, mut cut) = (Vec::with_capacity(graph.nodes.len()), 0);
+    for (at, node) in graph.nodes.iter().enumerate() {
+        let cuts = matches!(node.op, Op::Custom(_)) || node.op.is_collective();
+        let mut needed: Vec<usize> = node.inputs.iter().filter_map(|id| writer[id.0 as usize]).collect();
+        if cuts {
+            needed.extend(cut..at);
+            cut = at;
+        } else if at > 0 && cut > 0 {
+            needed.push(cut);
+        }
+        needed.sort_unstable();
+        needed.dedup();
+        needs.push(needed);
+        node.outputs.iter().for_each(|id| writer[id.0 as usize] = Some(at));
+    }
+    needs
+}
+
+/// Asks custom operations whether they can work here.
+fn check_customs(graph: &Graph) -> Result<(), CompileError> {
+    for node in &graph.nodes {
+        let Op::Custom(index) = node.op else { continue };
+        let refuse = |name: &str, reason| CompileError::Custom { name: name.to_owned(), reason };
+        let Some(RegisteredOp { op, .. }) = graph.customs.get(index) else {
+            return Err(refuse("?", format!("there are {} registered, none is number {index}", graph.customs.len())));
+        };
+        op.check(graph.value(node.inputs[0]).cols).map_err(|error| refuse(op.name(), error.to_string()))?;
+    }
+    Ok(())
+}
+
 /// Room for the activated product that a fused MLP keeps to itself.
-fn scratch_of(graph: &Graph, node: &super::Node) -> Option<Value> {
-    let Op::SwigluLinear { quantise, .. } = node.op else { return None };
+fn scratch_of(graph: &Graph, node: &Node) -> Option<Value> {
+    let Op::SwigluLinear { to, .. } = node.op else { return None };
     let gate = graph.value(node.inputs[0]);
     Some(Value {
         name: format!("scratch.{}", graph.value(node.outputs[0]).name),
         rows: gate.rows,
         cols: gate.cols,
-        elem: if quantise { Elem::Q8 } else { Elem::F32 },
+        elem: to.elem(),
     })
 }
 
@@ -203,30 +276,34 @@ impl Plan {
         lives.into_iter().map(|life| life.map(|life| (life.first, life.last))).collect()
     }
 
-    /// A step waits only if it conflicts with one since the last wait.
-    fn drop_needless_waits(&mut self) {
-        let mut stretch_start = 0;
+    /// The plan cut into stretches of neighbouring steps of which none is ordered before another: what a device without
+    /// streams may run between two barriers.
+    pub fn groups(&self) -> Vec<Range<usize>> {
+        let order = Order::of(&self.steps);
+        let mut groups: Vec<Range<usize>> = Vec::new();
         for at in 0..self.steps.len() {
-            let waits = (stretch_start..at).any(|earlier| self.conflict(earlier, at));
-            if waits {
-                stretch_start = at;
+            match groups.last_mut() {
+                Some(group) if group.clone().all(|other| !order.are_ordered(other, at)) => group.end = at + 1,
+                _ => groups.push(at..at + 1),
             }
-            self.steps[at].waits = waits;
         }
+        groups
     }
 
-    /// The plan as text: one header, one line a step. `|` marks steps that wait for all before them.
+    /// The plan as text: one header, one line a step, with its lane and what it waits for where there are several lanes.
     pub fn dump(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(
             text,
-            "plan fusion={}{} tokens<={} logit_rows<={} steps={} waits={} arena_bytes={} bound_bytes={}",
+            "plan fusion={}{}{}{} tokens<={} logit_rows<={} steps={}{} arena_bytes={} bound_bytes={}",
             self.fusion,
+            if self.lanes > 1 { format!(" lanes={}", self.lanes) } else { String::new() },
+            if self.rank.of > 1 { format!(" rank={}/{}", self.rank.index, self.rank.of) } else { String::new() },
             if self.memory_reuse { "" } else { " reuse=off" },
             self.bucket.tokens,
             self.bucket.logit_rows,
             self.steps.len(),
-            self.steps.iter().filter(|step| step.waits).count(),
+            if self.lanes > 1 { format!(" groups={}", self.groups().len()) } else { String::new() },
             self.arena_bytes,
             self.arena_bound_bytes
         );
@@ -235,15 +312,21 @@ impl Plan {
             for weight in step.op.weights() {
                 let weight = &self.weights[weight.0 as usize];
                 let shape = weight.shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-                arguments.push(format!("%{}[{shape}]{}", weight.name, weight.dtype));
+                let from = weight.slice.map_or(String::new(), |slice| format!(" from {} of {}", slice.start, slice.of));
+                arguments.push(format!("%{}[{shape}{from}]{}", weight.name, weight.dtype));
             }
             if let Some(scratch) = step.scratch {
                 arguments.push(format!("scratch {}", self.dump_value(scratch)));
             }
             let outputs = step.outputs.iter().map(|&v| self.dump_value(v)).collect::<Vec<_>>().join(", ");
             let head = if outputs.is_empty() { String::new() } else { format!("{outputs} = ") };
-            let wait = if step.waits { '|' } else { ' ' };
-            let _ = writeln!(text, "{at:4} {wait} {head}{}({})", step.op, arguments.join(", "));
+            let waits = step.waits_on.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+            let lane = match (self.lanes, waits.as_str()) {
+                (0 | 1, _) => String::new(),
+                (_, "") => format!("[{}] ", step.lane),
+                _ => format!("[{} after {waits}] ", step.lane),
+            };
+            let _ = writeln!(text, "{at:4} {lane}{head}{}({})", step.op, arguments.join(", "));
         }
         text
     }
@@ -257,6 +340,7 @@ impl Plan {
         let elem = match value.elem {
             Elem::F32 => "f32",
             Elem::Q8 => "q8",
+            Elem::U32 => "u32",
             Elem::Effect => return value.name.clone(),
         };
         let place = match value.operand {

@@ -54,7 +54,7 @@ impl Operands<'_> {
         let scratch = matches!(op, Op::SwigluLinear { .. });
         must(self.scratch.is_some() == scratch, || "scratch belongs to fused MLPs, and to each of them".into())?;
         match op {
-            Op::Embed { table } => {
+            Op::Embed { table, .. } => {
                 let [] = self.inputs()?;
                 let [out] = self.outputs()?;
                 let (_, width) = self.matrix(*table)?;
@@ -68,9 +68,21 @@ impl Operands<'_> {
                 same("the output", out, Operand { rows: Rows::Tokens, cols, elem: Elem::F32 })
             }
             Op::RmsNorm(norm) => self.norm_of(norm, Elem::F32),
-            Op::NormQuantise(norm) => self.norm_of(norm, Elem::Q8),
-            Op::Activation(_) => self.map(Elem::F32),
-            Op::Quantise => self.map(Elem::Q8),
+            Op::NormCast { norm, to } => self.norm_of(norm, to.elem()),
+            Op::Activation(_) | Op::AllReduce => self.map(Elem::F32),
+            Op::Cast(to) => self.map(to.elem()),
+            Op::Custom(_) => {
+                let [x] = self.inputs()?;
+                rows_of_tokens("the input", x)?;
+                self.map(Elem::F32)
+            }
+            Op::AllGather => {
+                let [x] = self.inputs()?;
+                let [out] = self.outputs()?;
+                x.is_f32("the input")?;
+                must(out.cols >= x.cols, || format!("{} columns gathered into {}", x.cols, out.cols))?;
+                same("the output", out, Operand { cols: out.cols, ..x })
+            }
             Op::Add | Op::Mul | Op::ActMul(_) => {
                 let [a, b] = self.inputs()?;
                 let [out] = self.outputs()?;
@@ -90,22 +102,22 @@ impl Operands<'_> {
                 })?;
                 parts.iter().zip(&self.outputs).try_for_each(|(part, out)| self.linear(part, x, *out))
             }
-            Op::SwigluLinear { part, quantise, .. } => {
+            Op::SwigluLinear { part, to, .. } => {
                 let [gate, up] = self.inputs()?;
                 let [out] = self.outputs()?;
                 gate.is_f32("the gate")?;
                 same("the second input", up, gate)?;
-                let product = gate.with(if *quantise { Elem::Q8 } else { Elem::F32 });
+                let product = gate.with(to.elem());
                 self.scratch.map_or(Ok(()), |scratch| same("the scratch", scratch, product))?;
                 self.linear(part, product, out)
             }
-            Op::AddRmsNorm { norm, quantise } => {
+            Op::AddRmsNorm { norm, to } => {
                 let [x, d] = self.inputs()?;
                 let [sum, normed] = self.outputs()?;
                 x.is_f32("the first input")?;
                 same("the second input", d, x)?;
                 same("the sum", sum, x)?;
-                same("the norm", normed, x.with(if *quantise { Elem::Q8 } else { Elem::F32 }))?;
+                same("the norm", normed, x.with(to.elem()))?;
                 self.norm(norm, x)
             }
             Op::Rope { head_dim, .. } => {
@@ -157,13 +169,30 @@ impl Operands<'_> {
                 rows_of_tokens("the input", x)?;
                 same("the output", out, Operand { rows: Rows::LogitRows, ..x })
             }
-            Op::RowStatus => {
+            Op::ArgMax => {
                 let [logits] = self.inputs()?;
+                let [best] = self.outputs()?;
+                self.is_logits(logits)?;
+                is_best(best)
+            }
+            Op::LinearArgMax(part) => {
+                let [x] = self.inputs()?;
+                let [logits, best] = self.outputs()?;
+                self.linear(part, x, logits)?;
+                self.is_logits(logits)?;
+                is_best(best)
+            }
+            Op::RowStatus => {
+                let [last, best] = self.inputs()?;
                 let [] = self.outputs()?;
-                let cols = self.vocab_size;
-                same("the logits", logits, Operand { rows: Rows::LogitRows, cols, elem: Elem::F32 })
+                rows_of_tokens("the last sums", last)?;
+                is_best(best)
             }
         }
+    }
+
+    fn is_logits(&self, logits: Operand) -> Checked {
+        same("the logits", logits, Operand { rows: Rows::LogitRows, cols: self.vocab_size, elem: Elem::F32 })
     }
 
     fn inputs<const N: usize>(&self) -> Result<[Operand; N], String> {
@@ -230,6 +259,10 @@ impl Operands<'_> {
         x.is_f32("the input")?;
         same("the output", out, x.with(elem))
     }
+}
+
+fn is_best(best: Operand) -> Checked {
+    same("the largest ids", best, Operand { rows: Rows::LogitRows, cols: 1, elem: Elem::U32 })
 }
 
 fn rows_of_tokens(what: &str, x: Operand) -> Checked {

@@ -3,7 +3,8 @@
 use super::config::invalid;
 use super::{ModelConfig, ModelError};
 use crate::graph::{
-    AttentionShape, Graph, GraphBuilder, LinearPart, NormSpec, RopeFrequencies, Weight, WeightId, WeightRole, id32,
+    AttentionShape, CustomSite, Graph, GraphBuilder, LinearPart, NormSpec, RegisteredOp, RopeFrequencies, ValueId,
+    Weight, WeightId, WeightRole, id32,
 };
 use crate::weights::WeightSource;
 
@@ -12,14 +13,35 @@ use crate::weights::WeightSource;
 /// # Errors
 /// [`ModelError::MissingTensor`] and [`ModelError::TensorShape`] for tensors that are absent or of another shape.
 pub fn decoder_graph(config: &ModelConfig, source: &dyn WeightSource) -> Result<Graph, ModelError> {
+    decoder_graph_with(config, source, &[])
+}
+
+/// The same with operations of the user's own in their places.
+///
+/// # Errors
+/// Also [`ModelError::Custom`] for a place that the model has not.
+pub fn decoder_graph_with(
+    config: &ModelConfig,
+    source: &dyn WeightSource,
+    customs: &[RegisteredOp],
+) -> Result<Graph, ModelError> {
     config.validate()?;
-    let mut decoder = Decoder { config, source, graph: GraphBuilder::new() };
+    for RegisteredOp { site, op } in customs {
+        if let CustomSite::AfterLayer(layer) = site
+            && *layer as usize >= config.layers
+        {
+            let (name, layers) = (op.name().to_owned(), config.layers);
+            return Err(ModelError::Custom { name, site: *site, layers });
+        }
+    }
+    let mut decoder = Decoder { config, source, customs, graph: GraphBuilder::new() };
     decoder.build()
 }
 
 struct Decoder<'a> {
     config: &'a ModelConfig,
     source: &'a dyn WeightSource,
+    customs: &'a [RegisteredOp],
     graph: GraphBuilder,
 }
 
@@ -30,6 +52,7 @@ impl Decoder<'_> {
         let mut x = self.graph.embed(embedding, "x");
         let rope = self.rope_frequencies()?;
         let angles = self.graph.rope_angles(rope, "angles");
+        x = self.customs_at(CustomSite::AfterEmbedding, x);
 
         for layer in 0..c.layers {
             self.graph.set_layer(Some(id32(layer)));
@@ -42,6 +65,7 @@ impl Decoder<'_> {
             let h = self.graph.rms_norm(x_mid, norm, "mlp_in");
             let m = self.mlp(&prefix, h)?;
             x = self.graph.add(x_mid, m, "x_out");
+            x = self.customs_at(CustomSite::AfterLayer(id32(layer)), x);
         }
 
         self.graph.set_layer(None);
@@ -51,16 +75,16 @@ impl Decoder<'_> {
         let head =
             if c.tied_embeddings { embedding } else { self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)? };
         let logits = self.graph.linear(h, LinearPart { weight: head, bias: None }, "logits");
-        Ok(std::mem::take(&mut self.graph).finish(logits))
+        Ok(std::mem::take(&mut self.graph).finish(x, logits))
     }
 
-    fn attention(
-        &mut self,
-        prefix: &str,
-        layer: usize,
-        h: crate::graph::ValueId,
-        angles: crate::graph::ValueId,
-    ) -> Result<crate::graph::ValueId, ModelError> {
+    /// x after the user's operations of this place.
+    fn customs_at(&mut self, site: CustomSite, x: ValueId) -> ValueId {
+        let here = self.customs.iter().filter(|custom| custom.site == site).enumerate();
+        here.fold(x, |x, (index, custom)| self.graph.custom(x, custom.clone(), &format!("custom{index}")))
+    }
+
+    fn attention(&mut self, prefix: &str, layer: usize, h: ValueId, angles: ValueId) -> Result<ValueId, ModelError> {
         let c = self.config;
         let (q_width, kv_width) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let mut project =
@@ -89,13 +113,14 @@ impl Decoder<'_> {
             head_dim: c.head_dim,
             scale: 1.0 / (c.head_dim as f32).sqrt(),
             window: c.windows[layer],
+            schedules: None,
         };
         let a = self.graph.attention(q, stored, shape, "attn");
         let part = self.part(&format!("{prefix}.self_attn.o_proj"), c.hidden_size, q_width, c.output_bias)?;
         Ok(self.graph.linear(a, part, "attn_out"))
     }
 
-    fn mlp(&mut self, prefix: &str, h: crate::graph::ValueId) -> Result<crate::graph::ValueId, ModelError> {
+    fn mlp(&mut self, prefix: &str, h: ValueId) -> Result<ValueId, ModelError> {
         let c = self.config;
         let gate = self.part(&format!("{prefix}.mlp.gate_proj"), c.intermediate_size, c.hidden_size, c.mlp_bias)?;
         let up = self.part(&format!("{prefix}.mlp.up_proj"), c.intermediate_size, c.hidden_size, c.mlp_bias)?;
@@ -143,6 +168,6 @@ impl Decoder<'_> {
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });
         }
-        Ok(self.graph.weight(Weight { name: name.to_owned(), shape, dtype: tensor.dtype, role }))
+        Ok(self.graph.weight(Weight { name: name.to_owned(), shape, dtype: tensor.dtype, role, slice: None }))
     }
 }

@@ -1,5 +1,6 @@
 //! Why a model could not be understood.
 
+use crate::graph::CustomSite;
 use crate::weights::WeightError;
 
 /// What is wrong with a model's description or its tensors.
@@ -59,6 +60,16 @@ pub enum ModelError {
         name: String,
         /// What its file says.
         reason: String,
+    },
+    /// A custom operation has no place in the model.
+    #[error("custom operation {name} cannot stand {site}: the model has layers 0 to {}", .layers.saturating_sub(1))]
+    Custom {
+        /// The operation.
+        name: String,
+        /// Where it was to stand.
+        site: CustomSite,
+        /// Layers of the model.
+        layers: usize,
     },
     /// A tensor has another shape than the description says.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]

@@ -15,7 +15,7 @@ pub mod rope;
 
 pub use architecture::Architecture;
 pub use config::{ModelConfig, RopeConfig};
-pub use decoder::decoder_graph;
+pub use decoder::{decoder_graph, decoder_graph_with};
 pub use error::ModelError;
 pub use gguf_config::config_from_gguf;
 pub use hub_config::config_from_hub;

@@ -224,7 +224,7 @@ impl Sampler {
 
     /// The row, if there is one and every entry can be used.
     fn finite_row<'a>(&self, logits: LogitRows<'a>, row: usize) -> Result<&'a [f32], SampleError> {
-        let LogitRows { logits, vocab, status } = logits;
+        let LogitRows { logits, vocab, status, .. } = logits;
         if vocab != self.vocab_size || vocab == 0 {
             return Err(SampleError::WrongWidth { got: vocab, expected: self.vocab_size });
         }

@@ -150,6 +150,8 @@ struct Entry {
     /// Rows of it in the plan that has not been committed yet.
     in_flight: u32,
     cached_tokens: u32,
+    /// Rows from this position on were computed in another arithmetic: not to be shared with sequences that were not.
+    f32_from: Option<u32>,
 }
 
 impl Entry {
@@ -258,6 +260,7 @@ impl Scheduler {
             computed: 0,
             in_flight: 0,
             cached_tokens: 0,
+            f32_from: None,
         };
         self.enqueue(seq, entry, blocks);
         Ok(())
@@ -293,7 +296,7 @@ impl Scheduler {
             self.entries.insert(child, entry);
         } else {
             entry.state = State::Waiting;
-            entry.computed = 0;
+            (entry.computed, entry.f32_from) = (0, None);
             entry.cached_tokens = 0;
             self.enqueue(child, entry, blocks);
         }
@@ -323,6 +326,19 @@ impl Scheduler {
     /// Tokens of the prompt; 0 for a sequence that is not known.
     pub fn prompt_len(&self, seq: SeqId) -> u32 {
         self.entries.get(&seq).map_or(0, |entry| entry.prompt_len)
+    }
+
+    /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual. Their keys and
+    /// values go to no other sequence; once the sequence has lost its blocks it begins as usual again.
+    pub fn set_f32_from(&mut self, seq: SeqId, position: u32) {
+        if let Some(entry) = self.entries.get_mut(&seq) {
+            entry.f32_from = Some(entry.f32_from.map_or(position, |known| known.min(position)));
+        }
+    }
+
+    /// The position from which on a sequence is computed in another arithmetic, if there is one.
+    pub fn f32_from(&self, seq: SeqId) -> Option<u32> {
+        self.entries.get(&seq)?.f32_from
     }
 
     /// Prompt tokens that the prefix cache served when the sequence was last admitted.

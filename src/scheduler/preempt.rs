@@ -45,7 +45,7 @@ impl Scheduler {
         self.leave_seat(seq, rank, blocks);
         if let Some(entry) = self.entries.get_mut(&seq) {
             entry.state = State::Waiting;
-            entry.computed = 0;
+            (entry.computed, entry.f32_from) = (0, None);
         }
         self.waiting.push(rank, seq);
         self.plan.preempted.push(seq);

@@ -109,7 +109,8 @@ impl Scheduler {
             let failed = result.token.is_none() && (samples || result.finished);
             entry.computed = if failed { end - 1 } else { end };
             if !(failed && result.finished) {
-                blocks.publish(result.seq, &entry.tokens[..entry.computed as usize]);
+                let shared = entry.f32_from.map_or(entry.computed, |from| from.min(entry.computed));
+                blocks.publish(result.seq, &entry.tokens[..shared as usize]);
             }
             if result.finished {
                 let rank = entry.rank;

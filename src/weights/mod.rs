@@ -15,6 +15,7 @@ mod memory;
 pub mod mmap;
 mod open;
 pub mod safetensors;
+pub mod slice;
 
 pub use dtype::DType;
 pub use error::WeightError;

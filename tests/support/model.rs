@@ -49,7 +49,7 @@ impl Model {
         input.kv_lens.push(self.len as u32);
         input.tables.extend((0..self.len.div_ceil(block_size)).map(|block| BlockId(block as u32)));
         input.logit_rows.extend((tokens.len() - rows..tokens.len()).map(|row| row as u32));
-        let out = self.runner.forward(&self.input).expect("the batch runs");
+        let out = self.runner.forward(&self.input).expect("the batch runs").logits;
         (out.logits.chunks(out.vocab).map(<[f32]>::to_vec).collect(), out.status.to_vec())
     }
 

@@ -17,6 +17,7 @@
 use super::pool::{MAX_MEMBERS, split};
 use crate::device::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -107,35 +108,68 @@ impl AlignedBytes {
         // SAFETY: as `as_slice`, and `&mut self` is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
-
-    /// Several ranges at once, some to read and some to write, or `None` if one is out of bounds or a written one overlaps
-    /// any other. Reads may overlap each other.
-    pub fn views<const R: usize, const W: usize>(
-        &mut self,
-        reads: [Range<usize>; R],
-        writes: [Range<usize>; W],
-    ) -> Option<Views<'_, R, W>> {
-        let inside = |range: &Range<usize>| range.start <= range.end && range.end <= self.len;
-        let apart =
-            |a: &Range<usize>, b: &Range<usize>| a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start;
-        let sound = reads.iter().chain(&writes).all(inside)
-            && writes.iter().enumerate().all(|(i, write)| {
-                reads.iter().all(|read| apart(write, read)) && writes[..i].iter().all(|other| apart(write, other))
-            });
-        if !sound {
-            return None;
-        }
-        let start = self.start;
-        // SAFETY: each range is within the buffer, borrowed from `&mut self`; written ranges are disjoint from all others.
-        let reads = reads.map(|r| unsafe { std::slice::from_raw_parts(start.add(r.start).as_ptr(), r.len()) });
-        // SAFETY: as above.
-        let writes = writes.map(|w| unsafe { std::slice::from_raw_parts_mut(start.add(w.start).as_ptr(), w.len()) });
-        Some((reads, writes))
-    }
 }
 
-/// Ranges of one buffer: those read and those written.
-pub type Views<'a, const R: usize, const W: usize> = ([&'a [u8]; R], [&'a mut [u8]; W]);
+/// Ranges of one buffer lent out side by side: any number to read, or one to write, of every byte. What is lent stays
+/// lent for the life of the whole; asking for more than may be had is answered with `None`.
+#[derive(Debug)]
+pub struct Loans<'a> {
+    start: NonNull<u8>,
+    len: usize,
+    out: RefCell<Lent>,
+    life: PhantomData<&'a mut [u8]>,
+}
+
+/// Ranges out so far, and whether each may be written.
+#[derive(Debug)]
+struct Lent {
+    ranges: [(Range<usize>, bool); MAX_LOANS],
+    count: usize,
+}
+
+/// Ranges that can be out at a time: operands of as many steps as a plan runs side by side.
+const MAX_LOANS: usize = 64;
+
+impl<'a> Loans<'a> {
+    /// Nothing is lent yet.
+    pub fn new(bytes: &'a mut [u8]) -> Self {
+        let len = bytes.len();
+        let out = RefCell::new(Lent { ranges: std::array::from_fn(|_| (0..0, false)), count: 0 });
+        Self { start: NonNull::from(bytes).cast(), len, out, life: PhantomData }
+    }
+
+    /// A range to read.
+    pub fn read(&self, range: Range<usize>) -> Option<&'a [u8]> {
+        let start = self.lend(&range, false)?;
+        // SAFETY: the range lies within the `&'a mut [u8]` this was made from, and no range that may be written meets it:
+        // `lend` has looked, and remembers it for as long as any can be asked for.
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), range.len()) })
+    }
+
+    /// A range to write.
+    #[allow(clippy::mut_from_ref)] // every byte leaves once
+    pub fn write(&self, range: Range<usize>) -> Option<&'a mut [u8]> {
+        let start = self.lend(&range, true)?;
+        // SAFETY: as in `read`, and no other range at all meets it.
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), range.len()) })
+    }
+
+    fn lend(&self, range: &Range<usize>, write: bool) -> Option<NonNull<u8>> {
+        let Lent { ranges, count } = &mut *self.out.borrow_mut();
+        let apart = |other: &Range<usize>| {
+            range.is_empty() || other.is_empty() || range.end <= other.start || other.end <= range.start
+        };
+        let inside = range.start <= range.end && range.end <= self.len;
+        let free = ranges[..*count].iter().all(|(other, written)| apart(other) || !(write || *written));
+        if !inside || !free || *count == MAX_LOANS {
+            return None;
+        }
+        ranges[*count] = (range.clone(), write);
+        *count += 1;
+        // SAFETY: `range.start` is at most the buffer's length.
+        Some(unsafe { self.start.add(range.start) })
+    }
+}
 
 /// Gives empty buffers an aligned address.
 #[repr(align(64))]
@@ -458,17 +492,21 @@ mod tests {
     }
 
     #[test]
-    fn views_may_share_what_is_read_but_nothing_written() {
+    fn loans_are_shared_to_read_and_single_to_write() {
         let mut bytes = AlignedBytes::zeroed(64).unwrap();
-        let (reads, writes) = bytes.views([0..16, 8..24], [24..32, 40..64]).unwrap();
-        assert_eq!(reads.map(<[u8]>::len), [16, 16]);
-        for part in writes {
-            part.fill(1);
-        }
-        assert_eq!(bytes.as_slice().iter().map(|&byte| usize::from(byte)).sum::<usize>(), 32);
-        let mut one = |read, write| bytes.views([read], [write]).is_some();
-        assert!(!one(0..16, 15..20) && !one(0..65, 0..0) && one(10..10, 0..64));
-        assert!(bytes.views([], [0..16, 15..20]).is_none());
+        let loans = Loans::new(bytes.as_mut_slice());
+        let (first, again) = (loans.read(0..16).unwrap(), loans.read(8..16).unwrap());
+        let (third, fourth) = (loans.write(16..32).unwrap(), loans.write(48..64).unwrap());
+        third.fill(1);
+        fourth.fill(2);
+        assert!(first.iter().chain(again).all(|&byte| byte == 0));
+        assert!(loans.write(15..17).is_none() && loans.read(31..33).is_none() && loans.write(16..32).is_none());
+        assert!(loans.read(0..65).is_none() && loans.write(60..70).is_none());
+        assert!(loans.write(20..20).is_some(), "an empty range meets nothing");
+        assert_eq!(loans.write(32..48).map(|free| free.len()), Some(16));
+        assert_eq!(bytes.as_slice().iter().map(|&byte| usize::from(byte)).sum::<usize>(), 16 + 32);
+        let loans = Loans::new(bytes.as_mut_slice());
+        assert!((0..MAX_LOANS).all(|_| loans.read(0..1).is_some()) && loans.read(0..1).is_none());
     }
 
     #[test]

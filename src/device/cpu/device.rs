@@ -14,10 +14,10 @@ use super::profile::StepTime;
 use super::program::{IoBytes, Poison, Program};
 use super::weight_set::WeightSet;
 use crate::device::{
-    BufferId, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span, StepArgs, StreamId,
-    WeightSetId,
+    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span,
+    StepArgs, StreamId, WeightSetId,
 };
-use crate::graph::{ArenaTooLarge, CompileError, Plan, Target, Weight};
+use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
@@ -78,13 +78,15 @@ impl CpuDevice {
         let caps = DeviceCaps {
             name: "cpu",
             description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, team.count()),
-            target: Target { alignment: 128, int8_activations: true },
+            target: Target::new(128),
             kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16],
             block_size_step: 16,
             max_block_size: 1024,
             default_block_size: 16,
             static_shapes: false,
             batch_invariant: true,
+            max_ranks: 16,
+            retry_f32: true,
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
@@ -255,19 +257,27 @@ impl Device for CpuDevice {
         self.state.lock().weights.remove(&weights.0);
     }
 
-    fn load(&self, plan: &Plan, weights: WeightSetId, kv: &KvGeometry) -> Result<ProgramId, CompileError> {
-        plan.check()?;
+    fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError> {
+        plans.iter().try_for_each(Plan::check)?;
         let layout = self.layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
         let state = &mut *self.state.lock();
-        let unknown = || CompileError::Invalid("unknown weight set".into());
-        let set = Arc::clone(state.weights.get(&weights.0).ok_or_else(unknown)?);
-        let arena = AlignedBytes::zeroed(plan.arena_bytes)
-            .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
-        let program =
-            Program::new(plan.clone(), set, arena, layout, self.team.count(), self.poison)?.timed(self.profile);
+        let set = |id: &WeightSetId| {
+            let unknown = || CompileError::Invalid("unknown weight set".into());
+            state.weights.get(&id.0).map(Arc::clone).ok_or_else(unknown)
+        };
+        let sets = weights.iter().map(set).collect::<Result<Vec<_>, _>>()?;
+        let program = Program::new(plans, sets, layout, self.team.count(), self.poison)?.timed(self.profile);
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))
+    }
+
+    fn overflows(&self, program: ProgramId) -> Vec<(&'static str, u64)> {
+        self.state.lock().programs.get(&program.0).map_or(Vec::new(), Program::overflows)
+    }
+
+    fn custom_failures(&self, program: ProgramId) -> Vec<CustomFailure> {
+        self.state.lock().programs.get(&program.0).map_or(Vec::new(), Program::custom_failures)
     }
 
     fn unload(&self, program: ProgramId) {
@@ -277,27 +287,28 @@ impl Device for CpuDevice {
     fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         let State { buffers, programs, .. } = &mut *self.on(on)?;
         let program = programs.get_mut(&program.0).ok_or_else(|| invalid("unknown program"))?;
-        let io = &args.io;
-        let spans = [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.row_status, io.kv_pool];
+        let Bindings { token_ids, positions, block_tables, logit_rows, logits, best, row_status, kv_pool } = args.io;
+        let spans = [token_ids, positions, block_tables, logit_rows, logits, best, row_status, kv_pool];
         let keys = spans.map(|span| span.buffer.0);
         if (1..keys.len()).any(|i| keys[..i].contains(&keys[i])) {
             return Err(invalid("two bindings name the same buffer"));
         }
         let mut bound =
-            buffers.get_disjoint_mut([&keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6]]);
-        let mut slices: [&mut [u8]; 7] = Default::default();
+            buffers.get_disjoint_mut([&keys[0], &keys[1], &keys[2], &keys[3], &keys[4], &keys[5], &keys[6], &keys[7]]);
+        let mut slices: [&mut [u8]; 8] = Default::default();
         for ((slice, buffer), span) in slices.iter_mut().zip(&mut bound).zip(spans) {
             let buffer = buffer.take().ok_or_else(|| invalid("unknown buffer"))?;
             let range = range_of(span, buffer.len())?;
             *slice = &mut buffer.as_mut_slice()[range];
         }
-        let [token_ids, positions, block_tables, logit_rows, logits, row_status, kv_pool] = slices;
+        let [token_ids, positions, block_tables, logit_rows, logits, best, row_status, kv_pool] = slices;
         let io = IoBytes {
             token_ids: words(token_ids)?,
             positions: words(positions)?,
             block_tables: words(block_tables)?,
             logit_rows: words(logit_rows)?,
-            logits: bytemuck::try_cast_slice_mut(logits).map_err(|_| invalid("logits are unaligned"))?,
+            logits: aligned(logits)?,
+            best: aligned(best)?,
             row_status,
             kv_pool,
         };
@@ -332,6 +343,12 @@ impl Device for CpuDevice {
         }
         Ok(())
     }
+}
+
+/// Bytes that can be seen as words of 32 bits.
+fn aligned(bytes: &mut [u8]) -> Result<&mut [u8], DeviceError> {
+    let sound = bytemuck::try_cast_slice_mut::<u8, u32>(bytes).is_ok();
+    if sound { Ok(bytes) } else { Err(invalid("a buffer of words is unaligned or of odd length")) }
 }
 
 fn words(bytes: &[u8]) -> Result<&[u32], DeviceError> {

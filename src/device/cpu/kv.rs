@@ -22,6 +22,9 @@ use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     geometry: KvGeometry,
+    /// First KV head of the rank that looks at it, and how many it has; a block has those of all ranks.
+    first_head: usize,
+    heads: usize,
 }
 
 impl KvLayout {
@@ -31,7 +34,18 @@ impl KvLayout {
             geometry.block_size > 0 && geometry.block_size.is_multiple_of(LANES),
             "attention's tiles are 16 tokens"
         );
-        Self { geometry }
+        Self { geometry, first_head: 0, heads: geometry.kv_heads }
+    }
+
+    /// The same cache as a rank sees it that has `heads` KV heads from `first_head` on.
+    #[must_use]
+    pub const fn of_heads(self, first_head: usize, heads: usize) -> Self {
+        Self { first_head, heads, ..self }
+    }
+
+    /// KV heads of the rank.
+    pub const fn heads(&self) -> usize {
+        self.heads
     }
 
     /// The shape.
@@ -49,18 +63,19 @@ impl KvLayout {
         self.geometry.kv_heads * 2 * self.part_bytes()
     }
 
-    /// One layer of a block within the pool.
+    /// The rank's heads of one layer of a block within the pool.
     pub const fn layer_range(&self, block: BlockId, layer: usize) -> Range<usize> {
-        let start = block.0 as usize * self.bytes_per_block() + layer * self.bytes_per_layer();
-        start..start + self.bytes_per_layer()
+        let before = layer * self.bytes_per_layer() + self.first_head * self.head_bytes();
+        let start = block.0 as usize * self.bytes_per_block() + before;
+        start..start + self.heads * self.head_bytes()
     }
 
-    /// Keys of one head, from the start of a layer of a block.
+    /// Keys of one of the rank's heads, from the start of its heads of a layer of a block.
     pub const fn k_offset(&self, kv_head: usize) -> usize {
         kv_head * 2 * self.part_bytes()
     }
 
-    /// Values of one head, from the start of a layer of a block.
+    /// Values of one of the rank's heads, likewise.
     pub const fn v_offset(&self, kv_head: usize) -> usize {
         self.k_offset(kv_head) + self.part_bytes()
     }

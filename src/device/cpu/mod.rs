@@ -1,6 +1,6 @@
 //! The CPU device: runs plans on a fixed team of threads.
 //!
-//! Reading order: [`CpuDevice`] (buffers, weights, programs), `program` (one step of a plan on the team), then the kernels:
+//! Reading order: [`CpuDevice`] (buffers, weights, programs), `program` (the steps of a plan on the team), then the kernels:
 //! `matmul` over `pack`ed panels, `attention` over the `kv` pool, and the row functions (`norm`, `rope`, `activation`,
 //! `quant`). `pool` is the team, `arena` the memory that its members share; `simd` holds the instruction sets. `reference`
 //! defines every operation in plain Rust.
@@ -12,7 +12,11 @@ pub mod activation;
 #[doc(hidden)]
 pub mod arena;
 #[doc(hidden)]
+pub mod arg_max;
+#[doc(hidden)]
 pub mod attention;
+#[doc(hidden)]
+pub mod cast;
 mod device;
 #[doc(hidden)]
 pub mod exp;

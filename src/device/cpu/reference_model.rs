@@ -9,7 +9,8 @@
 
 use super::reference::{self, Activation, AttentionParams};
 use crate::graph::{
-    ActivationKind, AttentionShape, Graph, LinearPart, Node, NormSpec, Op, RopeStyle, RowStatus, WeightId,
+    ActivationKind, ActivationType, AttentionShape, CustomCall, Graph, LinearPart, Node, NormSpec, Op, RopeStyle,
+    RowStatus, WeightId, id32,
 };
 use crate::kv_cache::KvDType;
 use crate::weights::{DType, WeightError, WeightSource};
@@ -31,7 +32,7 @@ pub struct ReferenceModel {
 pub struct ReferenceRows {
     /// Logits, one row after the other.
     pub logits: Vec<f32>,
-    /// Status of each row.
+    /// Status of each row of the step.
     pub status: Vec<RowStatus>,
 }
 
@@ -78,17 +79,31 @@ impl ReferenceModel {
         let mut out = ReferenceRows { logits: Vec::new(), status: Vec::new() };
         for node in &self.graph.nodes.clone() {
             let inputs: Vec<&[f32]> = node.inputs.iter().map(|id| values[id.0 as usize].as_slice()).collect();
-            if node.op == Op::RowStatus {
-                out.logits = inputs[0].to_vec();
-                out.status = inputs[0].chunks_exact(self.graph.vocab_size).map(reference::row_status).collect();
+            if let Op::RowStatus = node.op {
+                out.status = self.status(inputs[0], self.cols(node, 0), &out.logits, logit_rows);
                 continue;
             }
+            if let Op::ArgMax = node.op {
+                out.logits = inputs[0].to_vec();
+            }
             let outputs = self.run(node, &inputs, &rows);
+            if let Op::LinearArgMax(_) = node.op {
+                out.logits.clone_from(&outputs[0]);
+            }
             for (id, value) in node.outputs.iter().zip(outputs) {
                 values[id.0 as usize] = value;
             }
         }
         out
+    }
+
+    /// Status of each row of the batch: its last sums, and its logits if they are wanted.
+    fn status(&self, last: &[f32], width: usize, logits: &[f32], logit_rows: &[u32]) -> Vec<RowStatus> {
+        let mut status: Vec<RowStatus> = last.chunks_exact(width).map(reference::row_status).collect();
+        for (row, logits) in logit_rows.iter().zip(logits.chunks_exact(self.graph.vocab_size)) {
+            status[*row as usize] = status[*row as usize].max(reference::row_status(logits));
+        }
+        status
     }
 
     fn weight(&self, id: WeightId) -> &[f32] {
@@ -101,7 +116,7 @@ impl ReferenceModel {
 
     fn run(&mut self, node: &Node, inputs: &[&[f32]], rows: &StepRows<'_>) -> Vec<Vec<f32>> {
         match &node.op {
-            Op::Embed { table } => vec![self.embed(*table, rows.tokens)],
+            Op::Embed { table, .. } => vec![self.embed(*table, rows.tokens)],
             Op::RopeAngles { rope } => {
                 let rope = &self.graph.ropes[*rope];
                 let mut out = vec![0.0; rows.positions.len() * 2 * rope.inv_freq.len()];
@@ -112,7 +127,7 @@ impl ReferenceModel {
             Op::Add => vec![map(inputs[0], |out| reference::add(inputs[0], inputs[1], out))],
             Op::Mul => vec![map(inputs[0], |out| reference::mul(inputs[0], inputs[1], out))],
             Op::Activation(kind) => vec![activation(*kind, inputs[0])],
-            Op::Quantise => vec![quantise(inputs[0], self.cols(node, 0))],
+            Op::Cast(to) => vec![cast(*to, inputs[0], self.cols(node, 0))],
             Op::Linear(part) => vec![self.linear(part, inputs[0])],
             Op::Rope { head_dim, style } => vec![self.rope(node, inputs, *head_dim, *style, None)],
             Op::KvWrite { layer } => {
@@ -126,15 +141,30 @@ impl ReferenceModel {
                 reference::gather_rows(inputs[0], rows.logit_rows, width, &mut out);
                 vec![out]
             }
-            // Read by `forward`, which knows where its input goes.
+            Op::ArgMax => vec![best(inputs[0], self.cols(node, 0))],
+            Op::LinearArgMax(part) => {
+                let logits = self.linear(part, inputs[0]);
+                let best = best(&logits, self.graph.vocab_size);
+                vec![logits, best]
+            }
+            // Written by `forward`, which knows the rows.
             Op::RowStatus => Vec::new(),
-            Op::AddRmsNorm { norm, quantise: rounded } => {
+            Op::Custom(index) => {
+                let width = self.cols(node, 0);
+                let call = CustomCall::new(rows.tokens, rows.positions.first().copied().unwrap_or(0), width);
+                let mut out = inputs[0].to_vec();
+                if self.graph.customs[*index].op.run(&call, inputs[0], &mut out).is_err() {
+                    out.copy_from_slice(inputs[0]);
+                }
+                vec![out]
+            }
+            Op::AllReduce | Op::AllGather => panic!("a reference model is one rank"),
+            Op::AddRmsNorm { norm, to } => {
                 let sum = map(inputs[0], |out| reference::add(inputs[0], inputs[1], out));
                 let normed = self.norm(norm, &sum);
-                let normed = if *rounded { quantise(&normed, self.cols(node, 0)) } else { normed };
-                vec![sum, normed]
+                vec![sum, cast(*to, &normed, self.cols(node, 0))]
             }
-            Op::NormQuantise(norm) => vec![quantise(&self.norm(norm, inputs[0]), self.cols(node, 0))],
+            Op::NormCast { norm, to } => vec![cast(*to, &self.norm(norm, inputs[0]), self.cols(node, 0))],
             Op::QkNormRope { norm, head_dim, style } => {
                 vec![self.rope(node, inputs, *head_dim, *style, Some(norm))]
             }
@@ -145,10 +175,9 @@ impl ReferenceModel {
             }
             Op::ActMul(kind) => vec![act_mul(*kind, inputs[0], inputs[1])],
             Op::LinearMulti(parts) => parts.iter().map(|part| self.linear(part, inputs[0])).collect(),
-            Op::SwigluLinear { activation, part, quantise: rounded } => {
+            Op::SwigluLinear { activation, part, to } => {
                 let product = act_mul(*activation, inputs[0], inputs[1]);
-                let product = if *rounded { quantise(&product, self.cols(node, 0)) } else { product };
-                vec![self.linear(part, &product)]
+                vec![self.linear(part, &cast(*to, &product, self.cols(node, 0)))]
             }
         }
     }
@@ -196,7 +225,7 @@ impl ReferenceModel {
     }
 
     fn attention(&self, shape: &AttentionShape, q: &[f32]) -> Vec<f32> {
-        let AttentionShape { layer, heads, kv_heads, head_dim, scale, window } = *shape;
+        let AttentionShape { layer, heads, kv_heads, head_dim, scale, window, .. } = *shape;
         let params = AttentionParams { heads, kv_heads, head_dim, scale, window, softcap: None };
         let (k, v) = &self.stored[layer];
         map(q, |out| reference::attention(&params, q, k, v, out))
@@ -223,6 +252,21 @@ fn act_mul(kind: ActivationKind, gate: &[f32], up: &[f32]) -> Vec<f32> {
     map(gate, |out| reference::mul(&act, up, out))
 }
 
-fn quantise(x: &[f32], width: usize) -> Vec<f32> {
-    map(x, |out| reference::quantise(x, width, out))
+fn cast(to: ActivationType, x: &[f32], width: usize) -> Vec<f32> {
+    let round = |dtype: DType| x.iter().map(|&x| reference::round_to(dtype, x)).collect();
+    match to {
+        ActivationType::F32 => x.to_vec(),
+        ActivationType::BF16 => round(DType::BF16),
+        ActivationType::F16 => round(DType::F16),
+        ActivationType::Int8 => map(x, |out| reference::quantise(x, width, out)),
+    }
+}
+
+/// Ids of the largest, as bits: values of a reference model are floats all.
+fn best(logits: &[f32], vocab: usize) -> Vec<f32> {
+    let id = |row: &[f32]| match reference::row_status(row) {
+        RowStatus::Ok => id32(reference::argmax(row)),
+        _ => u32::MAX,
+    };
+    logits.chunks_exact(vocab).map(|row| f32::from_bits(id(row))).collect()
 }

@@ -1,10 +1,12 @@
 //! Weights as the CPU device holds them: matrices in panels, vectors in f32.
 
+use std::borrow::Cow;
+
 use super::pack::PackedMatrix;
 use super::pool::Team;
 use crate::device::DeviceError;
-use crate::graph::{Weight, WeightId, WeightRole};
-use crate::weights::{WeightSource, convert};
+use crate::graph::{Weight, WeightId, WeightRole, WeightSlice};
+use crate::weights::{TensorView, WeightSource, convert, slice};
 
 #[derive(Debug)]
 enum Packed {
@@ -27,16 +29,19 @@ impl WeightSet {
             let name = &weight.name;
             let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
             let tensor = source.tensor(name).ok_or_else(|| invalid("is not in the source"))?;
-            if tensor.shape != weight.shape || tensor.dtype != weight.dtype {
+            let mut shape = weight.shape.clone();
+            if let Some(WeightSlice { dim, of, .. }) = weight.slice {
+                *shape.get_mut(dim).ok_or_else(|| invalid("is cut along a dimension it has not"))? = of;
+            }
+            if tensor.shape != shape || tensor.dtype != weight.dtype {
                 return Err(invalid("has another shape or type than the graph says"));
             }
+            let data = sliced(&tensor, weight).ok_or_else(|| invalid("cannot be cut there"))?;
             packed.push(match (weight.role, weight.shape.as_slice()) {
-                (WeightRole::Matrix, &[n, k]) => {
-                    Packed::Matrix(PackedMatrix::pack(team, tensor.dtype, n, k, tensor.data)?)
-                }
+                (WeightRole::Matrix, &[n, k]) => Packed::Matrix(PackedMatrix::pack(team, tensor.dtype, n, k, &data)?),
                 (WeightRole::Vector, &[len]) => {
                     let mut values = vec![0.0; len];
-                    convert::dequantise(tensor.dtype, tensor.data, &mut values);
+                    convert::dequantise(tensor.dtype, &data, &mut values);
                     Packed::Vector(values)
                 }
                 _ => return Err(invalid("has the wrong number of dimensions for its role")),
@@ -75,4 +80,10 @@ impl WeightSet {
                 _ => false,
             })
     }
+}
+
+/// The part of a tensor that a weight is.
+fn sliced<'a>(tensor: &TensorView<'a>, weight: &Weight) -> Option<Cow<'a, [u8]>> {
+    let Some(WeightSlice { dim, start, .. }) = weight.slice else { return Some(Cow::Borrowed(tensor.data)) };
+    slice::along(tensor, dim, start..start + weight.shape[dim])
 }

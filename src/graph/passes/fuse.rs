@@ -1,7 +1,8 @@
 //! Fusion by pattern. Each rule looks for a producer and its only reader (or readers of one value), so a fused graph
 //! computes exactly the operations of the plain one, in the same order of additions.
 
-use crate::graph::{Graph, Node, Op, ValueId, id32};
+use super::OpSet;
+use crate::graph::{ActivationType, AttentionSchedules, Graph, Node, Op, ValueId, id32};
 
 /// How often each rule fired; a rule that is on and never fires is worth a look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,17 +15,19 @@ pub struct FusionReport {
     pub act_mul: u32,
     pub linear_multi: u32,
     pub swiglu_linear: u32,
-    pub norm_quantise: u32,
+    pub norm_cast: u32,
+    pub linear_arg_max: u32,
+    pub attention_schedules: u32,
 }
 
-/// Applies every rule of the level and those below it.
-pub fn fuse(graph: &Graph, level: u8) -> (Graph, FusionReport) {
-    let mut rewriter = Rewriter::new(graph);
+/// Applies every rule of the level and those below it, as far as the device has the operations they make.
+pub fn fuse(graph: &Graph, level: u8, ops: OpSet, schedules: AttentionSchedules) -> (Graph, FusionReport) {
+    let mut rewriter = Rewriter::new(graph, ops);
     let mut report = FusionReport::default();
     if level >= 1 {
         report.add_rms_norm = rewriter.each_pair(add_rms_norm);
         if level >= 3 {
-            // Before `norm_quantise`, which builds on it.
+            // Before `norm_cast`, which builds on it.
             report.add_rms_norm_across = rewriter.each_pair(add_rms_norm_across);
         }
         report.qk_norm_rope = rewriter.each_pair(qk_norm_rope);
@@ -32,9 +35,13 @@ pub fn fuse(graph: &Graph, level: u8) -> (Graph, FusionReport) {
         report.act_mul = rewriter.each_pair(act_mul);
     }
     if level >= 2 {
-        report.norm_quantise = rewriter.each_pair(norm_quantise);
+        report.norm_cast = rewriter.each_pair(norm_cast);
         report.linear_multi = rewriter.linear_multi();
         report.swiglu_linear = rewriter.swiglu_linear();
+    }
+    if level >= 3 {
+        report.linear_arg_max = rewriter.each_pair(linear_arg_max);
+        report.attention_schedules = rewriter.schedule_attention(schedules);
     }
     (rewriter.finish(), report)
 }
@@ -46,6 +53,7 @@ struct Rewriter {
     /// Node that writes each value.
     writer: Vec<Option<usize>>,
     uses: Vec<u32>,
+    ops: OpSet,
 }
 
 /// Where the fused node of a pair goes: to the producer's place if what the reader needs besides is known there.
@@ -55,12 +63,13 @@ enum Placed {
 }
 
 impl Rewriter {
-    fn new(graph: &Graph) -> Self {
+    fn new(graph: &Graph, ops: OpSet) -> Self {
         let mut rewriter = Self {
             uses: graph.use_counts(),
             writer: Vec::new(),
             nodes: graph.nodes.iter().cloned().map(Some).collect(),
             graph: graph.clone(),
+            ops,
         };
         rewriter.index_writers();
         rewriter
@@ -96,6 +105,9 @@ impl Rewriter {
                     Placed::AtProducer(node) => (producer_index, node, reader_index),
                     Placed::AtReader(node) => (reader_index, node, producer_index),
                 };
+                if !self.ops.contains(node.op.name()) {
+                    continue;
+                }
                 self.nodes[hole] = None;
                 self.nodes[index] = Some(node);
                 self.index_writers();
@@ -109,6 +121,9 @@ impl Rewriter {
     /// Projections of one layer that read the same value become one node at the first one's place.
     fn linear_multi(&mut self) -> u32 {
         let mut fired = 0;
+        if !self.ops.contains("linear_multi") {
+            return 0;
+        }
         for first in 0..self.nodes.len() {
             let Some(Node { op: Op::Linear(_), inputs, layer, .. }) = &self.nodes[first] else { continue };
             let (x, layer) = (inputs[0], *layer);
@@ -135,29 +150,32 @@ impl Rewriter {
         fired
     }
 
-    /// act(gate) · up, perhaps rounded to int8, then the down projection.
+    /// act(gate) · up, perhaps rounded, then the down projection.
     fn swiglu_linear(&mut self) -> u32 {
         let mut fired = 0;
+        if !self.ops.contains("swiglu_linear") {
+            return 0;
+        }
         for index in 0..self.nodes.len() {
             let Some(Node { op: Op::Linear(part), inputs, outputs, layer }) = self.nodes[index].clone() else {
                 continue;
             };
             let mut x = inputs[0];
             let mut holes = Vec::new();
-            let quantise = if let Some((at, Node { op: Op::Quantise, inputs, .. })) = self.writer_of(x)
+            let to = if let Some((at, Node { op: Op::Cast(to), inputs, .. })) = self.writer_of(x)
                 && self.only_use(x)
             {
                 holes.push(at);
                 x = inputs[0];
-                true
+                *to
             } else {
-                false
+                ActivationType::F32
             };
             let Some((at, Node { op: Op::ActMul(kind), inputs: gate_up, .. })) = self.writer_of(x) else { continue };
             if !self.only_use(x) {
                 continue;
             }
-            let op = Op::SwigluLinear { activation: *kind, part, quantise };
+            let op = Op::SwigluLinear { activation: *kind, part, to };
             let node = Node { op, inputs: gate_up.clone(), outputs, layer };
             holes.push(at);
             for hole in holes {
@@ -166,6 +184,18 @@ impl Rewriter {
             self.nodes[index] = Some(node);
             self.index_writers();
             fired += 1;
+        }
+        fired
+    }
+
+    /// Tells every attention its loop orders by length.
+    fn schedule_attention(&mut self, schedules: AttentionSchedules) -> u32 {
+        let mut fired = 0;
+        for node in self.nodes.iter_mut().flatten() {
+            if let Op::Attention(shape) = &mut node.op {
+                shape.schedules = Some(schedules);
+                fired += 1;
+            }
         }
         fired
     }
@@ -206,7 +236,7 @@ fn add_then_norm(add: &Node, norm: &Node) -> Option<Placed> {
     let (Op::Add, Op::RmsNorm(spec)) = (&add.op, &norm.op) else { return None };
     add.layer?;
     Some(Placed::AtProducer(Node {
-        op: Op::AddRmsNorm { norm: *spec, quantise: false },
+        op: Op::AddRmsNorm { norm: *spec, to: ActivationType::F32 },
         inputs: add.inputs.clone(),
         outputs: vec![add.outputs[0], norm.outputs[0]],
         layer: add.layer,
@@ -257,16 +287,30 @@ fn act_mul(rewriter: &Rewriter, act: &Node, mul: &Node, between: ValueId) -> Opt
     }))
 }
 
-fn norm_quantise(rewriter: &Rewriter, norm: &Node, quantise: &Node, between: ValueId) -> Option<Placed> {
-    if quantise.op != Op::Quantise || !rewriter.only_use(between) {
+fn norm_cast(rewriter: &Rewriter, norm: &Node, cast: &Node, between: ValueId) -> Option<Placed> {
+    let Op::Cast(to) = cast.op else { return None };
+    if !rewriter.only_use(between) {
         return None;
     }
     let (op, outputs) = match &norm.op {
-        Op::RmsNorm(spec) => (Op::NormQuantise(*spec), quantise.outputs.clone()),
-        Op::AddRmsNorm { norm: spec, quantise: false } if norm.outputs[1] == between => {
-            (Op::AddRmsNorm { norm: *spec, quantise: true }, vec![norm.outputs[0], quantise.outputs[0]])
+        Op::RmsNorm(spec) => (Op::NormCast { norm: *spec, to }, cast.outputs.clone()),
+        Op::AddRmsNorm { norm: spec, to: ActivationType::F32 } if norm.outputs[1] == between => {
+            (Op::AddRmsNorm { norm: *spec, to }, vec![norm.outputs[0], cast.outputs[0]])
         }
         _ => return None,
     };
     Some(Placed::AtProducer(Node { op, inputs: norm.inputs.clone(), outputs, layer: norm.layer }))
+}
+
+fn linear_arg_max(rewriter: &Rewriter, linear: &Node, best: &Node, between: ValueId) -> Option<Placed> {
+    let (Op::Linear(part), Op::ArgMax) = (&linear.op, &best.op) else { return None };
+    if !rewriter.only_use(between) {
+        return None;
+    }
+    Some(Placed::AtReader(Node {
+        op: Op::LinearArgMax(*part),
+        inputs: linear.inputs.clone(),
+        outputs: vec![between, best.outputs[0]],
+        layer: best.layer,
+    }))
 }

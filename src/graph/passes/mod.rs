@@ -1,7 +1,12 @@
-//! Pure rewrites of a graph: each takes a graph and gives a graph that computes the same.
+//! Pure rewrites of a graph: each takes a graph and gives a graph that computes the same, or the same up to the rounding it
+//! was asked for.
 
 mod fuse;
-mod quantise;
+mod legalise;
+mod precision;
+mod shard;
 
 pub use fuse::{FusionReport, fuse};
-pub use quantise::select_quantised;
+pub use legalise::{OpSet, legalise};
+pub use precision::{PrecisionPolicy, apply_precision};
+pub use shard::shard;

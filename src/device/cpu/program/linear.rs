@@ -1,15 +1,16 @@
 //! Products with weights: members take whole panels of output columns.
 
-use super::Frame;
-use super::operands::{floats, floats_mut, overlap};
+use super::group::{Frame, Then};
+use super::operands::{floats, floats_mut};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::arena::{Parts, Tile};
+use crate::device::cpu::arg_max::{Best, NO_ID, arg_max};
 use crate::device::cpu::matmul::{FloatRows, matmul_f32, matmul_q8};
 use crate::device::cpu::pack::{PANEL, PackedMatrix};
 use crate::device::cpu::pool::split;
 use crate::device::cpu::quant::{QuantLayout, QuantRows};
-use crate::graph::{Elem, LinearPart, Step};
+use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, RowStatus, Step};
 
 /// Rows that a product reads.
 #[derive(Clone, Copy)]
@@ -37,58 +38,97 @@ impl<'a> Input<'a> {
     }
 }
 
-impl Frame<'_> {
-    pub(super) fn linear(&mut self, part: &LinearPart, x: usize, out: usize) -> Result<(), DeviceError> {
-        let (isa, n) = (self.isa, self.cols(out));
-        let (elem, k) = (self.elem(x), self.cols(x));
+impl<'a> Frame<'a> {
+    fn input(&self, x: usize) -> Result<Input<'a>, DeviceError> {
+        Ok(Input::new(self.elem(x), self.read(x)?, self.cols(x)))
+    }
+
+    pub(super) fn linear(&self, part: &LinearPart, x: usize, out: usize, then: Then<'_>) -> Result<(), DeviceError> {
+        let (isa, n) = (self.isa(), self.cols(out));
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
-        let x = self.range(x)?;
-        let (x, out): (&[u8], &mut [f32]) = if self.is_logits(out) {
-            let ([x], []) = self.arena.views([x], []).ok_or_else(overlap)?;
-            (x, self.io.logits)
-        } else {
-            let out = self.range(out)?;
-            let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
-            (x, floats_mut(out))
-        };
-        let x = Input::new(elem, x, k);
-        let parts = Parts::columns(out, n, self.team.count(), PANEL);
-        self.team.run(&|member| x.multiply(isa, w, bias, &mut parts.claim(member.index())));
+        let x = self.input(x)?;
+        let parts = Parts::columns(floats_mut(self.write(out)?), n, self.members(), PANEL);
+        then(&|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+    }
+
+    /// The product and, while a member's columns are warm, the largest of each row in them.
+    pub(super) fn linear_arg_max(&self, part: &LinearPart, step: &Step) -> Result<(), DeviceError> {
+        let (isa, members) = (self.isa(), self.members());
+        let (out, best) = (step.outputs[0], step.outputs[1]);
+        let (n, rows) = (self.cols(out), self.rows(out));
+        let w = self.weights.matrix(part.weight);
+        let bias = part.bias.map(|bias| self.weights.vector(bias));
+        let x = self.input(step.inputs[0])?;
+        let parts = Parts::columns(floats_mut(self.write(out)?), n, members, PANEL);
+        let mut lane = self.lane(step)?;
+        lane.bests.clear();
+        lane.bests.resize(rows * members, Best::NONE);
+        let bests = Parts::columns(&mut lane.bests, members, members, 1);
+        self.start(&|member, _| {
+            let (mut tile, mut bests) = (parts.claim(member.index()), bests.claim(member.index()));
+            if tile.cols() == 0 {
+                return;
+            }
+            x.multiply(isa, w, bias, &mut tile);
+            for row in 0..tile.rows() {
+                // Members' parts of the list are as many columns as there are members: one each.
+                bests.row_mut(row)[0] = arg_max(isa, tile.row(row), tile.first());
+            }
+        })?;
+        let ids: &mut [u32] = bytemuck::cast_slice_mut(self.write(best)?);
+        for (row, (id, bests)) in ids.iter_mut().zip(bests.read().chunks_exact(members)).enumerate() {
+            *id = bests.iter().fold(Best::NONE, |best, next| best.then(*next)).id;
+            if *id == NO_ID {
+                self.flags().raise(self.launch.logit_rows[row] as usize, RowStatus::NonFinite);
+            }
+        }
         Ok(())
     }
 
-    pub(super) fn linear_multi(&mut self, parts: &[LinearPart], step: &Step) -> Result<(), DeviceError> {
+    pub(super) fn swiglu_linear(
+        &self,
+        product: (ActivationKind, ActivationType),
+        part: &LinearPart,
+        scratch: usize,
+        step: &Step,
+    ) -> Result<(), DeviceError> {
+        let (isa, out) = (self.isa(), step.outputs[0]);
+        // The product is read where it was written: one loan serves both runs.
+        let (elem, k) = (self.elem(scratch), self.cols(scratch));
+        let room = self.write(scratch)?;
+        self.act_mul_into(product, step, room, &mut |work| self.start(work))?;
+        let w = self.weights.matrix(part.weight);
+        let bias = part.bias.map(|bias| self.weights.vector(bias));
+        let x = Input::new(elem, room, k);
+        let parts = Parts::columns(floats_mut(self.write(out)?), self.cols(out), self.members(), PANEL);
+        self.start(&|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+    }
+
+    pub(super) fn linear_multi(&self, parts: &[LinearPart], step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
         match *step.outputs.as_slice() {
-            [a, b] => self.linear_many(parts, step.inputs[0], [a, b]),
-            [a, b, c] => self.linear_many(parts, step.inputs[0], [a, b, c]),
-            _ => {
-                for (part, &out) in parts.iter().zip(&step.outputs) {
-                    self.linear(part, step.inputs[0], out)?;
-                }
-                Ok(())
-            }
+            [a] => self.linear(&parts[0], step.inputs[0], a, then),
+            [a, b] => self.linear_many(parts, step, [a, b], then),
+            [a, b, c] => self.linear_many(parts, step, [a, b, c], then),
+            [a, b, c, d] => self.linear_many(parts, step, [a, b, c, d], then),
+            _ => Err(super::operands::broken("more than 4 products of one input")),
         }
     }
 
     /// Several products of one input in one run: the panels of all are one list that members share evenly.
     fn linear_many<const N: usize>(
-        &mut self,
+        &self,
         parts: &[LinearPart],
-        x: usize,
+        step: &Step,
         outs: [usize; N],
+        then: Then<'_>,
     ) -> Result<(), DeviceError> {
-        let (isa, members) = (self.isa, self.team.count());
-        let (elem, k) = (self.elem(x), self.cols(x));
+        let (isa, members) = (self.isa(), self.members());
         let widths = outs.map(|out| self.cols(out));
-        let mut ranges: [_; N] = std::array::from_fn(|_| 0..0);
-        for (range, out) in ranges.iter_mut().zip(outs) {
-            *range = self.range(out)?;
-        }
-        let x = self.range(x)?;
         let total: usize = widths.iter().map(|n| n.div_ceil(PANEL)).sum();
         let mut before = 0;
-        for (bounds, n) in self.scratch.bounds.iter_mut().zip(widths) {
+        let mut lane = self.lane(step)?;
+        for (bounds, n) in lane.bounds.iter_mut().zip(widths) {
             bounds.clear();
             let panels = n.div_ceil(PANEL);
             bounds.extend((0..members).map(|m| {
@@ -98,17 +138,20 @@ impl Frame<'_> {
             bounds.push(n);
             before += panels;
         }
-        let ([x], outs) = self.arena.views([x], ranges).ok_or_else(overlap)?;
-        let x = Input::new(elem, x, k);
-        let bounds = &self.scratch.bounds;
+        let x = self.input(step.inputs[0])?;
+        let mut written: [&mut [u8]; N] = std::array::from_fn(|_| Default::default());
+        for (room, out) in written.iter_mut().zip(outs) {
+            *room = self.write(out)?;
+        }
+        let bounds = &lane.bounds;
         let mut index = 0;
-        let tiles = outs.map(|out| {
+        let tiles = written.map(|out| {
             let tiles = Parts::columns_at(floats_mut(out), widths[index], &bounds[index]);
             index += 1;
             tiles
         });
         let weights = self.weights;
-        self.team.run(&|member| {
+        then(&|member, _| {
             for (tiles, part) in tiles.iter().zip(parts) {
                 let mut tile = tiles.claim(member.index());
                 if tile.cols() > 0 {
@@ -116,7 +159,6 @@ impl Frame<'_> {
                     x.multiply(isa, weights.matrix(part.weight), bias, &mut tile);
                 }
             }
-        });
-        Ok(())
+        })
     }
 }

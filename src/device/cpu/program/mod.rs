@@ -1,34 +1,43 @@
-//! A loaded plan: runs its steps one after the other, each on the whole team.
+//! A loaded plan, or one a rank: runs its steps one group after the other, each on the whole team.
 //!
-//! A step is one run of the team (two where it has two phases): the caller hands in its operands as slices of the arena,
-//! checked to be disjoint, and members write disjoint parts of them. The run's end is the barrier. All scratch is reserved
-//! at the bucket's size when the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
+//! A group is one run of the team, which all its steps share (more where a step has several phases): steps hand in their
+//! operands as slices lent from the arena, checked to be disjoint, and members write disjoint parts of them. The run's end
+//! is the barrier. Ranks run one after the other up to each collective. All scratch is reserved at the bucket's size when
+//! the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
 
 #![forbid(unsafe_code)]
 
 mod attention;
+mod custom;
+mod flags;
+mod group;
 mod linear;
 mod operands;
 mod poison;
+mod ranks;
 mod rows;
 
 pub use poison::Poison;
 
+use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use super::Isa;
-use super::arena::AlignedBytes;
+use super::arena::{AlignedBytes, Loans};
 use super::attention::{AttentionScratch, AttentionShape, Schedule};
 use super::kv::{KvLayout, Rows};
 use super::pool::Team;
 use super::profile::{StepTime, StepTimes};
 use super::weight_set::WeightSet;
-use crate::device::{DeviceError, LaunchShape, StepArgs};
-use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, Step, row_bytes};
+use crate::device::{CustomFailure, DeviceError, LaunchShape, StepArgs};
+use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, row_bytes};
 use crate::kv_cache::BlockId;
+use flags::Flags;
+use group::{LaneScratch, MemberScratch, Scratch};
 use poison::ArenaPoison;
+use ranks::Rank;
 
 /// The plan's int8 rows and this device's are one layout.
 const _: () = {
@@ -46,119 +55,94 @@ pub(super) struct IoBytes<'a> {
     pub positions: &'a [u32],
     pub block_tables: &'a [u32],
     pub logit_rows: &'a [u32],
-    pub logits: &'a mut [f32],
+    pub logits: &'a mut [u8],
+    pub best: &'a mut [u8],
     pub row_status: &'a mut [u8],
     pub kv_pool: &'a mut [u8],
 }
 
-/// A plan with its weights, its arena and room for each member.
+/// The plans of all ranks with their weights and arenas, and room for each member.
 #[derive(Debug)]
 pub(super) struct Program {
-    plan: Plan,
-    weights: Arc<WeightSet>,
-    arena: AlignedBytes,
+    ranks: Vec<Rank>,
+    /// The cache as a whole.
     kv: KvLayout,
     scratch: Scratch,
+    flags: Flags,
     /// Block tables of the launch, concatenated.
     tables: Vec<BlockId>,
     /// A bit for each block that the launch writes.
     written: Vec<u64>,
-    /// Token ids it can embed.
-    ids: usize,
     times: Option<StepTimes>,
-    poison: ArenaPoison,
 }
 
-/// Room that members need besides the arena.
+/// Room of attention's steps.
 #[derive(Debug)]
-struct Scratch {
-    members: Vec<MemberScratch>,
+struct AttentionRoom {
     schedule: Schedule,
-    /// Partial sums of attention over split segments.
+    /// Partial sums over split segments.
     partials: Vec<f32>,
-    /// A bit for each piece that members claim.
-    claims: Vec<AtomicU64>,
-    /// Where members' shares of several matrices begin.
-    bounds: Vec<Vec<usize>>,
 }
 
-#[derive(Debug)]
-struct MemberScratch {
-    attention: Option<AttentionScratch>,
-    row: Vec<f32>,
-}
-
-/// Everything a step may touch, borrowed for one launch.
-struct Frame<'a> {
+/// What all steps of a launch know.
+struct Launch<'a> {
     team: &'a Team,
     isa: Isa,
-    plan: &'a Plan,
-    weights: &'a WeightSet,
-    arena: &'a mut AlignedBytes,
-    kv: KvLayout,
-    io: IoBytes<'a>,
+    token_ids: &'a [u32],
+    positions: &'a [u32],
+    logit_rows: &'a [u32],
+    pool_bytes: usize,
     batch: Rows<'a>,
     shape: LaunchShape,
-    scratch: &'a mut Scratch,
+    flags: &'a Flags,
 }
 
 impl Program {
-    /// Prepares a plan that passed its own check.
+    /// Prepares plans that passed their own check, one a rank with its weights.
     pub(super) fn new(
-        plan: Plan,
-        weights: Arc<WeightSet>,
-        arena: AlignedBytes,
+        plans: &[Plan],
+        weights: Vec<Arc<WeightSet>>,
         kv: KvLayout,
         members: usize,
         poison: Poison,
     ) -> Result<Self, CompileError> {
-        if !weights.serves(&plan.weights) {
-            return Err(CompileError::Invalid("the weight set is not the plan's".into()));
-        }
+        let ranks = ranks::load(plans, weights, kv, poison)?;
         let mut attention: Option<AttentionShape> = None;
-        let mut ids = usize::MAX;
-        let g = kv.geometry();
-        for step in &plan.steps {
-            match &step.op {
-                Op::Embed { table } => ids = ids.min(weights.matrix(*table).n()),
-                Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. }
-                    if plan.values[step.inputs[0]].cols != g.kv_heads * g.head_dim || *layer >= g.layers =>
-                {
-                    return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
-                }
-                _ => {}
-            }
+        for step in plans.iter().flat_map(|plan| &plan.steps) {
             let Op::Attention(shape) = &step.op else { continue };
-            if (shape.kv_heads, shape.head_dim) != (g.kv_heads, g.head_dim) || shape.layer >= g.layers {
-                return Err(CompileError::Invalid("attention and KV geometry differ".into()));
-            }
             let shape = attention::shape_of(shape);
-            if attention.is_some_and(|first| (first.heads, first.kv_heads) != (shape.heads, shape.kv_heads)) {
-                let reason = "its layers differ in their number of heads".into();
-                return Err(CompileError::Unsupported { op: "attention", reason });
-            }
-            attention = Some(shape);
+            // Room for the widest group of heads, and for the loop order that needs most.
+            attention = Some(attention.map_or(shape, |most| if shape.heads > most.heads { shape } else { most }));
         }
-        let widest = plan.values.iter().map(|value| value.cols).max().unwrap_or(0);
+        let bucket = plans[0].bucket;
+        let widest = plans.iter().flat_map(|plan| &plan.values).map(|value| value.cols).max().unwrap_or(0);
         let member =
             |_| MemberScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
-        let most_parts = plan.steps.iter().map(|step| step.outputs.len()).max().unwrap_or(0);
-        let scratch = Scratch {
-            members: (0..members).map(member).collect(),
-            schedule: Schedule::new(members),
-            partials: with_room(most_partials(attention.as_ref(), members, plan.bucket.kv_tokens))?,
-            claims: Vec::new(),
-            bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
+        let most_parts = plans.iter().flat_map(|plan| &plan.steps).map(|step| step.outputs.len()).max().unwrap_or(0);
+        let lane = |_| {
+            Ok(RefCell::new(LaneScratch {
+                claims: Vec::new(),
+                bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
+                bests: with_room(bucket.logit_rows.saturating_mul(members))?,
+            }))
         };
-        let longest = plan.bucket.kv_tokens.div_ceil(g.block_size);
-        let tables = with_room(plan.bucket.seqs.saturating_mul(longest))?;
-        let poison = ArenaPoison::new(poison, &plan);
-        Ok(Self { plan, weights, arena, kv, scratch, tables, written: Vec::new(), ids, times: None, poison })
+        let scratch = Scratch {
+            members: RefCell::new((0..members).map(member).collect()),
+            lanes: (0..plans[0].lanes).map(lane).collect::<Result<_, CompileError>>()?,
+            attention: RefCell::new(AttentionRoom {
+                schedule: Schedule::new(members),
+                partials: with_room(most_partials(attention.as_ref(), members, bucket.kv_tokens))?,
+            }),
+        };
+        let longest = bucket.kv_tokens.div_ceil(kv.geometry().block_size);
+        let tables = with_room(bucket.seqs.saturating_mul(longest))?;
+        let flags = Flags::new(bucket.tokens, plans[0].overflow);
+        Ok(Self { ranks, kv, scratch, flags, tables, written: Vec::new(), times: None })
     }
 
     /// Times its steps if asked to.
     pub(super) fn timed(mut self, timed: bool) -> Self {
-        self.times = timed.then(|| StepTimes::new(&self.plan));
+        self.times = timed.then(|| StepTimes::new(&self.ranks[0].plan));
         self
     }
 
@@ -166,13 +150,23 @@ impl Program {
         self.times.as_mut().map_or(Vec::new(), StepTimes::take)
     }
 
-    /// Runs the plan over one batch.
+    /// Elements that overflowed so far, by operation.
+    pub(super) fn overflows(&self) -> Vec<(&'static str, u64)> {
+        self.flags.overflows().collect()
+    }
+
+    /// Calls of custom operations that failed in the last launch.
+    pub(super) fn custom_failures(&self) -> Vec<CustomFailure> {
+        self.flags.custom_failures()
+    }
+
+    /// Runs the plans over one batch.
     pub(super) fn launch(
         &mut self,
         team: &Team,
         isa: Isa,
         args: &StepArgs<'_>,
-        io: IoBytes<'_>,
+        mut io: IoBytes<'_>,
     ) -> Result<(), DeviceError> {
         self.check(args, &io)?;
         let block_size = self.kv.geometry().block_size;
@@ -181,34 +175,41 @@ impl Program {
             let blocks = (*kv_len as usize).div_ceil(block_size);
             self.tables.extend(line[..blocks].iter().map(|&block| BlockId(block)));
         }
-        let batch = Rows { q_lens: args.q_lens, kv_lens: args.kv_lens, tables: &self.tables };
-        let mut frame = Frame {
+        self.flags.clear(args.shape.tokens);
+        let launch = Launch {
             team,
             isa,
-            plan: &self.plan,
-            weights: &self.weights,
-            arena: &mut self.arena,
-            kv: self.kv,
-            io,
-            batch,
+            token_ids: io.token_ids,
+            positions: io.positions,
+            logit_rows: io.logit_rows,
+            pool_bytes: io.kv_pool.len(),
+            batch: Rows { q_lens: args.q_lens, kv_lens: args.kv_lens, tables: &self.tables },
             shape: args.shape,
-            scratch: &mut self.scratch,
+            flags: &self.flags,
         };
-        for (at, step) in self.plan.steps.iter().enumerate() {
-            frame.poison(&self.poison, at)?;
-            let start = self.times.is_some().then(Instant::now);
-            frame.run(step)?;
-            if let (Some(times), Some(start)) = (&mut self.times, start) {
-                times.add(at, start);
+        let mut next = 0;
+        // Plans of ranks have their collectives at the same groups.
+        loop {
+            let mut met = None;
+            for rank in &mut self.ranks {
+                met = rank.run(next, &launch, &mut io, &self.scratch, &mut self.times)?;
             }
+            let Some(group) = met else { return Ok(()) };
+            ranks::meet(&mut self.ranks, group, &launch, io.logits)?;
+            next = group + 1;
         }
-        Ok(())
+    }
+
+    /// Whether some rank has the embedding of this id.
+    fn knows(&self, id: u32) -> bool {
+        self.ranks.iter().any(|rank| rank.ids.contains(&(id as usize)))
     }
 
     /// What kernels rely on: sizes agree, every id, row and block is in range, and no block has two writers.
     fn check(&mut self, args: &StepArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
-        let bucket = &self.plan.bucket;
+        let plan = &self.ranks[0].plan;
+        let bucket = &plan.bucket;
         let block_size = self.kv.geometry().block_size;
         let pool_blocks = io.kv_pool.len() / self.kv.bytes_per_block();
         let lens = || args.q_lens.iter().zip(args.kv_lens);
@@ -220,10 +221,12 @@ impl Program {
             ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
             ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
             ("there is an id and a position a row", io.token_ids.len() == tokens && io.positions.len() == tokens),
-            ("ids are rows of the embedding table", io.token_ids.iter().all(|&id| (id as usize) < self.ids)),
+            ("ids are rows of the embedding table", io.token_ids.iter().all(|&id| self.knows(id))),
             ("logit rows are rows of the batch", io.logit_rows.iter().all(|&row| (row as usize) < tokens)),
-            ("there is a logit row each", io.logit_rows.len() == logit_rows && io.row_status.len() == logit_rows),
-            ("logits have room", Some(io.logits.len()) == logit_rows.checked_mul(self.plan.vocab_size)),
+            ("there is a logit row and a largest id each", io.logit_rows.len() == logit_rows),
+            ("the largest ids have room", Some(io.best.len()) == logit_rows.checked_mul(4)),
+            ("there is a status a row", io.row_status.len() == tokens),
+            ("logits have room", Some(io.logits.len()) == logit_rows.checked_mul(4 * plan.vocab_size)),
             ("there is a table line a sequence", Some(io.block_tables.len()) == seqs.checked_mul(table_stride)),
             (
                 "a table line has all blocks of its sequence",
@@ -273,45 +276,4 @@ fn with_room<T>(len: usize) -> Result<Vec<T>, CompileError> {
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
     room.try_reserve_exact(len).map_err(|_| CompileError::Memory(ArenaTooLarge { bytes }))?;
     Ok(room)
-}
-
-impl Frame<'_> {
-    fn run(&mut self, step: &Step) -> Result<(), DeviceError> {
-        // A batch whose rows are all mid-prompt has no rows of logits.
-        let rows_at = step.outputs.iter().chain(&step.inputs).next();
-        if rows_at.is_some_and(|&v| self.rows(v) == 0) {
-            return Ok(());
-        }
-        match &step.op {
-            Op::Embed { table } => self.embed(*table, step),
-            Op::RopeAngles { rope } => self.rope_angles(*rope, step),
-            Op::RmsNorm(norm) => self.rms_norm(norm, step),
-            Op::Add => self.add(step),
-            Op::Mul => self.mul(step),
-            Op::Activation(kind) => self.activation(*kind, step),
-            Op::Quantise => self.quantise(step),
-            Op::Linear(part) => self.linear(part, step.inputs[0], step.outputs[0]),
-            Op::Rope { head_dim, style } => self.rope(*head_dim, *style, None, step),
-            Op::KvWrite { layer } => self.kv_write(*layer, None, step),
-            Op::Attention(shape) => self.attention(shape, step),
-            Op::GatherRows => self.gather_rows(step),
-            Op::RowStatus => {
-                self.row_status();
-                Ok(())
-            }
-            Op::AddRmsNorm { norm, quantise } => self.add_rms_norm(norm, *quantise, step),
-            Op::NormQuantise(norm) => self.norm_quantise(norm, step),
-            Op::QkNormRope { norm, head_dim, style } => self.rope(*head_dim, *style, Some(norm), step),
-            Op::RopeKvWrite { layer, head_dim, style, norm } => {
-                self.kv_write(*layer, Some((*head_dim, *style, norm.as_ref())), step)
-            }
-            Op::ActMul(kind) => self.act_mul(*kind, step.inputs[0], step.inputs[1], step.outputs[0]),
-            Op::LinearMulti(parts) => self.linear_multi(parts, step),
-            Op::SwigluLinear { activation, part, .. } => {
-                let scratch = step.scratch.ok_or_else(|| operands::broken("a fused MLP has no scratch"))?;
-                self.act_mul(*activation, step.inputs[0], step.inputs[1], scratch)?;
-                self.linear(part, scratch, step.outputs[0])
-            }
-        }
-    }
 }

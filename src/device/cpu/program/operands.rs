@@ -1,21 +1,20 @@
-//! Where a step's operands are: ranges of the arena, cut to the batch's actual rows.
+//! Where a step's operands are: ranges of the arena or of a bound buffer, cut to the batch's actual rows.
 
-use std::ops::Range;
-
-use super::Frame;
+use super::group::Frame;
 use crate::device::DeviceError;
+use crate::device::cpu::arena::Loans;
 use crate::graph::{Elem, Io, Operand, Rows};
 
 pub(super) fn broken(what: &str) -> DeviceError {
     DeviceError::Invalid { what: format!("plan: {what}") }
 }
 
-impl Frame<'_> {
+impl<'a> Frame<'a> {
     /// Rows that a value has in this batch.
     pub(super) fn rows(&self, value: usize) -> usize {
         match self.plan.values[value].rows {
-            Rows::Tokens => self.shape.tokens,
-            Rows::LogitRows => self.shape.logit_rows,
+            Rows::Tokens => self.launch.shape.tokens,
+            Rows::LogitRows => self.launch.shape.logit_rows,
         }
     }
 
@@ -27,16 +26,27 @@ impl Frame<'_> {
         self.plan.values[value].elem
     }
 
-    /// Bytes of the arena that hold a value's rows.
-    pub(super) fn range(&self, value: usize) -> Result<Range<usize>, DeviceError> {
-        match self.plan.values[value].operand {
-            Operand::Arena { offset } => Ok(offset..offset + self.rows(value) * self.plan.values[value].row_bytes()),
-            _ => Err(broken("an operand is not in the arena")),
-        }
+    /// A value's rows, to read.
+    pub(super) fn read(&self, value: usize) -> Result<&'a [u8], DeviceError> {
+        let (loans, range) = self.place(value)?;
+        loans.read(range).ok_or_else(overlap)
     }
 
-    pub(super) fn is_logits(&self, value: usize) -> bool {
-        self.plan.values[value].operand == Operand::Io(Io::Logits)
+    /// A value's rows, to write.
+    #[allow(clippy::mut_from_ref)] // every byte is lent once
+    pub(super) fn write(&self, value: usize) -> Result<&'a mut [u8], DeviceError> {
+        let (loans, range) = self.place(value)?;
+        loans.write(range).ok_or_else(overlap)
+    }
+
+    fn place(&self, value: usize) -> Result<(&Loans<'a>, std::ops::Range<usize>), DeviceError> {
+        let bytes = self.rows(value) * self.plan.values[value].row_bytes();
+        match self.plan.values[value].operand {
+            Operand::Arena { offset } => Ok((&self.arena, offset..offset + bytes)),
+            Operand::Io(Io::Logits) => Ok((&self.logits, 0..bytes)),
+            Operand::Io(Io::ArgMax) => Ok((&self.best, 0..bytes)),
+            _ => Err(broken("an operand is in no buffer that steps read and write")),
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Off unless a test asks for it; then launches are slow and allocate.
 
-use super::Frame;
-use crate::device::DeviceError;
+use std::ops::Range;
+
 use crate::graph::{Operand, Plan};
 
 /// What is filled with NaN before each step.
@@ -33,24 +33,24 @@ impl ArenaPoison {
     }
 }
 
-impl Frame<'_> {
-    /// Fills what is dead when step `at` begins; its outputs and scratch are.
-    pub(super) fn poison(&mut self, poison: &ArenaPoison, at: usize) -> Result<(), DeviceError> {
-        let keep = match poison.what {
-            Poison::Off => return Ok(()),
+impl ArenaPoison {
+    /// Fills what is dead when the group of steps that begins at `at` begins; its outputs and scratch are. `range` gives a
+    /// value's bytes in this batch.
+    pub(super) fn fill(&self, plan: &Plan, at: usize, range: impl Fn(usize) -> Range<usize>, arena: &mut [u8]) {
+        let keep = match self.what {
+            Poison::Off => return,
             Poison::Dead => true,
             Poison::All => false,
         };
         let mut alive = Vec::new();
-        for (value, life) in poison.lives.iter().enumerate() {
-            let placed = matches!(self.plan.values[value].operand, Operand::Arena { .. });
+        for (value, life) in self.lives.iter().enumerate() {
+            let placed = matches!(plan.values[value].operand, Operand::Arena { .. });
             if keep && placed && life.is_some_and(|(first, last)| first < at && at <= last) {
-                alive.push(self.range(value)?);
+                alive.push(range(value));
             }
         }
         alive.sort_unstable_by_key(|range| range.start);
         // Bytes of ones are a NaN in every float type.
-        let arena = self.arena.as_mut_slice();
         let mut start = 0;
         for range in alive {
             if start < range.start {
@@ -59,6 +59,5 @@ impl Frame<'_> {
             start = start.max(range.end);
         }
         arena[start..].fill(0xff);
-        Ok(())
     }
 }

@@ -1,47 +1,64 @@
 //! Operations that work row by row: members take whole rows.
 
+use super::flags::Flags;
+use super::group::{Frame, MemberScratch, Then};
 use super::operands::{floats, floats_mut, overlap};
-use super::{Frame, MemberScratch};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::activation::{add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row};
 use crate::device::cpu::arena::Parts;
+use crate::device::cpu::arg_max::{NO_ID, arg_max, is_finite};
+use crate::device::cpu::cast::{F16_MAX, count_beyond, round_bf16_row, round_f16_row};
 use crate::device::cpu::norm::{qk_norm_row, rms_norm_row};
-use crate::device::cpu::pool::{Member, Team};
 use crate::device::cpu::quant::{QuantLayout, quantise_row};
 use crate::device::cpu::rope::{rope_angles, rope_row};
-use crate::graph::{ActivationKind, Elem, NormSpec, RopeStyle, RowStatus, Step, WeightId};
+use crate::graph::{
+    ActivationKind, ActivationType, NormSpec, Op, RopeStyle, RowStatus, Rows, Step, WeightId, row_bytes,
+};
 
-/// Runs `body(row, out row)` for every row of a row-major matrix, rows split among members.
-fn each_row<T: Send + Sync>(team: &Team, out: &mut [T], cols: usize, body: impl Fn(usize, &mut [T]) + Sync) {
-    let parts = Parts::rows(out, cols, team.count(), 1);
-    team.run(&|member| {
+/// Runs `body(row, out row, the member's own room)` for every row of a row-major matrix, rows split among members.
+fn each_row<T: Send + Sync>(
+    members: usize,
+    out: &mut [T],
+    cols: usize,
+    then: Then<'_>,
+    body: impl Fn(usize, &mut [T], &mut [f32]) + Sync,
+) -> Result<(), DeviceError> {
+    let parts = Parts::rows(out, cols, members, 1);
+    then(&|member, room: &mut MemberScratch| {
         let mut tile = parts.claim(member.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
-            body(row, tile.row_mut(index));
+            body(row, tile.row_mut(index), &mut room.row);
         }
-    });
+    })
 }
 
-/// As [`each_row`], with the member's own room.
-fn each_row_with_room(
-    team: &Team,
-    room: &mut [MemberScratch],
-    out: &mut [u8],
-    row_bytes: usize,
-    body: impl Fn(usize, &mut [u8], &mut [f32]) + Sync,
-) {
-    let parts = Parts::rows(out, row_bytes, team.count(), 1);
-    let rooms = Parts::rows(room, 1, team.count(), 1);
-    team.run(&|member: &Member<'_>| {
-        let (mut tile, mut room) = (parts.claim(member.index()), rooms.claim(member.index()));
-        let room = &mut room.row_mut(0)[0].row;
-        for index in 0..tile.rows() {
-            let row = tile.first() + index;
-            body(row, tile.row_mut(index), room);
+/// How the rows of a step are rounded.
+#[derive(Clone, Copy)]
+struct RowCast<'a> {
+    isa: Isa,
+    to: ActivationType,
+    op: &'a Op,
+    flags: &'a Flags,
+    /// The rows of the batch behind the step's own, where these are not the same.
+    logit_rows: Option<&'a [u32]>,
+}
+
+impl RowCast<'_> {
+    /// Rounds one row. Half precision saturates; what did is counted, and marks the row unless clamping is the policy.
+    fn row(&self, row: usize, x: &[f32], out: &mut [u8]) {
+        match self.to {
+            ActivationType::Int8 => quantise_row(self.isa, QuantLayout::new(x.len()), x, out),
+            ActivationType::F32 => floats_mut(out).copy_from_slice(x),
+            ActivationType::BF16 => round_bf16_row(self.isa, x, floats_mut(out)),
+            ActivationType::F16 => {
+                round_f16_row(self.isa, x, floats_mut(out));
+                let row = self.logit_rows.map_or(row, |rows| rows[row] as usize);
+                self.flags.overflow(self.op, row, count_beyond(self.isa, x, F16_MAX));
+            }
         }
-    });
+    }
 }
 
 fn norm_row(isa: Isa, x: &[f32], norm: &NormSpec, weight: &[f32], out: &mut [f32]) {
@@ -51,43 +68,46 @@ fn norm_row(isa: Isa, x: &[f32], norm: &NormSpec, weight: &[f32], out: &mut [f32
 }
 
 impl Frame<'_> {
-    pub(super) fn embed(&mut self, table: WeightId, step: &Step) -> Result<(), DeviceError> {
-        let (out, cols) = (self.range(step.outputs[0])?, self.cols(step.outputs[0]));
-        let (table, ids) = (self.weights.matrix(table), self.io.token_ids);
-        let ([], [out]) = self.arena.views([], [out]).ok_or_else(overlap)?;
-        each_row(self.team, floats_mut(out), cols, |row, out| table.row_f32(ids[row] as usize, out));
-        Ok(())
+    pub(super) fn embed(&self, table: WeightId, first_id: u32, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (out, cols) = (step.outputs[0], self.cols(step.outputs[0]));
+        let (table, ids) = (self.weights.matrix(table), self.launch.token_ids);
+        each_row(self.members(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
+            match ids[row].checked_sub(first_id).map(|id| id as usize).filter(|&id| id < table.n()) {
+                Some(id) => table.row_f32(id, out),
+                None => out.fill(0.0),
+            }
+        })
     }
 
-    pub(super) fn rope_angles(&mut self, rope: usize, step: &Step) -> Result<(), DeviceError> {
-        let (out, cols) = (self.range(step.outputs[0])?, self.cols(step.outputs[0]));
-        let (rope, positions) = (&self.plan.ropes[rope], self.io.positions);
-        let ([], [out]) = self.arena.views([], [out]).ok_or_else(overlap)?;
-        each_row(self.team, floats_mut(out), cols, |row, out| {
+    pub(super) fn rope_angles(&self, rope: usize, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (out, cols) = (step.outputs[0], self.cols(step.outputs[0]));
+        let (rope, positions) = (&self.plan.ropes[rope], self.launch.positions);
+        each_row(self.members(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
             let (cos, sin) = out.split_at_mut(cols / 2);
             rope_angles(&rope.inv_freq, positions[row], rope.attention_factor, cos, sin);
-        });
-        Ok(())
+        })
     }
 
     /// out = f(x), row by row.
-    fn map_rows(&mut self, x: usize, out: usize, body: impl Fn(&[f32], &mut [f32]) + Sync) -> Result<(), DeviceError> {
-        let cols = self.cols(out);
-        let (x, out) = (self.range(x)?, self.range(out)?);
-        let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
-        let x = floats(x);
-        each_row(self.team, floats_mut(out), cols, |row, out| body(&x[row * cols..][..cols], out));
-        Ok(())
+    fn map_rows(
+        &self,
+        step: &Step,
+        then: Then<'_>,
+        body: impl Fn(&[f32], &mut [f32]) + Sync,
+    ) -> Result<(), DeviceError> {
+        let (x, out, cols) = (step.inputs[0], step.outputs[0], self.cols(step.outputs[0]));
+        let (x, out) = (floats(self.read(x)?), floats_mut(self.write(out)?));
+        each_row(self.members(), out, cols, then, |row, out, _| body(&x[row * cols..][..cols], out))
     }
 
-    pub(super) fn rms_norm(&mut self, norm: &NormSpec, step: &Step) -> Result<(), DeviceError> {
-        let (isa, weight) = (self.isa, self.weights.vector(norm.weight));
-        self.map_rows(step.inputs[0], step.outputs[0], |x, out| norm_row(isa, x, norm, weight, out))
+    pub(super) fn rms_norm(&self, norm: &NormSpec, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (isa, weight) = (self.isa(), self.weights.vector(norm.weight));
+        self.map_rows(step, then, |x, out| norm_row(isa, x, norm, weight, out))
     }
 
-    pub(super) fn activation(&mut self, kind: ActivationKind, step: &Step) -> Result<(), DeviceError> {
-        let isa = self.isa;
-        self.map_rows(step.inputs[0], step.outputs[0], |x, out| {
+    pub(super) fn activation(&self, kind: ActivationKind, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let isa = self.isa();
+        self.map_rows(step, then, |x, out| {
             out.copy_from_slice(x);
             match kind {
                 ActivationKind::Silu => silu_row(isa, out),
@@ -97,169 +117,185 @@ impl Frame<'_> {
     }
 
     /// out = f(a, b), row by row.
-    fn zip_rows(&mut self, step: &Step, body: impl Fn(&[f32], &[f32], &mut [f32]) + Sync) -> Result<(), DeviceError> {
+    fn zip_rows(
+        &self,
+        step: &Step,
+        then: Then<'_>,
+        body: impl Fn(&[f32], &[f32], &mut [f32]) + Sync,
+    ) -> Result<(), DeviceError> {
         let cols = self.cols(step.outputs[0]);
-        let (a, b, out) = (self.range(step.inputs[0])?, self.range(step.inputs[1])?, self.range(step.outputs[0])?);
-        let ([a, b], [out]) = self.arena.views([a, b], [out]).ok_or_else(overlap)?;
-        let (a, b) = (floats(a), floats(b));
-        each_row(self.team, floats_mut(out), cols, |row, out| {
+        let (a, b) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
+        let out = floats_mut(self.write(step.outputs[0])?);
+        each_row(self.members(), out, cols, then, |row, out, _| {
             body(&a[row * cols..][..cols], &b[row * cols..][..cols], out);
-        });
-        Ok(())
+        })
     }
 
-    pub(super) fn add(&mut self, step: &Step) -> Result<(), DeviceError> {
-        let isa = self.isa;
-        self.zip_rows(step, |a, b, out| {
+    pub(super) fn add(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let isa = self.isa();
+        self.zip_rows(step, then, |a, b, out| {
             out.copy_from_slice(a);
             add_row(isa, out, b);
         })
     }
 
-    pub(super) fn mul(&mut self, step: &Step) -> Result<(), DeviceError> {
-        let isa = self.isa;
-        self.zip_rows(step, |a, b, out| mul_row(isa, a, b, out))
+    pub(super) fn mul(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let isa = self.isa();
+        self.zip_rows(step, then, |a, b, out| mul_row(isa, a, b, out))
     }
 
-    pub(super) fn quantise(&mut self, step: &Step) -> Result<(), DeviceError> {
-        let layout = QuantLayout::new(self.cols(step.inputs[0]));
-        let (isa, cols) = (self.isa, layout.k());
-        let (x, out) = (self.range(step.inputs[0])?, self.range(step.outputs[0])?);
-        let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
-        let x = floats(x);
-        each_row(self.team, out, layout.row_bytes(), |row, out| {
-            quantise_row(isa, layout, &x[row * cols..][..cols], out);
-        });
-        Ok(())
+    /// `out = f(row)` rounded, row by row of `cols` elements. `f` writes to the room it is given.
+    fn cast_rows(
+        &self,
+        to: ActivationType,
+        step: &Step,
+        (out, cols): (&mut [u8], usize),
+        then: Then<'_>,
+        body: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Result<(), DeviceError> {
+        let (cast, row_bytes) = (self.row_cast(to, step), row_bytes(to.elem(), cols));
+        each_row(self.members(), out, row_bytes, then, |row, out, room| {
+            if to == ActivationType::F32 {
+                body(row, floats_mut(out));
+            } else {
+                body(row, &mut room[..cols]);
+                cast.row(row, &room[..cols], out);
+            }
+        })
     }
 
-    pub(super) fn norm_quantise(&mut self, norm: &NormSpec, step: &Step) -> Result<(), DeviceError> {
-        let layout = QuantLayout::new(self.cols(step.inputs[0]));
-        let (isa, cols, weight) = (self.isa, layout.k(), self.weights.vector(norm.weight));
-        let (x, out) = (self.range(step.inputs[0])?, self.range(step.outputs[0])?);
-        let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
-        let x = floats(x);
-        let members = &mut self.scratch.members;
-        each_row_with_room(self.team, members, out, layout.row_bytes(), |row, out, room| {
-            let normed = &mut room[..cols];
-            norm_row(isa, &x[row * cols..][..cols], norm, weight, normed);
-            quantise_row(isa, layout, normed, out);
-        });
-        Ok(())
+    fn row_cast<'s>(&'s self, to: ActivationType, step: &'s Step) -> RowCast<'s> {
+        let of_logits = self.plan.values[step.inputs[0]].rows == Rows::LogitRows;
+        let logit_rows = of_logits.then_some(self.launch.logit_rows);
+        RowCast { isa: self.isa(), to, op: &step.op, flags: self.flags(), logit_rows }
     }
 
-    pub(super) fn add_rms_norm(&mut self, norm: &NormSpec, quantise: bool, step: &Step) -> Result<(), DeviceError> {
-        let layout = QuantLayout::new(self.cols(step.outputs[0]));
-        let (isa, cols, weight) = (self.isa, layout.k(), self.weights.vector(norm.weight));
-        let (x, d) = (self.range(step.inputs[0])?, self.range(step.inputs[1])?);
-        let (sum, out) = (self.range(step.outputs[0])?, self.range(step.outputs[1])?);
-        let ([x, d], [sum, out]) = self.arena.views([x, d], [sum, out]).ok_or_else(overlap)?;
-        let (x, d) = (floats(x), floats(d));
-        let sums = Parts::rows(floats_mut(sum), cols, self.team.count(), 1);
-        let add = |row: usize, sum: &mut [f32]| {
-            sum.copy_from_slice(&x[row * cols..][..cols]);
-            add_row(isa, sum, &d[row * cols..][..cols]);
-        };
-        if quantise {
-            let outs = Parts::rows(out, layout.row_bytes(), self.team.count(), 1);
-            let rooms = Parts::rows(&mut self.scratch.members, 1, self.team.count(), 1);
-            self.team.run(&|member| {
-                let mut sums = sums.claim(member.index());
-                let (mut outs, mut room) = (outs.claim(member.index()), rooms.claim(member.index()));
-                let normed = &mut room.row_mut(0)[0].row[..cols];
-                for index in 0..sums.rows() {
-                    add(sums.first() + index, sums.row_mut(index));
-                    norm_row(isa, sums.row(index), norm, weight, normed);
-                    quantise_row(isa, layout, normed, outs.row_mut(index));
+    pub(super) fn cast(&self, to: ActivationType, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let cols = self.cols(step.inputs[0]);
+        let x = floats(self.read(step.inputs[0])?);
+        self.cast_rows(to, step, (self.write(step.outputs[0])?, cols), then, |row, out| {
+            out.copy_from_slice(&x[row * cols..][..cols]);
+        })
+    }
+
+    pub(super) fn norm_cast(
+        &self,
+        norm: &NormSpec,
+        to: ActivationType,
+        step: &Step,
+        then: Then<'_>,
+    ) -> Result<(), DeviceError> {
+        let (isa, cols, weight) = (self.isa(), self.cols(step.inputs[0]), self.weights.vector(norm.weight));
+        let x = floats(self.read(step.inputs[0])?);
+        self.cast_rows(to, step, (self.write(step.outputs[0])?, cols), then, |row, out| {
+            norm_row(isa, &x[row * cols..][..cols], norm, weight, out);
+        })
+    }
+
+    pub(super) fn add_rms_norm(
+        &self,
+        norm: &NormSpec,
+        to: ActivationType,
+        step: &Step,
+        then: Then<'_>,
+    ) -> Result<(), DeviceError> {
+        let (isa, cols, weight) = (self.isa(), self.cols(step.outputs[0]), self.weights.vector(norm.weight));
+        let (x, d) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
+        let sums = Parts::rows(floats_mut(self.write(step.outputs[0])?), cols, self.members(), 1);
+        let row_bytes = self.plan.values[step.outputs[1]].row_bytes();
+        let outs = Parts::rows(self.write(step.outputs[1])?, row_bytes, self.members(), 1);
+        let cast = self.row_cast(to, step);
+        then(&|member, room| {
+            let (mut sums, mut outs) = (sums.claim(member.index()), outs.claim(member.index()));
+            for index in 0..sums.rows() {
+                let row = sums.first() + index;
+                let sum = sums.row_mut(index);
+                sum.copy_from_slice(&x[row * cols..][..cols]);
+                add_row(isa, sum, &d[row * cols..][..cols]);
+                let out = outs.row_mut(index);
+                if to == ActivationType::F32 {
+                    norm_row(isa, sum, norm, weight, floats_mut(out));
+                } else {
+                    norm_row(isa, sum, norm, weight, &mut room.row[..cols]);
+                    cast.row(row, &room.row[..cols], out);
                 }
-            });
-        } else {
-            let outs = Parts::rows(floats_mut(out), cols, self.team.count(), 1);
-            self.team.run(&|member| {
-                let (mut sums, mut outs) = (sums.claim(member.index()), outs.claim(member.index()));
-                for index in 0..sums.rows() {
-                    add(sums.first() + index, sums.row_mut(index));
-                    norm_row(isa, sums.row(index), norm, weight, outs.row_mut(index));
-                }
-            });
-        }
-        Ok(())
+            }
+        })
     }
 
     pub(super) fn rope(
-        &mut self,
-        head_dim: usize,
-        style: RopeStyle,
+        &self,
+        (head_dim, style): (usize, RopeStyle),
         norm: Option<&NormSpec>,
         step: &Step,
+        then: Then<'_>,
     ) -> Result<(), DeviceError> {
-        let isa = self.isa;
+        let isa = self.isa();
         let (cols, angle_cols) = (self.cols(step.outputs[0]), self.cols(step.inputs[1]));
         let weight = norm.map(|norm| (self.weights.vector(norm.weight), norm.eps));
-        let (x, angles) = (self.range(step.inputs[0])?, self.range(step.inputs[1])?);
-        let out = self.range(step.outputs[0])?;
-        let ([x, angles], [out]) = self.arena.views([x, angles], [out]).ok_or_else(overlap)?;
-        let (x, angles) = (floats(x), floats(angles));
-        each_row(self.team, floats_mut(out), cols, |row, out| {
+        let (x, angles) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
+        let out = floats_mut(self.write(step.outputs[0])?);
+        each_row(self.members(), out, cols, then, |row, out, _| {
             out.copy_from_slice(&x[row * cols..][..cols]);
             rotate(isa, out, head_dim, style, weight, &angles[row * angle_cols..][..angle_cols]);
-        });
-        Ok(())
+        })
     }
 
-    /// out = act(gate) · up, rounded to int8 where `quantise`.
-    pub(super) fn act_mul(
-        &mut self,
-        kind: ActivationKind,
-        gate: usize,
-        up: usize,
-        out: usize,
+    pub(super) fn act_mul(&self, kind: ActivationKind, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        self.act_mul_into((kind, ActivationType::F32), step, self.write(step.outputs[0])?, then)
+    }
+
+    /// out = act(gate) · up, rounded.
+    pub(super) fn act_mul_into(
+        &self,
+        (kind, to): (ActivationKind, ActivationType),
+        step: &Step,
+        out: &mut [u8],
+        then: Then<'_>,
     ) -> Result<(), DeviceError> {
-        let (isa, cols) = (self.isa, self.cols(gate));
-        let quantise = self.elem(out) == Elem::Q8;
+        let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
         let product = move |gate: &[f32], up: &[f32], out: &mut [f32]| match kind {
             ActivationKind::Silu => silu_mul_row(isa, gate, up, out),
             ActivationKind::GeluTanh => gelu_tanh_mul_row(isa, gate, up, out),
         };
-        let (gate, up, out) = (self.range(gate)?, self.range(up)?, self.range(out)?);
-        let ([gate, up], [out]) = self.arena.views([gate, up], [out]).ok_or_else(overlap)?;
-        let (gate, up) = (floats(gate), floats(up));
-        if quantise {
-            let layout = QuantLayout::new(cols);
-            let members = &mut self.scratch.members;
-            each_row_with_room(self.team, members, out, layout.row_bytes(), |row, out, room| {
-                let room = &mut room[..cols];
-                product(&gate[row * cols..][..cols], &up[row * cols..][..cols], room);
-                quantise_row(isa, layout, room, out);
-            });
-        } else {
-            each_row(self.team, floats_mut(out), cols, |row, out| {
-                product(&gate[row * cols..][..cols], &up[row * cols..][..cols], out);
-            });
-        }
-        Ok(())
+        let (gate, up) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
+        self.cast_rows(to, step, (out, cols), then, |row, out| {
+            product(&gate[row * cols..][..cols], &up[row * cols..][..cols], out);
+        })
     }
 
-    pub(super) fn gather_rows(&mut self, step: &Step) -> Result<(), DeviceError> {
-        let (cols, wanted) = (self.cols(step.outputs[0]), self.io.logit_rows);
-        let (x, out) = (self.range(step.inputs[0])?, self.range(step.outputs[0])?);
-        let ([x], [out]) = self.arena.views([x], [out]).ok_or_else(overlap)?;
-        let x = floats(x);
-        each_row(self.team, floats_mut(out), cols, |row, out| {
+    pub(super) fn gather_rows(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (cols, wanted) = (self.cols(step.outputs[0]), self.launch.logit_rows);
+        let (x, out) = (floats(self.read(step.inputs[0])?), floats_mut(self.write(step.outputs[0])?));
+        each_row(self.members(), out, cols, then, |row, out, _| {
             out.copy_from_slice(&x[wanted[row] as usize * cols..][..cols]);
-        });
-        Ok(())
+        })
     }
 
-    pub(super) fn row_status(&mut self) {
-        let vocab = self.plan.vocab_size;
-        let logits = &*self.io.logits;
-        each_row(self.team, self.io.row_status, 1, |row, status| {
-            // A sum of zeros is zero; an infinity or a NaN anywhere makes it NaN. Unlike `all(is_finite)` it vectorises.
-            let zeros: f32 =
-                logits[row * vocab..][..vocab].chunks(64).map(|c| c.iter().map(|x| x * 0.0).sum::<f32>()).sum();
-            status[0] = if zeros == 0.0 { RowStatus::Ok as u8 } else { RowStatus::NonFinite as u8 };
-        });
+    pub(super) fn arg_max(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
+        let logits = floats(self.read(step.inputs[0])?);
+        let (flags, wanted) = (self.flags(), self.launch.logit_rows);
+        let best: &mut [u32] = bytemuck::cast_slice_mut(self.write(step.outputs[0])?);
+        each_row(self.members(), best, 1, then, |row, best, _| {
+            best[0] = arg_max(isa, &logits[row * cols..][..cols], 0).id;
+            if best[0] == NO_ID {
+                flags.raise(wanted[row] as usize, RowStatus::NonFinite);
+            }
+        })
+    }
+
+    pub(super) fn row_status(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
+        let last = floats(self.read(step.inputs[0])?);
+        let flags = self.flags();
+        let status = self.row_status.write(0..self.launch.shape.tokens).ok_or_else(overlap)?;
+        each_row(self.members(), status, 1, then, |row, status, _| {
+            if !is_finite(isa, &last[row * cols..][..cols]) {
+                flags.raise(row, RowStatus::NonFinite);
+            }
+            status[0] = flags.of(row);
+        })
     }
 }
 

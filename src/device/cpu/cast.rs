@@ -1,0 +1,77 @@
+//! Rounding rows to a narrower float type, and counting what does not fit.
+
+#![forbid(unsafe_code)]
+
+use super::Isa;
+use super::activation::padded;
+use super::simd::lanes::{Kernel, Lanes, dispatch};
+
+/// Largest magnitude of half precision.
+pub const F16_MAX: f32 = 65_504.0;
+
+/// Elements whose magnitude is beyond `limit`, infinities included; NaN is not.
+pub fn count_beyond(isa: Isa, x: &[f32], limit: f32) -> usize {
+    struct Largest<'a>(&'a [f32]);
+    impl Kernel for Largest<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> f32 {
+            let (mut high, mut low) = (l.splat(0.0), l.splat(0.0));
+            let (chunks, rest) = self.0.as_chunks::<16>();
+            for chunk in chunks {
+                // A NaN loses against what it is compared with, as the first of two operands.
+                high = l.max(l.load(chunk), high);
+                low = l.min(l.load(chunk), low);
+            }
+            let rest = l.load(&padded(rest));
+            let (high, low) = (l.max(rest, high), l.min(rest, low));
+            l.max_lane(high).max(l.max_lane(l.sub(l.splat(0.0), low)))
+        }
+    }
+    if dispatch(isa, Largest(x)) <= limit {
+        return 0;
+    }
+    x.iter().filter(|x| x.abs() > limit).count()
+}
+
+/// `out = x` rounded to half precision, ties to even, saturating at ±65,504; NaN stays NaN.
+pub fn round_f16_row(isa: Isa, x: &[f32], out: &mut [f32]) {
+    struct Body<'a>(&'a [f32], &'a mut [f32]);
+    impl Kernel for Body<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            each_chunk(self.0, self.1, |x| {
+                let mut bytes = [0; 32];
+                for (to, from) in bytes.as_chunks_mut().0.iter_mut().zip(l.to_f16(l.load(x))) {
+                    *to = from.to_le_bytes();
+                }
+                let mut rounded = [0.0; 16];
+                l.store(l.load_f16_bytes(&bytes), &mut rounded);
+                rounded
+            });
+        }
+    }
+    dispatch(isa, Body(x, out));
+}
+
+/// `out = x` rounded to bfloat16, ties to even; NaN stays NaN.
+pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [f32]) {
+    struct Body<'a>(&'a [f32], &'a mut [f32]);
+    impl Kernel for Body<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            each_chunk(self.0, self.1, |x| l.to_bf16(l.load(x)).map(|bits| f32::from_bits(u32::from(bits) << 16)));
+        }
+    }
+    dispatch(isa, Body(x, out));
+}
+
+#[inline(always)]
+fn each_chunk(x: &[f32], out: &mut [f32], body: impl Fn(&[f32; 16]) -> [f32; 16]) {
+    debug_assert_eq!(x.len(), out.len(), "rows of one operation have one length");
+    for (x, out) in x.chunks(16).zip(out.chunks_mut(16)) {
+        out.copy_from_slice(&body(&padded(x))[..x.len()]);
+    }
+}

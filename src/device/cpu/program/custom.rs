@@ -1,0 +1,39 @@
+//! Operations that a user registered: one sequence's rows at a time, on the launching thread.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::group::Frame;
+use super::operands::{broken, floats, floats_mut};
+use crate::device::{CustomFailure, DeviceError};
+use crate::graph::{CustomCall, Step};
+use crate::panic_text::panic_text;
+
+impl Frame<'_> {
+    /// Calls the operation for each sequence. Rows of a sequence for which it fails or panics go on as they came in, and
+    /// all of them are marked.
+    pub(super) fn custom(&self, index: usize, step: &Step) -> Result<(), DeviceError> {
+        let registered = self.plan.customs.get(index).ok_or_else(|| broken("there is no such custom operation"))?;
+        let width = self.cols(step.inputs[0]);
+        let (x, out) = (floats(self.read(step.inputs[0])?), floats_mut(self.write(step.outputs[0])?));
+        out.copy_from_slice(x);
+        let block_size = self.kv.geometry().block_size;
+        for sequence in self.launch.batch.sequences(block_size) {
+            let rows = sequence.first_row..sequence.first_row + sequence.rows;
+            let elements = rows.start * width..rows.end * width;
+            let (x, out) = (&x[elements.clone()], &mut out[elements]);
+            let first_position = u32::try_from(sequence.first_position).unwrap_or(u32::MAX);
+            let call = CustomCall::new(&self.launch.token_ids[rows.clone()], first_position, width);
+            // What a panic leaves behind in `out` is overwritten; the operation's own state is its own business.
+            let outcome = catch_unwind(AssertUnwindSafe(|| registered.op.run(&call, x, out)));
+            let reason = match outcome {
+                Ok(Ok(())) => continue,
+                Ok(Err(error)) => error.to_string(),
+                Err(panic) => format!("panicked: {}", panic_text(panic.as_ref())),
+            };
+            out.copy_from_slice(x);
+            let name = registered.op.name().to_owned();
+            self.flags().custom_failure(CustomFailure { rows, name, reason });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! What goes wrong in rows while a plan runs, as members find it.
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::device::CustomFailure;
+use crate::graph::{Op, OverflowPolicy, RowStatus};
+
+/// Status of the rows of a launch, and how many elements overflowed in which operation.
+#[derive(Debug)]
+pub(super) struct Flags {
+    rows: Vec<AtomicU8>,
+    overflows: [AtomicU64; Op::NAMES.len()],
+    policy: OverflowPolicy,
+    custom_failures: Mutex<Vec<CustomFailure>>,
+}
+
+impl Flags {
+    /// For launches of at most `rows` rows.
+    pub(super) fn new(rows: usize, policy: OverflowPolicy) -> Self {
+        let overflows = [const { AtomicU64::new(0) }; Op::NAMES.len()];
+        Self {
+            rows: (0..rows).map(|_| AtomicU8::new(0)).collect(),
+            overflows,
+            policy,
+            custom_failures: Mutex::default(),
+        }
+    }
+
+    /// Begins a launch.
+    pub(super) fn clear(&mut self, rows: usize) {
+        self.custom_failures.get_mut().clear();
+        self.rows[..rows].iter_mut().for_each(|row| *row.get_mut() = RowStatus::Ok as u8);
+    }
+
+    /// Marks a row, unless it is marked worse.
+    pub(super) fn raise(&self, row: usize, status: RowStatus) {
+        self.rows[row].fetch_max(status as u8, Ordering::Relaxed);
+    }
+
+    /// Marks the rows of a custom operation's call that failed.
+    pub(super) fn custom_failure(&self, failure: CustomFailure) {
+        failure.rows.clone().for_each(|row| self.raise(row, RowStatus::CustomOpFailed));
+        self.custom_failures.lock().push(failure);
+    }
+
+    /// Calls that failed in this launch.
+    pub(super) fn custom_failures(&self) -> Vec<CustomFailure> {
+        self.custom_failures.lock().clone()
+    }
+
+    /// Counts elements that were clamped where activations are rounded, and marks their row unless that is wanted.
+    pub(super) fn overflow(&self, op: &Op, row: usize, elements: usize) {
+        if elements > 0 {
+            self.count(op, elements);
+            if self.policy != OverflowPolicy::Clamp {
+                self.raise(row, RowStatus::Overflow);
+            }
+        }
+    }
+
+    /// The same for stored keys and values. f32 activations would not help them, so a row that will be retried so is not
+    /// marked for that.
+    pub(super) fn store_overflow(&self, op: &Op, row: usize, elements: usize) {
+        if elements > 0 {
+            self.count(op, elements);
+            if self.policy == OverflowPolicy::Error {
+                self.raise(row, RowStatus::Overflow);
+            }
+        }
+    }
+
+    fn count(&self, op: &Op, elements: usize) {
+        self.overflows[op.index()].fetch_add(elements as u64, Ordering::Relaxed);
+    }
+
+    /// Status of a row.
+    pub(super) fn of(&self, row: usize) -> u8 {
+        self.rows[row].load(Ordering::Relaxed)
+    }
+
+    /// Elements that overflowed, by operation, since the plan was loaded; operations without any are left out.
+    pub(super) fn overflows(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        let counts = self.overflows.iter().map(|count| count.load(Ordering::Relaxed));
+        Op::NAMES.into_iter().zip(counts).filter(|(_, count)| *count > 0)
+    }
+}

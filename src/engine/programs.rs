@@ -1,0 +1,177 @@
+//! From a model's graph to the programs a runner needs: a plan for each bucket of rows and each rank, and one with f32
+//! activations for sequences that overflow.
+//!
+//! Buckets: a batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes the
+//! whole bucket, and what it adds is no row of anybody; others run the `r` rows, and have one bucket unless told otherwise.
+
+use std::sync::Arc;
+
+use super::builder::{BucketInfo, to_u32};
+use super::config::{EngineConfig, refuse};
+use super::error::BuildError;
+use super::runner::Programs;
+use crate::device::{Device, OwnedProgram, OwnedWeights};
+use crate::graph::passes::shard;
+use crate::graph::{
+    ActivationType, Bucket, CompileError, CompileOptions, Graph, Op, OverflowPolicy, Plan, Rank, Target, compile,
+};
+use crate::kv_cache::KvGeometry;
+
+/// The plans of a model: of each bucket, one a rank.
+#[derive(Debug)]
+pub(super) struct Plans {
+    pub by_bucket: Vec<Vec<Plan>>,
+    f32: Option<Vec<Plan>>,
+}
+
+/// The graphs of all ranks.
+pub(super) fn cut(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
+    (0..ranks).map(|index| shard(graph, Rank { index, of: ranks })).collect()
+}
+
+/// KV heads that all ranks store together: more than the model has where several ranks hold one.
+pub(super) fn stored_heads(graphs: &[Graph]) -> usize {
+    let of_rank = |graph: &Graph| {
+        graph.nodes.iter().find_map(|node| match &node.op {
+            Op::Attention(shape) => Some(shape.kv_heads),
+            _ => None,
+        })
+    };
+    graphs.iter().filter_map(of_rank).sum()
+}
+
+impl Plans {
+    /// Compiles the graphs of all ranks for every bucket up to `largest`.
+    pub fn compile(
+        graphs: &[Graph],
+        config: &EngineConfig,
+        device: &dyn Device,
+        largest: Bucket,
+    ) -> Result<Self, BuildError> {
+        let (target, options) = (device.caps().target, &config.compile);
+        let of_ranks = |options: &CompileOptions, bucket: Bucket| {
+            graphs.iter().map(|graph| plan(graph, target, config, options, bucket)).collect::<Result<Vec<_>, _>>()
+        };
+        let buckets = buckets(options, device.caps().static_shapes, largest);
+        let by_bucket = buckets.into_iter().map(|bucket| of_ranks(options, bucket)).collect::<Result<Vec<_>, _>>()?;
+        let narrow = by_bucket.iter().flatten().any(rounds);
+        let retries = narrow && options.overflow == OverflowPolicy::RetryF32;
+        if retries && !device.caps().retry_f32 {
+            let expected =
+                format!("`error` or `clamp`: device {} has no plans with f32 activations", device.caps().name);
+            return Err(refuse("compile.overflow", "retry_f32", expected).into());
+        }
+        let f32 = if retries { Some(of_ranks(&options.with_f32_activations(), largest)?) } else { None };
+        Ok(Self { by_bucket, f32 })
+    }
+
+    /// The plan of the first rank for the largest batches.
+    pub fn main(&self) -> Option<&Plan> {
+        self.by_bucket.last().and_then(|ranks| ranks.first())
+    }
+
+    /// Bytes of all arenas.
+    pub fn arena_bytes(&self) -> u64 {
+        self.by_bucket.iter().chain(&self.f32).flatten().map(|plan| plan.arena_bytes as u64).sum()
+    }
+
+    /// Loads all of them over the weights of the ranks.
+    pub fn load(
+        &self,
+        device: &Arc<dyn Device>,
+        weights: &[Arc<OwnedWeights>],
+        kv: &KvGeometry,
+    ) -> Result<Programs, CompileError> {
+        let load = |plans: &Vec<Plan>| OwnedProgram::load(device, plans, weights, kv);
+        let by_bucket = self.by_bucket.iter().map(|plans| Ok((plans[0].bucket, load(plans)?)));
+        Ok(Programs {
+            by_bucket: by_bucket.collect::<Result<_, CompileError>>()?,
+            f32: self.f32.as_ref().map(load).transpose()?,
+        })
+    }
+
+    /// What each bucket costs, of all ranks together.
+    pub fn infos(&self, max_model_len: u32, kv: &KvGeometry) -> Vec<BucketInfo> {
+        let mut before = 0;
+        let info = |ranks: &Vec<Plan>| {
+            let rows = to_u32(ranks[0].bucket.tokens);
+            let cost = |rows| ranks.iter().map(|plan| super::builder::prompt_cost(plan, rows, max_model_len, kv)).sum();
+            let fewest_rows = before + 1;
+            before = rows;
+            BucketInfo {
+                rows,
+                fewest_rows,
+                launches: to_u32(ranks.iter().map(|plan| plan.steps.len()).sum()),
+                groups: to_u32(ranks[0].groups().len()),
+                arena_bytes: ranks.iter().map(|plan| plan.arena_bytes as u64).sum(),
+                cost: cost(rows),
+                fewest_rows_cost: cost(fewest_rows),
+            }
+        };
+        self.by_bucket.iter().map(info).collect()
+    }
+}
+
+fn plan(
+    graph: &Graph,
+    target: Target,
+    config: &EngineConfig,
+    options: &CompileOptions,
+    bucket: Bucket,
+) -> Result<Plan, CompileError> {
+    compile(graph, target, config.numerics, options, bucket)
+}
+
+/// Whether a plan rounds activations anywhere.
+fn rounds(plan: &Plan) -> bool {
+    plan.steps.iter().any(|step| match &step.op {
+        Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
+            *to != ActivationType::F32
+        }
+        _ => false,
+    })
+}
+
+/// The buckets in force, ascending; the last is `largest`.
+fn buckets(options: &CompileOptions, static_shapes: bool, largest: Bucket) -> Vec<Bucket> {
+    let most = to_u32(largest.tokens);
+    let rows = match &options.token_buckets {
+        Some(rows) => rows.clone(),
+        None if static_shapes => ladder(most),
+        None => Vec::new(),
+    };
+    let smaller = rows.into_iter().filter(|&rows| rows < most).map(|rows| {
+        let rows = rows as usize;
+        Bucket { tokens: rows, logit_rows: largest.logit_rows.min(rows), seqs: largest.seqs.min(rows), ..largest }
+    });
+    smaller.chain([largest]).collect()
+}
+
+/// 1, 2, 4, 8, 16, then each 8 up to 64, then doubling: decode batches find a bucket at most 8 rows too large, prompts one
+/// at most twice as large.
+fn ladder(most: u32) -> Vec<u32> {
+    let doubling = std::iter::successors(Some(128u32), |rows| rows.checked_mul(2));
+    [1, 2, 4, 8].into_iter().chain((16..=64).step_by(8)).chain(doubling).take_while(|rows| *rows < most).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_ascend_to_the_largest() {
+        assert!(ladder(1).is_empty());
+        assert_eq!(ladder(40), [1, 2, 4, 8, 16, 24, 32]);
+        assert_eq!(ladder(300), [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]);
+        let largest = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 100 };
+        let rows = |options: &CompileOptions, fixed| {
+            buckets(options, fixed, largest).iter().map(|bucket| (bucket.tokens, bucket.seqs)).collect::<Vec<_>>()
+        };
+        let mut options = CompileOptions::default();
+        assert_eq!(rows(&options, false), [(64, 8)]);
+        assert_eq!(rows(&options, true).len(), 11);
+        options.token_buckets = Some(vec![4, 20, 64, 100]);
+        assert_eq!(rows(&options, true), [(4, 4), (20, 8), (64, 8)]);
+        assert_eq!(rows(&options, false), rows(&options, true));
+    }
+}

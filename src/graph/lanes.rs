@@ -1,0 +1,97 @@
+//! Puts steps on lanes: independent branches side by side, as few waits as their data needs.
+//!
+//! A lane is a stream on devices that have streams. On the CPU the whole team runs the plan in order, and neighbouring steps
+//! with no path between them share one barrier ([`Plan::groups`](super::Plan::groups)).
+
+use super::order::{Clock, MAX_LANES, Order};
+
+/// Lane of a step, and the steps on other lanes that it waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Placement {
+    pub lane: u8,
+    pub waits_on: Vec<usize>,
+}
+
+/// Lanes for steps that each need the steps of their list (all before them). A step goes on where something it needs has
+/// just ended; else to a lane it would not have to wait for; else to the lane that has been quiet longest.
+pub(super) fn assign(needs: &[Vec<usize>], lanes: usize) -> Vec<Placement> {
+    let lanes = lanes.clamp(1, MAX_LANES);
+    let mut order = Order::default();
+    let mut lane_of: Vec<usize> = Vec::with_capacity(needs.len());
+    let mut placed = Vec::with_capacity(needs.len());
+    for needed in needs {
+        let mut past = Clock::default();
+        for &step in needed {
+            past.join(order.clock(step));
+        }
+        let follows = |lane: &usize| order.tail(*lane).is_some_and(|tail| needed.contains(&tail));
+        let is_free = |lane: &usize| order.tail(*lane).is_none_or(|tail| past.covers(order.clock(tail)));
+        let lane = (0..lanes)
+            .find(follows)
+            .or_else(|| (0..lanes).find(is_free))
+            .or_else(|| (0..lanes).min_by_key(|&lane| order.tail(lane)))
+            .unwrap_or(0);
+        let mut waits_on: Vec<usize> = needed.iter().copied().filter(|&step| lane_of[step] != lane).collect();
+        waits_on.sort_unstable();
+        // What the others wait for as well need not be waited for.
+        for at in (0..waits_on.len()).rev() {
+            let step = waits_on.remove(at);
+            if !order.past_of(lane, &waits_on).covers(order.clock(step)) {
+                waits_on.insert(at, step);
+            }
+        }
+        order.push(lane, &waits_on);
+        lane_of.push(lane);
+        placed.push(Placement { lane: u8::try_from(lane).unwrap_or(0), waits_on });
+    }
+    placed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn branches_of_one_value_go_side_by_side() {
+        // 0 norm; 1 q, 2 k, 3 v of it; 4 rope q, 5 rope k; 6 write (5, 3); 7 attention (4, 6).
+        let needs = [vec![], vec![0], vec![0], vec![0], vec![1], vec![2], vec![5, 3], vec![4, 6]];
+        let lanes = |most| assign(&needs, most).into_iter().map(|p| (p.lane, p.waits_on)).collect::<Vec<_>>();
+        let one = lanes(1);
+        assert!(one.iter().all(|(lane, waits)| *lane == 0 && waits.is_empty()));
+        let none = Vec::new;
+        let expected = [
+            (0, none()),
+            (0, none()),
+            (1, vec![0]),
+            (2, vec![0]),
+            (0, none()),
+            (1, none()),
+            (1, vec![3]),
+            (0, vec![6]),
+        ];
+        assert_eq!(lanes(4), expected);
+    }
+
+    proptest! {
+        #[test]
+        fn every_need_is_met(recipe in prop::collection::vec(prop::collection::vec(1usize..9, 0..4), 1..60), lanes in 1usize..5) {
+            let needs: Vec<Vec<usize>> = recipe
+                .iter()
+                .enumerate()
+                .map(|(at, backs)| backs.iter().filter_map(|back| at.checked_sub(*back)).collect())
+                .collect();
+            let placed = assign(&needs, lanes);
+            let mut order = Order::default();
+            for placement in &placed {
+                prop_assert!(usize::from(placement.lane) < lanes);
+                order.push(usize::from(placement.lane), &placement.waits_on);
+            }
+            for (at, needed) in needs.iter().enumerate() {
+                for &step in needed {
+                    prop_assert!(order.before(step, at), "{step} before {at}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Which steps are known to have ended when another begins: vector clocks over lanes.
+//!
+//! Steps of one lane run in order; a step waits for those it names on other lanes. Nothing else orders them. The clock of
+//! a step counts, for each lane, the steps that have ended when it ends; so `a` happens before `b` exactly if `b`'s past
+//! counts `a`. See Fidge (1988) and Mattern (1989).
+
+use super::Step;
+
+/// Most lanes a plan can have.
+pub(super) const MAX_LANES: usize = 4;
+
+/// Steps that have ended, counted a lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Clock([u32; MAX_LANES]);
+
+impl Clock {
+    /// Whether all that `other` counts has ended here as well.
+    pub(super) fn covers(&self, other: &Self) -> bool {
+        self.0.iter().zip(&other.0).all(|(mine, others)| mine >= others)
+    }
+
+    pub(super) fn join(&mut self, other: &Self) {
+        self.0.iter_mut().zip(&other.0).for_each(|(mine, others)| *mine = (*mine).max(*others));
+    }
+}
+
+/// The order of a plan's steps, grown step by step.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Order {
+    /// What has ended when a step begins.
+    pasts: Vec<Clock>,
+    /// The same with the step itself.
+    clocks: Vec<Clock>,
+    /// The last step of each lane.
+    tails: [Option<usize>; MAX_LANES],
+}
+
+impl Order {
+    /// The order of a whole plan. Lanes and the steps waited for must be in range.
+    pub(super) fn of(steps: &[Step]) -> Self {
+        let mut order = Self::default();
+        for step in steps {
+            order.push(usize::from(step.lane), &step.waits_on);
+        }
+        order
+    }
+
+    /// Adds the next step.
+    pub(super) fn push(&mut self, lane: usize, waits_on: &[usize]) {
+        let past = self.past_of(lane, waits_on);
+        let mut clock = past;
+        clock.0[lane] += 1;
+        self.tails[lane] = Some(self.clocks.len());
+        self.pasts.push(past);
+        self.clocks.push(clock);
+    }
+
+    /// What would have ended when a step began here.
+    pub(super) fn past_of(&self, lane: usize, waits_on: &[usize]) -> Clock {
+        let mut past = self.tails[lane].map_or(Clock::default(), |tail| self.clocks[tail]);
+        for &step in waits_on {
+            past.join(&self.clocks[step]);
+        }
+        past
+    }
+
+    /// The last step of a lane.
+    pub(super) const fn tail(&self, lane: usize) -> Option<usize> {
+        self.tails[lane]
+    }
+
+    /// What has ended when `step` begins.
+    pub(super) fn past(&self, step: usize) -> &Clock {
+        &self.pasts[step]
+    }
+
+    /// What has ended when `step` has.
+    pub(super) fn clock(&self, step: usize) -> &Clock {
+        &self.clocks[step]
+    }
+
+    /// A clock that counts `step` and what its own lane ran before it, and nothing of other lanes: what a step must cover to
+    /// know that `step` has ended.
+    pub(super) fn own(&self, step: usize) -> Clock {
+        let mut own = Clock::default();
+        for lane in 0..MAX_LANES {
+            // A step counts itself on its own lane only.
+            if self.clocks[step].0[lane] > self.pasts[step].0[lane] {
+                own.0[lane] = self.clocks[step].0[lane];
+            }
+        }
+        own
+    }
+
+    /// Whether `a` has ended when `b` begins.
+    pub(super) fn before(&self, a: usize, b: usize) -> bool {
+        a != b && self.pasts[b].covers(&self.own(a))
+    }
+
+    /// Whether one of two steps has ended when the other begins.
+    pub(super) fn are_ordered(&self, a: usize, b: usize) -> bool {
+        self.before(a, b) || self.before(b, a)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_tell_who_is_known_to_have_ended() {
+        // lane 0: 0 ─ 1 ───── 4
+        // lane 1:      └ 2 ─ 3 ┘ (4 waits on 3, 2 waits on 0)
+        let mut order = Order::default();
+        order.push(0, &[]);
+        order.push(0, &[]);
+        order.push(1, &[0]);
+        order.push(1, &[]);
+        order.push(0, &[3]);
+        assert!(order.before(0, 1) && order.before(0, 3) && order.before(2, 4) && order.before(1, 4));
+        assert!(!order.are_ordered(1, 2) && !order.are_ordered(1, 3) && !order.before(4, 0) && !order.before(2, 2));
+    }
+}

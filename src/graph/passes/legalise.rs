@@ -1,0 +1,54 @@
+//! Holds a graph against what a device can run.
+
+use crate::graph::{ActivationType, CompileError, Graph, Op};
+
+/// A set of operations, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OpSet(u64);
+
+impl OpSet {
+    /// Every operation.
+    pub const ALL: Self = Self(u64::MAX);
+
+    /// The set without these; names that are no operation's change nothing.
+    #[must_use]
+    pub fn without(self, names: &[&str]) -> Self {
+        let bits = Op::NAMES.iter().enumerate().filter(|(_, name)| names.contains(name));
+        Self(bits.fold(self.0, |set, (index, _)| set & !(1 << index)))
+    }
+
+    /// Whether an operation of this name is in it.
+    pub fn contains(self, name: &str) -> bool {
+        Op::NAMES.iter().position(|known| *known == name).is_some_and(|index| self.0 & (1 << index) != 0)
+    }
+}
+
+/// Rewrites what the device lacks into what it has, and refuses the rest: loop orders of attention are dropped where a
+/// device has none of its own, for they change no result. Fused operations that a device lacks are never made
+/// ([`fuse`](super::fuse()) is told), so one that is missing here cannot be had otherwise.
+///
+/// # Errors
+/// [`CompileError::Unsupported`] names the operation.
+pub fn legalise(graph: &Graph, ops: OpSet, has_schedules: bool) -> Result<Graph, CompileError> {
+    let mut out = graph.clone();
+    for node in &mut out.nodes {
+        let name = node.op.name();
+        if !ops.contains(name) {
+            let reason =
+                format!("it is not among the device's operations, and nothing stands for it{}", at(node.layer));
+            return Err(CompileError::Unsupported { op: name, reason });
+        }
+        match &mut node.op {
+            Op::Attention(shape) if !has_schedules => shape.schedules = None,
+            Op::Cast(ActivationType::F32) => {
+                return Err(CompileError::Invalid(format!("a cast to f32{}", at(node.layer))));
+            }
+            _ => {}
+        }
+    }
+    Ok(out)
+}
+
+fn at(layer: Option<u32>) -> String {
+    layer.map_or(String::new(), |layer| format!(" (layer {layer})"))
+}

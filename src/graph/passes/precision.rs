@@ -1,0 +1,98 @@
+//! Decides what activations are rounded to where they enter a product with weights.
+//!
+//! Everything else stays as it is: sums, norms, rotation, softmax, residual sums and logits are f32 in every policy. What
+//! keys and values are stored in is not decided here but by the KV cache's type.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::graph::{ActivationType, CompileError, Graph, LinearPart, Node, Op, Precision, Value, ValueId, id32};
+
+/// One rule for all products, and exceptions by the name of the projection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrecisionPolicy<'a> {
+    /// Where no exception says otherwise.
+    pub default: Precision,
+    /// By projection: a name as in `q_proj` or `lm_head`, or its end of a path as in `layers.3.mlp.down_proj`.
+    pub overrides: &'a BTreeMap<String, Precision>,
+    /// Whether `mix` may round to int8 in front of integer weights.
+    pub int8_activations: bool,
+}
+
+/// Puts one cast in front of the products that want narrower activations, shared by all that read the same value and want
+/// the same type.
+///
+/// # Errors
+/// [`CompileError::Option`] for an exception that names no projection of the graph.
+pub fn apply_precision(graph: &Graph, policy: &PrecisionPolicy<'_>) -> Result<Graph, CompileError> {
+    let mut out = Graph { nodes: Vec::with_capacity(graph.nodes.len()), ..graph.clone() };
+    let mut casts: HashMap<(ValueId, ActivationType), ValueId> = HashMap::new();
+    let mut unused: Vec<&String> = policy.overrides.keys().collect();
+    for node in &graph.nodes {
+        let mut node = node.clone();
+        if let Op::Linear(part) = &node.op {
+            let path = projection(graph, &node, part);
+            let matching = |key: &&String| matches(&path, key);
+            unused.retain(|key| !matching(key));
+            // The longest name is the most particular.
+            let rule = policy.overrides.keys().filter(matching).max_by_key(|key| key.len());
+            let precision = rule.map_or(policy.default, |key| policy.overrides[key]);
+            let integers = graph.weight(part.weight).dtype.is_quantised() && policy.int8_activations;
+            let to = match precision {
+                Precision::BF16 => ActivationType::BF16,
+                Precision::F16 => ActivationType::F16,
+                Precision::Mix if integers => ActivationType::Int8,
+                Precision::Mix | Precision::F32 => ActivationType::F32,
+            };
+            if to != ActivationType::F32 {
+                let x = node.inputs[0];
+                node.inputs[0] = *casts.entry((x, to)).or_insert_with(|| cast(&mut out, x, to, node.layer));
+            }
+        }
+        out.nodes.push(node);
+    }
+    if let Some(key) = unused.first() {
+        let expected = "the name of a projection of the model (as q_proj, layers.0.mlp.down_proj or lm_head); norms, \
+                        softmax and logits are f32 always";
+        return Err(CompileError::Option { option: "precision_overrides", value: (*key).clone(), expected });
+    }
+    Ok(out)
+}
+
+fn cast(out: &mut Graph, x: ValueId, to: ActivationType, layer: Option<u32>) -> ValueId {
+    let source = out.value(x);
+    let value =
+        Value { name: format!("{}.{}", source.name, to.name()), rows: source.rows, cols: source.cols, elem: to.elem() };
+    let id = ValueId(id32(out.values.len()));
+    out.values.push(value);
+    out.nodes.push(Node { op: Op::Cast(to), inputs: vec![x], outputs: vec![id], layer });
+    id
+}
+
+/// The projection's path in the model. The output projection is `lm_head`, also where its weight is the embedding's.
+fn projection(graph: &Graph, node: &Node, part: &LinearPart) -> String {
+    if node.layer.is_none() {
+        return "lm_head".to_owned();
+    }
+    let name = &graph.weight(part.weight).name;
+    name.strip_suffix(".weight").unwrap_or(name).to_owned()
+}
+
+/// Whether a path ends in the name, at a whole segment.
+fn matches(path: &str, name: &str) -> bool {
+    path.strip_suffix(name).is_some_and(|before| !name.is_empty() && (before.is_empty() || before.ends_with('.')))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn names_match_whole_segments_at_the_end() {
+        assert!(matches("model.layers.3.mlp.down_proj", "down_proj"));
+        assert!(matches("model.layers.3.mlp.down_proj", "layers.3.mlp.down_proj"));
+        assert!(matches("lm_head", "lm_head"));
+        for wrong in ["proj", "mlp", "", "3.mlp", "layers.13.mlp.down_proj"] {
+            assert!(!matches("model.layers.3.mlp.down_proj", wrong), "{wrong}");
+        }
+    }
+}
