@@ -14,7 +14,7 @@ use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedProgram, OwnedWeights};
-use crate::graph::{Bucket, Cost, CostShape, Graph, Numerics, Plan, Weight, WeightRole, compile};
+use crate::graph::{Bucket, Cost, CostRates, CostShape, Graph, Numerics, Plan, Weight, WeightRole, compile};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use crate::text::Vocabulary;
@@ -148,9 +148,9 @@ impl EngineBuilder {
     /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
         let clock = Arc::clone(&self.clock);
-        let Parts { config, runner, limits, text, info } = self.parts()?;
+        let Parts { config, device, runner, limits, text, info } = self.parts()?;
         let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
-        Ok(core.with_info(info))
+        Ok(core.with_info(info).with_device(device))
     }
 
     /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
@@ -219,14 +219,16 @@ impl EngineBuilder {
             decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
             prefill_cost: full_prefill_cost(&plan, max_model_len, &geometry),
         };
-        let runner = ModelRunner::new(device, program, layout, shape)?;
-        Ok(Parts { config, runner, limits, text, info })
+        let rates = CostRates::new(&plan, geometry.dtype.bytes() as u64);
+        let runner = ModelRunner::new(Arc::clone(&device), program, layout, shape, rates)?;
+        Ok(Parts { config, device, runner, limits, text, info })
     }
 }
 
 /// What an engine is put together from.
 struct Parts {
     config: EngineConfig,
+    device: Arc<dyn Device>,
     runner: ModelRunner,
     limits: ModelLimits,
     text: TextFiles,

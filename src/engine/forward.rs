@@ -4,6 +4,7 @@
 //! with a scripted model behind the same trait.
 
 use crate::device::DeviceError;
+use crate::graph::Cost;
 use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
 
@@ -50,4 +51,9 @@ pub trait Forward: Send {
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError>;
     /// Width of a row of logits.
     fn vocab_size(&self) -> usize;
+    /// What running this batch costs; zero if the model cannot tell. Called before each batch, so it must be cheap.
+    fn cost(&self, input: &ForwardInput) -> Cost {
+        let _ = input;
+        Cost::default()
+    }
 }

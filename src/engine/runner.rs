@@ -7,7 +7,7 @@ use crate::device::{
     Bindings, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
     StepArgs, StreamId,
 };
-use crate::graph::Bucket;
+use crate::graph::{Bucket, Cost, CostRates};
 use crate::kv_cache::BlockId;
 
 /// Sizes that fix a runner's buffers.
@@ -35,6 +35,7 @@ pub struct ModelRunner {
     stream: StreamId,
     layout: KvLayout,
     shape: RunnerShape,
+    rates: CostRates,
     pool: OwnedBuffer,
     token_ids: OwnedBuffer,
     positions: OwnedBuffer,
@@ -50,12 +51,13 @@ pub struct ModelRunner {
 }
 
 impl ModelRunner {
-    /// Reserves every buffer a batch may need.
+    /// Reserves every buffer a batch may need. `rates` are those of the program's plan; the default ones cost nothing.
     pub fn new(
         device: Arc<dyn Device>,
         program: OwnedProgram,
         layout: KvLayout,
         shape: RunnerShape,
+        rates: CostRates,
     ) -> Result<Self, DeviceError> {
         let buffer =
             |elements: usize, bytes: usize, kind| OwnedBuffer::new(&device, elements as u64 * bytes as u64, kind);
@@ -82,6 +84,7 @@ impl ModelRunner {
             program,
             layout,
             shape,
+            rates,
         })
     }
 
@@ -200,5 +203,9 @@ impl Forward for ModelRunner {
 
     fn vocab_size(&self) -> usize {
         self.shape.vocab_size
+    }
+
+    fn cost(&self, input: &ForwardInput) -> Cost {
+        self.rates.cost(&input.q_lens, &input.kv_lens, input.logit_rows.len() as u64)
     }
 }
