@@ -1,6 +1,6 @@
 //! int8 dot products that wait for nothing, to measure how fast they can be.
 
-#![allow(unsafe_code)]
+#![forbid(unsafe_code)]
 
 use std::arch::x86_64::{_mm512_dpbusd_epi32, _mm512_reduce_add_epi32, _mm512_set1_epi32};
 use std::hint::black_box;
