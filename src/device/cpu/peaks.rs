@@ -32,8 +32,8 @@ const PIECE_ROUNDS: u64 = 2048;
 const STREAMS: usize = 4;
 const LINE: usize = 64;
 const PAGE: usize = 4096;
-/// The windows of which the best counts. Most of a pass over the buffer, for here and there a cache still has a line of it.
-const WINDOW: Duration = Duration::from_millis(2);
+/// The windows of which the best counts: short, so that members are all at work in one even where others want processors.
+const WINDOW: Duration = Duration::from_micros(750);
 /// How long a figure is measured, and how long where members do not get to run together: a system may take some
 /// milliseconds to see that threads on one processor should be on several.
 const TIME: Duration = Duration::from_millis(5);
@@ -111,7 +111,7 @@ fn best_rates(team: &Team, longest: Duration, piece: Piece<'_>) -> Rates {
             together.fetch_max(per_s(so_far - opened.1, now - opened.0), Ordering::Relaxed);
             opened = (now, so_far);
             let (passed, rates) = (now - start, rates());
-            if passed >= longest || passed >= TIME && rates.together >= rates.each / 10 * 8 {
+            if passed >= longest || passed >= TIME && rates.together >= rates.each / 10 * 6 {
                 over.store(true, Ordering::Relaxed);
                 break;
             }
