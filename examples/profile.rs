@@ -1,26 +1,28 @@
 //! Where the time goes: runs a prefill and some decode steps on the CPU and prints the time of each operation, its share,
-//! its arithmetic and its traffic.
+//! its arithmetic and its traffic, and how much that is of what the machine can do.
 //!
 //! ```sh
 //! cargo run --release --example profile -- --model MODEL.gguf --trace trace.json
 //! ```
 //! The trace opens in `chrome://tracing` and in Perfetto. Rates are those of the cost model (see `graph::Cost`): operations
-//! and bytes that the plan asks for, whatever caches make of them.
+//! and bytes that the plan asks for, whatever caches make of them. MFU and MBU are shares of the peaks in the first line: of
+//! arithmetic, f32 and int8 each at its own, and of reading from memory. What stays in caches from step to step (the rows of
+//! a prefill, all of a small model) may so exceed 100 % of memory.
 
-use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use ascend_llm::device::Device as _;
-use ascend_llm::device::cpu::{CpuDevice, CpuOptions, StepTime};
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
+use ascend_llm::device::{Device as _, Peaks};
 use ascend_llm::engine::{CacheBudget, EngineConfig, Forward as _, ForwardInput, ModelRunner};
-use ascend_llm::graph::{CompileOptions, Cost, Numerics, Plan, compile};
+use ascend_llm::graph::{CompileOptions, Numerics, Plan, compile};
 use ascend_llm::kv_cache::BlockId;
 use clap::Parser;
 use serde_json::{Value, json};
 
 mod terminal;
+use terminal::op_table::{OpTable, Rates};
 use terminal::{ModelArgs, Result};
 
 /// Times each operation of a prefill and of decode steps.
@@ -44,56 +46,6 @@ struct Args {
 
 fn main() -> ExitCode {
     terminal::finish(run(&Args::parse()))
-}
-
-/// Times and costs of a kind of step, summed by operation.
-#[derive(Debug, Default)]
-struct Sums {
-    launches: u32,
-    ops: Vec<(&'static str, f64, Cost)>,
-}
-
-impl Sums {
-    fn add(&mut self, times: &[StepTime], costs: &[Cost]) {
-        self.launches += 1;
-        for time in times {
-            let cost = costs[time.step];
-            if let Some((_, us, sum)) = self.ops.iter_mut().find(|(op, ..)| *op == time.op) {
-                *us += time.total_us;
-                *sum += cost;
-            } else {
-                self.ops.push((time.op, time.total_us, cost));
-            }
-        }
-    }
-
-    fn table(&self, title: &str) -> String {
-        let all_us: f64 = self.ops.iter().map(|(_, us, _)| us).sum();
-        let mut text = format!(
-            "{title}: {} launches, {:.2} ms each\n{:<16} {:>12} {:>8} {:>10} {:>10}\n",
-            self.launches,
-            all_us / 1e3 / f64::from(self.launches.max(1)),
-            "operation",
-            "us a launch",
-            "share",
-            "GFLOP/s",
-            "GB/s"
-        );
-        let mut line = |op: &str, us: f64, cost: Cost| {
-            // Operations a microsecond are millions a second.
-            let rate = |amount: u64| if us > 0.0 { amount as f64 / us / 1e3 } else { 0.0 };
-            let (each, share) = (us / f64::from(self.launches.max(1)), 100.0 * us / all_us.max(f64::MIN_POSITIVE));
-            let (flops, bytes) = (rate(cost.flops), rate(cost.bytes()));
-            let _ = writeln!(text, "{op:<16} {each:>12.1} {share:>7.1}% {flops:>10.2} {bytes:>10.2}");
-        };
-        let mut ops = self.ops.clone();
-        ops.sort_by(|a, b| b.1.total_cmp(&a.1));
-        for (op, us, cost) in &ops {
-            line(op, *us, *cost);
-        }
-        line("total", all_us, ops.iter().map(|(.., cost)| *cost).sum());
-        text
-    }
 }
 
 fn run(args: &Args) -> Result<()> {
@@ -130,22 +82,29 @@ fn run(args: &Args) -> Result<()> {
     let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
 
     let table: Vec<BlockId> = (0..blocks).map(BlockId).collect();
-    let mut profiled = Profiled { device, runner, plan, table, block_size, kv_element_bytes, events: Vec::new() };
-    let (mut prefill, mut decode) = (Sums::default(), Sums::default());
+    let peaks = device.peaks();
+    let mut profiled =
+        Profiled { device, peaks, runner, plan, table, block_size, kv_element_bytes, events: Vec::new() };
+    let (mut prefill, mut decode) = (OpTable::default(), OpTable::default());
     let vocab = u32::try_from(model.vocab_size)?;
     let prompt: Vec<u32> = (0..args.prefill).map(|at| at.wrapping_mul(7919).wrapping_add(17) % vocab).collect();
     // The first launches bring memory in and wake the team: not counted.
-    profiled.step(&prompt, args.prefill, &mut Sums::default())?;
-    profiled.step(&prompt[..1], 1, &mut Sums::default())?;
+    profiled.step(&prompt, args.prefill, &mut OpTable::default())?;
+    profiled.step(&prompt[..1], 1, &mut OpTable::default())?;
     profiled.events.clear();
 
     let mut next = profiled.step(&prompt, args.prefill, &mut prefill)?;
     for at in 1..=args.decode {
         next = profiled.step(&[next], args.prefill + at, &mut decode)?;
     }
-    print!("{}, {} steps a launch\n\n", profiled.device.caps().description, profiled.plan.steps.len());
-    println!("{}", prefill.table(&format!("prefill of {} tokens", args.prefill)));
-    print!("{}", decode.table(&format!("decode after {} tokens", args.prefill)));
+    println!("{}, {} steps a launch", profiled.device.caps().description, profiled.plan.steps.len());
+    if let Some(peaks) = peaks {
+        let giga = |per_s: u64| per_s as f64 / 1e9;
+        let (f32s, int8s, bytes) = (peaks.f32_flops_per_s, peaks.int8_ops_per_s, peaks.read_bytes_per_s);
+        println!("peaks: f32 {:.0} GFLOP/s, int8 {:.0} GOP/s, read {:.1} GB/s", giga(f32s), giga(int8s), giga(bytes));
+    }
+    println!("\n{}", prefill.text(&format!("prefill of {} tokens", args.prefill), peaks.as_ref()));
+    print!("{}", decode.text(&format!("decode after {} tokens", args.prefill), peaks.as_ref()));
     if let Some(path) = &args.trace {
         let trace = json!({ "displayTimeUnit": "ms", "traceEvents": profiled.events });
         std::fs::write(path, trace.to_string()).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -155,6 +114,7 @@ fn run(args: &Args) -> Result<()> {
 
 struct Profiled {
     device: Arc<CpuDevice>,
+    peaks: Option<Peaks>,
     runner: ModelRunner,
     plan: Plan,
     table: Vec<BlockId>,
@@ -165,7 +125,7 @@ struct Profiled {
 
 impl Profiled {
     /// Runs one step of a sequence that then has `kv_len` tokens; gives its most likely next token.
-    fn step(&mut self, tokens: &[u32], kv_len: u32, sums: &mut Sums) -> Result<u32> {
+    fn step(&mut self, tokens: &[u32], kv_len: u32, sums: &mut OpTable) -> Result<u32> {
         let rows = u32::try_from(tokens.len())?;
         let input = ForwardInput {
             tokens: tokens.to_vec(),
@@ -179,14 +139,17 @@ impl Profiled {
         let best = logits.best.first().map_or(0, |&id| id as usize);
         let times = self.device.take_profile(self.runner.program());
         let costs = self.plan.batch_costs(&input.q_lens, &input.kv_lens, 1, self.kv_element_bytes);
-        sums.add(&times, &costs);
+        sums.add_launch(times.iter().map(|time| (time.op, time.total_us, costs[time.step])));
         for time in &times {
             let cost = costs[time.step];
+            let rates = Rates::of(&cost, time.total_us, self.peaks.as_ref());
             self.events.push(json!({
                 "name": time.op, "ph": "X", "pid": 1, "tid": 1, "ts": time.last_start_us, "dur": time.total_us,
                 "args": {
                     "step": time.step, "layer": time.layer, "rows": rows, "kv_len": kv_len,
-                    "flops": cost.flops, "bytes": cost.bytes(),
+                    "flops": cost.flops, "int8_flops": cost.int8_flops, "bytes": cost.bytes(),
+                    "gflops_per_s": rates.gflops_per_s, "gbytes_per_s": rates.gbytes_per_s,
+                    "mfu": rates.mfu, "mbu": rates.mbu,
                 },
             }));
         }

@@ -5,8 +5,9 @@
 use std::path::Path;
 
 use ascend_llm::graph::{
-    ActivationKind, AttentionShape, Bucket, CompileOptions, Cost, CostShape, Graph, GraphBuilder, LinearPart, NormSpec,
-    Numerics, Plan, RopeFrequencies, RopeStyle, Target, Weight, WeightRole, attended_tokens, compile, shown_tokens,
+    ActivationKind, AttentionShape, Bucket, CompileOptions, Cost, CostRates, CostShape, Graph, GraphBuilder,
+    LinearPart, NormSpec, Numerics, Plan, RopeFrequencies, RopeStyle, Target, Weight, WeightRole, attended_tokens,
+    compile, shown_tokens,
 };
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, DType, ModelKind};
@@ -39,8 +40,9 @@ fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
     compile(graph, TARGET, numerics, &options, BUCKET).unwrap()
 }
 
-/// One layer of hidden width 32: 2 query heads over 1 KV head of 16, a gated MLP of 64, 10 ids; weights of three types.
-fn small_graph() -> Graph {
+/// Layers of hidden width 32: 2 query heads over 1 KV head of 16, a gated MLP of 64, 10 ids; weights of three types, which
+/// all layers share. A window belongs to the last layer.
+fn small_graph(layers: usize, window: Option<u32>) -> Graph {
     let mut graph = GraphBuilder::new();
     let mut matrix = |name: &str, n: usize, k: usize, dtype: DType| {
         let weight = Weight { name: name.into(), shape: vec![n, k], dtype, role: WeightRole::Matrix, slice: None };
@@ -58,35 +60,39 @@ fn small_graph() -> Graph {
     let norm = NormSpec { weight: norm, eps: 1e-5, group: 32 };
     let part = |weight| LinearPart { weight, bias: None };
 
-    let x = graph.embed(table, "x");
+    let mut x = graph.embed(table, "x");
     let angles = graph.rope_angles(RopeFrequencies { inv_freq: vec![1.0; 8], attention_factor: 1.0 }, "angles");
-    graph.set_layer(Some(0));
-    let h = graph.rms_norm(x, norm, "h");
-    let q = graph.linear(h, LinearPart { weight: q, bias: Some(bias) }, "q");
-    let (k, v) = (graph.linear(h, part(k), "k"), graph.linear(h, part(v), "v"));
-    let q = graph.rope(q, angles, 16, RopeStyle::Half, "q_rot");
-    let k = graph.rope(k, angles, 16, RopeStyle::Half, "k_rot");
-    let stored = graph.kv_write(k, v, 0, "kv");
-    let shape =
-        AttentionShape { layer: 0, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window: None, schedules: None };
-    let a = graph.attention(q, stored, shape, "a");
-    let o = graph.linear(a, part(o), "o");
-    let mid = graph.add(x, o, "mid");
-    let h = graph.rms_norm(mid, norm, "mlp_in");
-    let (gate, up) = (graph.linear(h, part(gate), "gate"), graph.linear(h, part(up), "up"));
-    let act = graph.activation(gate, ActivationKind::Silu, "act");
-    let product = graph.mul(act, up, "product");
-    let down = graph.linear(product, part(down), "down");
-    let out = graph.add(mid, down, "out");
+    for layer in 0..layers {
+        graph.set_layer(Some(u32::try_from(layer).unwrap()));
+        let name = |name: &str| format!("{name}.{layer}");
+        let h = graph.rms_norm(x, norm, &name("h"));
+        let q = graph.linear(h, LinearPart { weight: q, bias: Some(bias) }, &name("q"));
+        let (k, v) = (graph.linear(h, part(k), &name("k")), graph.linear(h, part(v), &name("v")));
+        let q = graph.rope(q, angles, 16, RopeStyle::Half, &name("q_rot"));
+        let k = graph.rope(k, angles, 16, RopeStyle::Half, &name("k_rot"));
+        let stored = graph.kv_write(k, v, layer, &name("kv"));
+        let window = window.filter(|_| layer + 1 == layers);
+        let shape = AttentionShape { layer, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window, schedules: None };
+        let a = graph.attention(q, stored, shape, &name("a"));
+        let o = graph.linear(a, part(o), &name("o"));
+        let mid = graph.add(x, o, &name("mid"));
+        let h = graph.rms_norm(mid, norm, &name("mlp_in"));
+        let (gate, up) = (graph.linear(h, part(gate), &name("gate")), graph.linear(h, part(up), &name("up")));
+        let act = graph.activation(gate, ActivationKind::Silu, &name("act"));
+        let product = graph.mul(act, up, &name("product"));
+        let down = graph.linear(product, part(down), &name("down"));
+        x = graph.add(mid, down, &name("out"));
+    }
     graph.set_layer(None);
-    let wanted = graph.gather_rows(out, "wanted");
+    let wanted = graph.gather_rows(x, "wanted");
     let last = graph.rms_norm(wanted, norm, "last");
     let logits = graph.linear(last, part(table), "logits");
-    graph.finish(out, logits)
+    graph.finish(x, logits)
 }
 
+/// Without integer operations.
 fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> Cost {
-    Cost { flops, weight_bytes, activation_bytes, kv_bytes }
+    Cost { flops, int8_flops: 0, weight_bytes, activation_bytes, kv_bytes }
 }
 
 /// Three rows of a sequence of 5 tokens; f16 keys and values; one row of logits. A row of 32 floats is 128 bytes, a
@@ -98,7 +104,7 @@ fn steps_cost_what_one_counts_by_hand() {
         shape,
         CostShape { tokens: 3, logit_rows: 1, seqs: 1, attended_tokens: 3 + 4 + 5, kv_tokens: 5, kv_element_bytes: 2 }
     );
-    let plan = plan(&small_graph(), Numerics::Exact, 0);
+    let plan = plan(&small_graph(1, None), Numerics::Exact, 0);
     let expected = [
         ("embed", cost(0, 3 * 64, 3 * 4 + 3 * 128, 0)),
         ("rope_angles", cost(3 * 8 * 3, 0, 3 * 4 + 3 * 64, 0)),
@@ -144,7 +150,7 @@ fn steps_cost_what_one_counts_by_hand() {
 fn fused_steps_cost_the_same_work_and_move_less() {
     let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
     let costs = |fusion| {
-        let plan = plan(&small_graph(), Numerics::Exact, fusion);
+        let plan = plan(&small_graph(1, None), Numerics::Exact, fusion);
         plan.costs_by_op(&plan.step_costs(&shape))
     };
     let of = |costs: &[ascend_llm::graph::OpCost], op: &str| costs.iter().find(|c| c.op == op).unwrap().cost;
@@ -155,6 +161,30 @@ fn fused_steps_cost_the_same_work_and_move_less() {
     // The product goes through scratch: written and read once.
     let down = cost(3 * (64 * 5 + 2 * 64 * 32), 32 * 2 * 34, 3 * (512 + 2 * 256 + 128), 0);
     assert_eq!(of(&two, "swiglu_linear"), down);
+}
+
+/// Two layers and three rows, in which the products with the three matrices of the MLP are int8.
+#[test]
+fn integer_operations_are_counted_apart() {
+    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    let attention = 6240 + 2 * 3 * 2 * 16 * 32 + 3 * 3 * 8 * 6 + 12 * 4 * 2 * 16 + 3 * 2 * 32 * 32;
+    let (gate_up, down) = (2 * 3 * 2 * 64 * 32, 3 * 2 * 32 * 64);
+    // Two norms, two sums, the activation and its product.
+    let rows = 2 * 3 * 32 * 4 + 2 * 3 * 32 + 3 * 64 * 5;
+    // The rows that go into the MLP, and those between its matrices.
+    let rounding = 3 * 32 * 3 + 3 * 64 * 3;
+    let (angles, head) = (3 * 8 * 3, 32 * 4 + 2 * 10 * 32);
+    for fusion in 0..=CompileOptions::MAX_FUSION {
+        let graph = small_graph(2, None);
+        let exact = plan(&graph, Numerics::Exact, fusion).cost(&shape);
+        assert_eq!(exact.flops, angles + 2 * (attention + gate_up + down + rows) + head, "level {fusion}");
+        assert_eq!(exact.int8_flops, 0, "level {fusion}");
+
+        let fast = plan(&graph, Numerics::Fast, fusion).cost(&shape);
+        assert_eq!(fast.flops, exact.flops + 2 * rounding, "level {fusion}");
+        assert_eq!(fast.int8_flops, 2 * (gate_up + down), "level {fusion}");
+    }
+    assert_eq!(2 * (gate_up + down), 73_728);
 }
 
 const BATCHES: [(&[u32], &[u32], u64); 5] =
@@ -175,6 +205,7 @@ fn fusion_keeps_operations_weights_and_keys_and_never_moves_more() {
                 for (level, pair) in costs.windows(2).enumerate() {
                     let (below, above) = (pair[0], pair[1]);
                     assert_eq!(below.flops, above.flops, "{model} {numerics:?} {q_lens:?} level {level}");
+                    assert_eq!(below.int8_flops, above.int8_flops, "{model}");
                     assert_eq!(below.weight_bytes, above.weight_bytes, "{model}");
                     assert_eq!(below.kv_bytes, above.kv_bytes, "{model}");
                     assert!(below.activation_bytes >= above.activation_bytes, "{model} level {level}");
@@ -291,5 +322,24 @@ proptest! {
         if q_lens.len() == 1 && q_lens[0] == 1 {
             prop_assert_eq!(bound, exact);
         }
+    }
+    /// Rates say what the plan says, of batches with and without logits, more rows than the table has, and no rows at all.
+    #[test]
+    fn rates_are_the_plan_s_own_costs(
+        seqs in prop::collection::vec((0_u32..40, 0_u32..300), 0..5),
+        logit_rows in 0_u64..9,
+        fusion in 0..=CompileOptions::MAX_FUSION,
+        fast in any::<bool>(),
+        window in prop::option::of(1_u32..60),
+        kv_element_bytes in prop::sample::select(vec![2_u64, 4]),
+        model in prop::option::of(prop::sample::select(MODELS.as_slice())),
+    ) {
+        let graph = model.map_or_else(|| small_graph(2, window), graph);
+        let plan = plan(&graph, if fast { Numerics::Fast } else { Numerics::Exact }, fusion);
+        let q_lens: Vec<u32> = seqs.iter().map(|(q, _)| *q).collect();
+        let kv_lens: Vec<u32> = seqs.iter().map(|(q, before)| q + before).collect();
+        let expected: Cost = plan.batch_costs(&q_lens, &kv_lens, logit_rows, kv_element_bytes).into_iter().sum();
+        let rates = CostRates::new(&plan, kv_element_bytes);
+        prop_assert_eq!(rates.cost(&q_lens, &kv_lens, logit_rows), expected);
     }
 }

@@ -1,6 +1,8 @@
 //! What the examples share: opening a model with a progress bar, the options all of them take, peak memory.
 #![allow(dead_code)] // each example uses its own part
 
+pub mod op_table;
+
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -20,11 +20,13 @@ pub mod ascend;
 pub mod cpu;
 mod error;
 mod owned;
+mod peaks;
 
 use std::fmt;
 
 pub use error::DeviceError;
 pub use owned::{OwnedBuffer, OwnedProgram, OwnedWeights};
+pub use peaks::Peaks;
 
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -227,6 +229,14 @@ pub trait Device: Send + Sync + fmt::Debug {
         pairs: &[(BlockId, BlockId)],
         on: StreamId,
     ) -> Result<(), DeviceError>;
+
+    /// What it can do at most, where that is known or can be measured.
+    ///
+    /// A device that measures does so in the first call, which takes some tens of milliseconds of all its threads, and never
+    /// before: ask while nothing runs, or the work at hand lowers the figures and waits for them.
+    fn peaks(&self) -> Option<Peaks> {
+        None
+    }
 
     /// Energy used since some fixed moment, in microjoules, where the device has a meter.
     fn energy_uj(&self) -> Option<u64> {

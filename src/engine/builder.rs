@@ -181,9 +181,9 @@ impl EngineBuilder {
     /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
         let clock = Arc::clone(&self.clock);
-        let Parts { config, runner, limits, text, info } = self.parts()?;
+        let Parts { config, device, runner, limits, text, info } = self.parts()?;
         let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
-        Ok(core.with_info(info))
+        Ok(core.with_info(info).with_device(device))
     }
 
     /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
@@ -263,14 +263,15 @@ impl EngineBuilder {
                 ..EngineInfo::default()
             })
         };
-        let runner = ModelRunner::new(device, programs, layout, shape)?;
-        Ok(Parts { config, runner, limits, text, info })
+        let runner = ModelRunner::new(Arc::clone(&device), programs, layout, shape)?;
+        Ok(Parts { config, device, runner, limits, text, info })
     }
 }
 
 /// What an engine is put together from.
 struct Parts {
     config: EngineConfig,
+    device: Arc<dyn Device>,
     runner: ModelRunner,
     limits: ModelLimits,
     text: TextFiles,

@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 
+use crate::device::{Device, Peaks};
 use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
 use crate::sampler::ParamLimits;
 use crate::scheduler::{Chunk, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
@@ -27,6 +28,7 @@ use super::output::FinishReason;
 use super::request::{Request, RequestId};
 use super::roster::Roster;
 use super::stats::{Counters, Stats};
+use super::window::{RecentSteps, Window};
 
 /// Tokens a KV block if the configuration leaves it open: attention's tile.
 const DEFAULT_BLOCK_SIZE: u32 = 16;
@@ -95,6 +97,8 @@ pub struct EngineCore {
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
     forward: Box<dyn Forward>,
+    /// Where a builder put the model.
+    device: Option<Arc<dyn Device>>,
     max_logit_rows: u32,
     scheduler: Scheduler,
     blocks: BlockAllocator,
@@ -102,6 +106,8 @@ pub struct EngineCore {
     step: StepBuffers,
     draw: Draw,
     arrivals: Vec<Arrival>,
+    recent: RecentSteps,
+    window: Window,
     /// Plans in a row that held nothing although there was work.
     empty_plans: u32,
     failed: Option<EngineError>,
@@ -189,10 +195,13 @@ impl EngineCore {
             counters,
             clock,
             forward,
+            device: None,
             max_logit_rows: model.max_logit_rows,
             scheduler,
             blocks,
             arrivals: Vec::new(),
+            recent: RecentSteps::default(),
+            window: Window::default(),
             empty_plans: 0,
             failed: None,
         };
@@ -215,6 +224,15 @@ impl EngineCore {
         self
     }
 
+    pub(super) fn with_device(mut self, device: Arc<dyn Device>) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    pub(super) fn device(&self) -> Option<&Arc<dyn Device>> {
+        self.device.as_ref()
+    }
+
     pub(super) fn shared_info(&self) -> &Arc<EngineInfo> {
         &self.info
     }
@@ -232,6 +250,12 @@ impl EngineCore {
     /// The counters as they stand.
     pub fn stats(&self) -> Stats {
         self.counters.snapshot(self.intake.queued())
+    }
+
+    /// What the device can do at most, where a builder put the engine on one that knows; see
+    /// [`Engine::peaks`](super::Engine::peaks).
+    pub fn peaks(&self) -> Option<Peaks> {
+        self.device.as_ref()?.peaks()
     }
 
     /// Whether the engine lives and takes requests.
@@ -380,8 +404,12 @@ impl EngineCore {
         }
         batch.rewind();
         draw.begin();
+        let mut work = Window::default();
         while batch.fill(chunks, self.max_logit_rows, scheduler, blocks, |seq| roster.prompt_rows_from(seq)) {
+            let (cost, start) = (forward.cost(&batch.input), clock.now());
             let Forwarded { logits, outcomes } = forward.forward(&batch.input)?;
+            let end = clock.now();
+            work.add_call(&cost, elapsed_us(start, end));
             check_shape(&logits, batch.wanted.len())?;
             for outcome in outcomes {
                 let Some(chunk) = chunks.get(batch.first_chunk + outcome.sequence) else { continue };
@@ -392,8 +420,9 @@ impl EngineCore {
                     roster.fail_at(chunk.seq, outcome);
                 }
             }
-            draw.digest(logits, &batch.wanted, scheduler, roster, clock.now(), output);
+            draw.digest(logits, &batch.wanted, scheduler, roster, end, output);
         }
+        self.window = self.recent.push(work);
         // What a request computed before it failed in this step is not to be found in the prefix cache.
         for result in output.results.iter_mut().filter(|result| !result.finished && roster.get(result.seq).is_none()) {
             *result = SeqResult { seq: result.seq, token: None, finished: true };
@@ -445,6 +474,7 @@ impl EngineCore {
         for (op, count) in self.forward.overflows() {
             counters.show_overflow(op, count);
         }
+        counters.show_window(self.window);
     }
 
     /// Ends the engine: no more requests are taken, and every open handle hears the error.

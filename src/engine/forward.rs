@@ -4,7 +4,7 @@
 //! with a scripted model behind the same trait.
 
 use crate::device::{CustomFailure, DeviceError};
-use crate::graph::RowStatus;
+use crate::graph::{Cost, RowStatus};
 use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
 
@@ -108,5 +108,11 @@ pub trait Forward: Send {
     /// Rows computed so far only to fill batches up to a bucket.
     fn padded_rows(&self) -> u64 {
         0
+    }
+    /// What running this batch costs, without what runs a second time after an overflow; zero if the model cannot tell.
+    /// Called before each batch, so it must be cheap.
+    fn cost(&self, input: &ForwardInput) -> Cost {
+        let _ = input;
+        Cost::default()
     }
 }

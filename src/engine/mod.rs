@@ -36,6 +36,7 @@ mod slot;
 mod stats;
 mod stop;
 mod text_files;
+mod window;
 mod worker;
 
 use std::sync::Arc;
@@ -53,7 +54,9 @@ pub use request::{Prompt, Request, RequestId};
 pub use runner::{ModelRunner, Programs, RunnerShape};
 pub use stats::{Stats, TimeHistogram};
 pub use stop::{StopChecker, default_stop_ids};
+pub use window::Window;
 
+use crate::device::{Device, Peaks};
 use crate::sampler::SamplingParams;
 use crate::scheduler::Tick;
 use crate::text::ChatMessage;
@@ -82,21 +85,23 @@ struct Inner {
     intake: Arc<Intake>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
+    device: Option<Arc<dyn Device>>,
     worker: Worker,
 }
 
 impl Engine {
     /// Moves a core to a thread of its own.
     pub fn spawn(core: EngineCore) -> Result<Self, BuildError> {
-        let (config, info, intake, counters, clock) = (
+        let (config, info, intake, counters, clock, device) = (
             Arc::clone(core.shared_config()),
             Arc::clone(core.shared_info()),
             Arc::clone(core.intake()),
             Arc::clone(core.counters()),
             Arc::clone(core.clock()),
+            core.device().cloned(),
         );
         let worker = Worker::spawn(core).map_err(BuildError::Thread)?;
-        Ok(Self { inner: Arc::new(Inner { config, info, intake, counters, clock, worker }) })
+        Ok(Self { inner: Arc::new(Inner { config, info, intake, counters, clock, device, worker }) })
     }
 
     /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
@@ -123,6 +128,28 @@ impl Engine {
     /// The counters as they stand.
     pub fn stats(&self) -> Stats {
         self.inner.counters.snapshot(self.inner.intake.queued())
+    }
+
+    /// What the device can do at most, where that is known; with the [`Window`] in [`stats`](Self::stats) it says how well the
+    /// device is used. See [`Device::peaks`]: the first call may measure for some tens of milliseconds, and is best made while
+    /// nothing runs.
+    ///
+    /// ```
+    /// # use ascend_llm::engine::Engine;
+    /// # use ascend_llm::sampler::SamplingParams;
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
+    /// let peaks = engine.peaks().ok_or("a CPU measures its peaks")?;
+    /// engine.generate("Once upon a time", &SamplingParams::greedy())?;
+    /// let window = engine.stats().window;
+    /// if let (Some(mfu), Some(mbu)) = (window.mfu(&peaks), window.mbu(&peaks)) {
+    ///     println!("last {} steps: MFU {:.1} %, MBU {:.1} %", window.steps, 100.0 * mfu, 100.0 * mbu);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn peaks(&self) -> Option<Peaks> {
+        self.inner.device.as_ref()?.peaks()
     }
 
     /// Whether the engine lives and takes requests.

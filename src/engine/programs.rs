@@ -13,7 +13,8 @@ use super::runner::Programs;
 use crate::device::{Device, OwnedProgram, OwnedWeights};
 use crate::graph::passes::shard;
 use crate::graph::{
-    ActivationType, Bucket, CompileError, CompileOptions, Graph, Op, OverflowPolicy, Plan, Rank, Target, compile,
+    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Rank, Target,
+    compile,
 };
 use crate::kv_cache::KvGeometry;
 
@@ -84,7 +85,9 @@ impl Plans {
     ) -> Result<Programs, CompileError> {
         let load = |plans: &Vec<Plan>| OwnedProgram::load(device, plans, weights, kv);
         let by_bucket = self.by_bucket.iter().map(|plans| Ok((plans[0].bucket, load(plans)?)));
+        let rates = |plan| CostRates::new(plan, kv.dtype.bytes() as u64);
         Ok(Programs {
+            rates: self.by_bucket.last().into_iter().flatten().map(rates).collect(),
             by_bucket: by_bucket.collect::<Result<_, CompileError>>()?,
             f32: self.f32.as_ref().map(load).transpose()?,
         })

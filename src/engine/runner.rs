@@ -8,7 +8,7 @@ use crate::device::{
     Bindings, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
     StepArgs, StreamId,
 };
-use crate::graph::{Bucket, RowStatus};
+use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
 
 /// Sizes that fix a runner's buffers.
@@ -35,6 +35,8 @@ pub struct Programs {
     pub by_bucket: Vec<(Bucket, OwnedProgram)>,
     /// The same model with f32 activations, for sequences that overflowed; none if that is no other program, or not wanted.
     pub f32: Option<OwnedProgram>,
+    /// What a batch costs, one for each rank.
+    pub rates: Vec<CostRates>,
 }
 
 /// Runs batches of one model on one device.
@@ -398,5 +400,10 @@ impl Forward for ModelRunner {
 
     fn padded_rows(&self) -> u64 {
         self.padded_rows
+    }
+
+    fn cost(&self, input: &ForwardInput) -> Cost {
+        let of_rank = |rates: &CostRates| rates.cost(&input.q_lens, &input.kv_lens, input.logit_rows.len() as u64);
+        self.programs.rates.iter().map(of_rank).sum()
     }
 }

@@ -1,12 +1,15 @@
 //! What the engine counts, and how it is read.
 //!
 //! The loop adds to atomic counters and never waits for a reader; a [`Stats`] is a copy taken field by field, so its
-//! numbers may be one step apart from each other while the engine runs.
+//! numbers may be one step apart from each other while the engine runs. Those of the [`Window`] belong together.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::Mutex;
+
 use super::output::FinishReason;
+use super::window::Window;
 use crate::graph::Op;
 
 /// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
@@ -74,6 +77,7 @@ pub(crate) struct Counters {
     finished: [AtomicU64; 5],
     pub time_to_first_token: TimeCounter,
     pub step_time: TimeCounter,
+    window: Mutex<Window>,
 }
 
 #[derive(Debug, Default)]
@@ -104,6 +108,13 @@ impl Counters {
 
     pub fn set(gauge: &AtomicU64, to: u64) {
         gauge.store(to, Ordering::Relaxed);
+    }
+
+    /// Shows the last steps, unless somebody is looking: then they are shown with the next.
+    pub fn show_window(&self, window: Window) {
+        if let Some(mut shown) = self.window.try_lock() {
+            *shown = window;
+        }
     }
 
     pub fn finish(&self, ending: Ending) {
@@ -145,6 +156,7 @@ impl Counters {
             finished_error: finished(Ending::Error),
             time_to_first_token: self.time_to_first_token.snapshot(),
             step_time: self.step_time.snapshot(),
+            window: *self.window.lock(),
         }
     }
 }
@@ -229,6 +241,8 @@ pub struct Stats {
     pub time_to_first_token: TimeHistogram,
     /// Steps from plan to publication.
     pub step_time: TimeHistogram,
+    /// What the last steps computed, and in what time.
+    pub window: Window,
 }
 
 impl Stats {

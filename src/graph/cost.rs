@@ -3,12 +3,15 @@
 //! The model is the roofline's: a step reads each weight once from where it is stored, reads its inputs, writes its
 //! outputs, and reads the keys and values that its sequences show. Caches, padding to tiles and the packing of a device
 //! are left out, so fusion shows as bytes that are not moved and never as operations that are not done: a fused step counts
-//! exactly the operations of the steps it replaces. Integer operations count as floating-point ones.
+//! exactly the operations of the steps it replaces. Integer operations count as floating-point ones, and are counted once
+//! more by themselves, because devices have another peak for them.
 
 use std::iter::Sum;
 use std::ops::{Add, AddAssign};
 
-use super::{ActivationKind, ActivationType, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId};
+use super::{
+    ActivationKind, ActivationType, Elem, LinearPart, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId,
+};
 
 /// Operations an element: square and sum, scale, weight.
 const NORM_FLOPS: u64 = 4;
@@ -26,8 +29,10 @@ const STATUS_BYTES: u64 = 1;
 /// Operations and bytes of one step or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Cost {
-    /// Arithmetic operations.
+    /// Arithmetic operations, integer ones included.
     pub flops: u64,
+    /// Of these, integer ones: products and sums of matrices with int8 activations, without their biases.
+    pub int8_flops: u64,
     /// Bytes of weights read, as stored in the file.
     pub weight_bytes: u64,
     /// Bytes of activations, ids, positions, logits and status read and written.
@@ -54,6 +59,7 @@ impl Add for Cost {
     fn add(self, other: Self) -> Self {
         Self {
             flops: self.flops.saturating_add(other.flops),
+            int8_flops: self.int8_flops.saturating_add(other.int8_flops),
             weight_bytes: self.weight_bytes.saturating_add(other.weight_bytes),
             activation_bytes: self.activation_bytes.saturating_add(other.activation_bytes),
             kv_bytes: self.kv_bytes.saturating_add(other.kv_bytes),
@@ -211,15 +217,19 @@ impl Plan {
         sums
     }
 
-    fn step_cost(&self, step: &Step, shape: CostShape) -> Cost {
+    /// What a step runs over: in a batch without such rows it does not run.
+    pub(super) fn rows_of(&self, step: &Step) -> Option<Rows> {
+        step.outputs.iter().chain(&step.inputs).next().map(|&value| self.values[value].rows)
+    }
+
+    pub(super) fn step_cost(&self, step: &Step, shape: CostShape) -> Cost {
         let costed = Costed { plan: self, step, shape };
-        // A batch without rows of logits runs no step over them.
-        let rows_at = step.outputs.iter().chain(&step.inputs).next();
-        if rows_at.is_none_or(|&value| costed.rows(value) == 0) {
+        if self.rows_of(step).is_none_or(|rows| shape.rows(rows) == 0) {
             return Cost::default();
         }
         Cost {
             flops: costed.flops(),
+            int8_flops: costed.int8_flops(),
             weight_bytes: costed.weight_bytes(),
             activation_bytes: costed.activation_bytes(),
             kv_bytes: costed.kv_bytes(),
@@ -227,7 +237,7 @@ impl Plan {
     }
 }
 
-const fn window_of(step: &Step) -> Option<u32> {
+pub(super) const fn window_of(step: &Step) -> Option<u32> {
     match &step.op {
         Op::Attention(shape) => shape.window,
         _ => None,
@@ -297,6 +307,17 @@ impl Costed<'_> {
                 product([each, input(0)]).saturating_add(self.product_flops(part.weight, part.bias.is_some()))
             }
         }
+    }
+
+    fn int8_flops(&self) -> u64 {
+        let int8_input = self.step.inputs.first().is_some_and(|&input| self.value(input).elem == Elem::Q8);
+        let parts: &[LinearPart] = match &self.step.op {
+            Op::Linear(part) | Op::LinearArgMax(part) if int8_input => std::slice::from_ref(part),
+            Op::LinearMulti(parts) if int8_input => parts,
+            Op::SwigluLinear { part, to: ActivationType::Int8, .. } => std::slice::from_ref(part),
+            _ => &[],
+        };
+        parts.iter().map(|part| self.product_flops(part.weight, false)).fold(0, u64::saturating_add)
     }
 
     /// A product and a sum for every element of the matrix and row of the output, and its bias.

@@ -14,8 +14,8 @@ use super::profile::StepTime;
 use super::program::{IoBytes, Poison, Program};
 use super::weight_set::WeightSet;
 use crate::device::{
-    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span,
-    StepArgs, StreamId, WeightSetId,
+    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, Peaks, ProgramId,
+    Span, StepArgs, StreamId, WeightSetId,
 };
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -31,6 +31,9 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
     /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
     pub profile: bool,
+    /// What the machine is known to do at most; `None` = measured when it is first asked for, once a process for each
+    /// instruction-set path and number of threads. See [`Device::peaks`].
+    pub peaks: Option<Peaks>,
     /// For tests of placement: what of the arena is filled with NaN between steps.
     #[doc(hidden)]
     pub poison: Poison,
@@ -44,6 +47,7 @@ pub struct CpuDevice {
     poison: Poison,
     team: Team,
     profile: bool,
+    peaks: Option<Peaks>,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     state: Mutex<State>,
@@ -90,7 +94,8 @@ impl CpuDevice {
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
-        Ok(Self { caps, isa, poison: options.poison, team, profile: options.profile, tag, state: Mutex::default() })
+        let CpuOptions { poison, profile, peaks, .. } = options;
+        Ok(Self { caps, isa, poison, team, profile, peaks, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
@@ -313,6 +318,11 @@ impl Device for CpuDevice {
             kv_pool,
         };
         program.launch(&self.team, self.isa, args, io)
+    }
+
+    fn peaks(&self) -> Option<Peaks> {
+        // Without memory to read there is nothing to say.
+        self.peaks.or_else(|| super::peaks::peaks(&self.team, self.isa).ok())
     }
 
     fn copy_blocks(

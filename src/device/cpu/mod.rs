@@ -28,6 +28,7 @@ pub mod matmul;
 pub mod norm;
 #[doc(hidden)]
 pub mod pack;
+mod peaks;
 #[doc(hidden)]
 pub mod pool;
 mod profile;

@@ -11,6 +11,8 @@ mod avx512_float;
 #[cfg(target_arch = "x86_64")]
 mod avx512_int;
 #[cfg(target_arch = "x86_64")]
+mod avx512_peak;
+#[cfg(target_arch = "x86_64")]
 mod avx512_quant;
 #[cfg(target_arch = "x86_64")]
 mod avx512_words;
@@ -144,6 +146,21 @@ pub(super) fn matmul_f32(
         }
         #[cfg(not(target_arch = "x86_64"))]
         _ => false,
+    }
+}
+
+/// Does `rounds` rounds of independent int8 dot products, to see how fast they can be, and gives their operations; `None`
+/// where `isa` has no instruction for them.
+pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
+    isa.assert_available();
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has the features, asserted above.
+        Isa::Avx512Vnni => Some(unsafe { avx512_peak::dot_chains(rounds) }),
+        _ => {
+            let _ = rounds;
+            None
+        }
     }
 }
 

@@ -1,0 +1,67 @@
+//! What a device can do at most, and how much of that a computation made use of.
+
+/// The most a device does in a second.
+///
+/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Device::peaks`](super::Device::peaks)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Peaks {
+    /// f32 operations, a fused multiply-add counted as two.
+    pub f32_flops_per_s: u64,
+    /// Operations on int8, a product and its sum counted as two.
+    pub int8_ops_per_s: u64,
+    /// Bytes read from memory, beyond all caches.
+    pub read_bytes_per_s: u64,
+}
+
+impl Peaks {
+    /// Compute density, also called model FLOPs utilisation: the share of `seconds` that the operations would have taken at
+    /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
+    ///
+    /// `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). `None` where no time passed, or a peak that
+    /// is needed is zero.
+    pub fn mfu(&self, flops: u64, int8_flops: u64, seconds: f64) -> Option<f64> {
+        let f32_seconds = at(flops.saturating_sub(int8_flops), self.f32_flops_per_s);
+        share(f32_seconds + at(int8_flops, self.int8_ops_per_s), seconds)
+    }
+
+    /// Memory utilisation, also called model bandwidth utilisation: the share of `seconds` that moving the bytes would have
+    /// taken at the peak, `bytes / (seconds · bandwidth)`.
+    ///
+    /// The cost model counts a byte each time a step reads or writes it, so what caches hold between steps makes this larger
+    /// than what the memory saw, and it can exceed 1 where most of a model fits there. `None` as for [`mfu`](Self::mfu).
+    pub fn mbu(&self, bytes: u64, seconds: f64) -> Option<f64> {
+        share(at(bytes, self.read_bytes_per_s), seconds)
+    }
+}
+
+/// Seconds that an amount takes; infinite where the device does none.
+fn at(amount: u64, per_s: u64) -> f64 {
+    if amount == 0 { 0.0 } else { amount as f64 / per_s as f64 }
+}
+
+fn share(needed_seconds: f64, seconds: f64) -> Option<f64> {
+    (seconds > 0.0 && needed_seconds.is_finite()).then(|| needed_seconds / seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEAKS: Peaks = Peaks { f32_flops_per_s: 100, int8_ops_per_s: 400, read_bytes_per_s: 50 };
+
+    #[test]
+    fn shares_are_of_the_time_that_the_peaks_would_need() {
+        // 60 f32 operations take 0.6 s, 80 int8 ones 0.2 s.
+        assert_eq!(PEAKS.mfu(140, 80, 2.0), Some(0.4));
+        assert_eq!(PEAKS.mbu(25, 2.0), Some(0.25));
+        assert_eq!((PEAKS.mfu(0, 0, 1.0), PEAKS.mbu(0, 1.0)), (Some(0.0), Some(0.0)));
+    }
+
+    #[test]
+    fn what_cannot_be_said_is_none() {
+        let none = Peaks { f32_flops_per_s: 0, int8_ops_per_s: 0, read_bytes_per_s: 0 };
+        assert_eq!((PEAKS.mfu(1, 0, 0.0), PEAKS.mbu(1, 0.0)), (None, None));
+        assert_eq!((none.mfu(1, 0, 1.0), none.mfu(1, 1, 1.0), none.mbu(1, 1.0)), (None, None, None));
+        assert_eq!(none.mfu(0, 0, 1.0), Some(0.0));
+    }
+}
