@@ -562,9 +562,15 @@ fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
         ("a weight of another type", broken(&|plan| plan.weights[0].dtype = ascend_llm::weights::DType::F16)),
         ("no rotary table", broken(&|plan| plan.ropes.clear())),
         ("no steps", broken(&|plan| plan.steps.clear())),
+        ("another rank", broken(&|plan| plan.rank.index = 1)),
+        ("one of two ranks", broken(&|plan| plan.rank.of = 2)),
     ] {
         refused(label, load(&plan, &GEOMETRY));
     }
+    refused("no plan", rig.device.load(&[], &[], &GEOMETRY));
+    let twice = [rig.plan.clone(), rig.plan.clone()];
+    refused("one rank twice", rig.device.load(&twice, &[rig.weights; 2], &GEOMETRY));
+    refused("a set too many", rig.device.load(&twice[..1], &[rig.weights; 2], &GEOMETRY));
     // More than an address space holds, so no system can promise it.
     let huge = Bucket { tokens: 1 << 39, ..BUCKET };
     let target = rig.device.caps().target;

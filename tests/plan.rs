@@ -10,7 +10,7 @@ use ascend_llm::graph::{
     Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Rows, Target, compile,
 };
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
-use ascend_llm::weights::{self, ModelKind};
+use ascend_llm::weights::{self, DType, ModelKind, TensorView, WeightSource};
 
 const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
@@ -179,6 +179,71 @@ fn without_memory_reuse_no_two_values_share_a_byte() {
             let reason = refused(&shared, "reuse", |plan| plan.memory_reuse = false);
             assert!(reason.contains("overlap"), "{reason}");
         }
+    }
+}
+
+/// Tensors that have a shape and no bytes: enough to compile a model with.
+#[derive(Debug)]
+struct Shapes(std::collections::BTreeMap<String, Vec<usize>>);
+
+impl WeightSource for Shapes {
+    fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.0.get(name).map(|shape| TensorView { dtype: DType::F16, shape, data: &[] })
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.0.keys().cloned().collect()
+    }
+}
+
+/// LLaMA-7B at 2,048 tokens, computed without loading it.
+fn seven_billion() -> Graph {
+    let config = config_from_hub(
+        br#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+            "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+            "rope_theta": 10000.0, "tie_word_embeddings": false}"#,
+    )
+    .unwrap();
+    let mut shapes = std::collections::BTreeMap::new();
+    let mut add = |name: String, shape: &[usize]| drop(shapes.insert(name, shape.to_vec()));
+    for name in ["model.embed_tokens", "lm_head"] {
+        add(format!("{name}.weight"), &[32000, 4096]);
+    }
+    add("model.norm.weight".to_owned(), &[4096]);
+    for layer in 0..32 {
+        let prefix = format!("model.layers.{layer}");
+        for name in ["input_layernorm", "post_attention_layernorm"] {
+            add(format!("{prefix}.{name}.weight"), &[4096]);
+        }
+        for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+            add(format!("{prefix}.self_attn.{name}.weight"), &[4096, 4096]);
+        }
+        for name in ["gate_proj", "up_proj"] {
+            add(format!("{prefix}.mlp.{name}.weight"), &[11008, 4096]);
+        }
+        add(format!("{prefix}.mlp.down_proj.weight"), &[4096, 11008]);
+    }
+    decoder_graph(&config, &Shapes(shapes)).unwrap()
+}
+
+#[test]
+fn a_model_of_seven_billion_parameters_reuses_95_percent_of_its_arena() {
+    let graph = seven_billion();
+    let bucket = Bucket { tokens: 2048, logit_rows: 8, seqs: 8, kv_tokens: 2048 };
+    for level in 0..=CompileOptions::MAX_FUSION {
+        let [shared, apart, laned] = [(true, 1), (false, 1), (true, 4)].map(|(memory_reuse, parallel_ops)| {
+            let mut options = CompileOptions::default();
+            (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
+            options.parallel_ops = Some(parallel_ops);
+            compile(&graph, TARGET, Numerics::Fast, &options, bucket).unwrap()
+        });
+        let bytes = [shared.arena_bytes, shared.arena_bound_bytes, apart.arena_bytes, laned.arena_bytes];
+        println!("level {level}: arena, bound, without reuse, on four lanes: {bytes:?}");
+        assert!(20 * shared.arena_bytes <= apart.arena_bytes, "level {level}: {bytes:?}");
+        assert!(10 * shared.arena_bytes <= 13 * shared.arena_bound_bytes, "level {level}: {bytes:?}");
+        // What runs side by side is alive together.
+        assert!(laned.arena_bytes >= shared.arena_bytes && 20 * laned.arena_bytes <= apart.arena_bytes, "{bytes:?}");
     }
 }
 

@@ -109,6 +109,56 @@ proptest! {
     }
 }
 
+proptest! {
+    /// Rows whose largest logit the model has found already give what they give without it.
+    #[test]
+    fn a_known_best_changes_nothing(cases in prop::collection::vec(case(), 1..6)) {
+        let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
+        let finite = |case: &Case| case.logits.iter().all(|logit| logit.is_finite());
+        let status: Vec<u8> = cases.iter().map(|case| u8::from(!finite(case)) * 2).collect();
+        let best = |case: &Case| {
+            let largest = case.logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            case.logits.iter().position(|logit| *logit == largest && finite(case)).map_or(u32::MAX, |id| id as u32)
+        };
+        let best: Vec<u32> = cases.iter().map(best).collect();
+        let rows: Vec<SampleRow<'_>> = cases.iter().enumerate().map(|(at, case)| case.row(at)).collect();
+        let mut out = [Vec::new(), Vec::new()];
+        for (out, best) in out.iter_mut().zip([[].as_slice(), &best]) {
+            let logits = LogitRows { logits: &logits, vocab: VOCAB, status: &status, best };
+            Sampler::new(VOCAB).sample(logits, &rows, out);
+        }
+        prop_assert_eq!(&out[0], &out[1]);
+    }
+}
+
+/// What the model says of a row is taken for plain greedy requests, and only for them.
+#[test]
+fn a_known_best_is_used() {
+    let mut params = SamplingParams::greedy();
+    let logits = [0.0, 1.0, 5.0, 2.0];
+    let mut token = |best: &[u32], change: fn(&mut SamplingParams)| {
+        change(&mut params);
+        let row = SampleRow {
+            row: 0,
+            params: &params,
+            prompt: &[],
+            output: &[],
+            eos_ids: &[],
+            bad_words: &[],
+            seed: 1,
+            choice: 0,
+        };
+        let mut out = Vec::new();
+        Sampler::new(4).sample(LogitRows { logits: &logits, vocab: 4, status: &[0], best }, &[row], &mut out);
+        out.remove(0).unwrap().token
+    };
+    assert_eq!(token(&[1], |_| {}), 1);
+    assert_eq!(token(&[9], |_| {}), 2, "no id of the vocabulary");
+    assert_eq!(token(&[], |_| {}), 2);
+    assert_eq!(token(&[1], |p| p.logprobs = Some(0)), 2);
+    assert_eq!(token(&[1], |p| (p.logprobs, p.logit_bias) = (None, [(3, 9.0)].into_iter().collect())), 3);
+}
+
 fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, position: usize) -> u32 {
     let output = vec![0; position];
     let row = SampleRow { row: 0, params, prompt: &[], output: &output, eos_ids: &[], bad_words: &[], seed, choice };

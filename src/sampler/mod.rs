@@ -176,10 +176,17 @@ impl Sampler {
     }
 
     fn sample_row(&mut self, logits: LogitRows<'_>, row: &SampleRow<'_>) -> Result<Sampled, SampleError> {
-        let raw = self.finite_row(logits, row.row)?;
         let params = row.params;
-        params.check_numbers()?;
         let edited = Penalties::wanted(row);
+        let plain = params.is_greedy() && params.logprobs.is_none() && !edited;
+        // The model has looked at every logit of the row: no need to do so again.
+        if let Some(&token) = logits.best.get(row.row).filter(|&&token| plain && (token as usize) < self.vocab_size) {
+            self.check_row(logits, row.row)?;
+            params.check_numbers()?;
+            return Ok(Sampled { token, logprob: None, top: Vec::new(), rank: 0 });
+        }
+        let raw = self.finite_row(logits, row.row)?;
+        params.check_numbers()?;
         if edited {
             self.penalties.apply(row, raw, &mut self.row);
         }
@@ -224,6 +231,12 @@ impl Sampler {
 
     /// The row, if there is one and every entry can be used.
     fn finite_row<'a>(&self, logits: LogitRows<'a>, row: usize) -> Result<&'a [f32], SampleError> {
+        let raw = self.check_row(logits, row)?;
+        softmax::first_non_finite(raw).map_or(Ok(raw), |token| Err(SampleError::NonFinite { row, token: Some(token) }))
+    }
+
+    /// The row, if there is one and its status allows its use.
+    fn check_row<'a>(&self, logits: LogitRows<'a>, row: usize) -> Result<&'a [f32], SampleError> {
         let LogitRows { logits, vocab, status, .. } = logits;
         if vocab != self.vocab_size || vocab == 0 {
             return Err(SampleError::WrongWidth { got: vocab, expected: self.vocab_size });
@@ -235,7 +248,6 @@ impl Sampler {
         if status[row] != 0 {
             return Err(SampleError::NonFinite { row, token: None });
         }
-        let raw = &logits[row * vocab..][..vocab];
-        softmax::first_non_finite(raw).map_or(Ok(raw), |token| Err(SampleError::NonFinite { row, token: Some(token) }))
+        Ok(&logits[row * vocab..][..vocab])
     }
 }
