@@ -533,7 +533,7 @@ fn int8_rows_for_float_weights_are_found() {
     let plan = plan(&graph(MODELS[2].1), Numerics::Fast, 2);
     for weight in 0..plan.weights.len() {
         if plan.weights[weight].shape.len() == 2 {
-            refused(&plan, "type", |plan| plan.weights[weight].dtype = weights::DType::F16);
+            refused(&plan, "type", |plan| plan.weights[weight].dtype = DType::F16);
         }
     }
 }
