@@ -91,7 +91,7 @@ const LAYER: usize = 1;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None }
+    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None, schedules: None }
 }
 
 /// Runs all sequences side by side, chunk by chunk, and returns the outputs of each. Says in how many steps segments were

@@ -64,13 +64,19 @@ pub(super) struct SegmentTiles<'a> {
     pub to_values: usize,
 }
 
+impl SegmentTiles<'_> {
+    pub const NONE: Self = Self { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values: 0 };
+}
+
 /// Queries of one pass and the tokens each sees, counted from the segment's start.
 pub(super) struct Queries<'a> {
     pub q: [&'a [f32]; MAX_QUERIES],
     pub seen: [(usize, usize); MAX_QUERIES],
+    /// How many there are.
+    pub count: usize,
 }
 
-/// Room for one pass.
+/// Scores of one pass, and the partials of one or more.
 #[derive(Debug)]
 pub(super) struct BlockScratch {
     scores: Box<[[f32; SEGMENT_TOKENS]; MAX_QUERIES]>,
@@ -78,40 +84,53 @@ pub(super) struct BlockScratch {
     stride: usize,
 }
 
+/// Room for one pass.
+pub(super) struct PassScratch<'a> {
+    scores: &'a mut [[f32; SEGMENT_TOKENS]; MAX_QUERIES],
+    partials: &'a mut [f32],
+    stride: usize,
+}
+
 impl BlockScratch {
-    pub fn new(partial_len: usize) -> Self {
+    /// Room for the partials of `passes`.
+    pub fn new(partial_len: usize, passes: usize) -> Self {
         Self {
             scores: Box::new([[0.0; SEGMENT_TOKENS]; MAX_QUERIES]),
-            partials: vec![0.0; MAX_QUERIES * partial_len],
+            partials: vec![0.0; passes * MAX_QUERIES * partial_len],
             stride: partial_len,
         }
     }
 
+    #[inline(always)]
+    pub fn room(&mut self, pass: usize) -> PassScratch<'_> {
+        let len = MAX_QUERIES * self.stride;
+        PassScratch { scores: &mut self.scores, partials: &mut self.partials[pass * len..][..len], stride: self.stride }
+    }
+
     /// State of query `index` after a pass: values, then largest score and sum.
     #[inline(always)]
-    pub fn partial(&self, index: usize) -> &[f32] {
-        &self.partials[index * self.stride..][..self.stride]
+    pub fn partial(&self, pass: usize, index: usize) -> &[f32] {
+        &self.partials[(pass * MAX_QUERIES + index) * self.stride..][..self.stride]
     }
 }
 
-/// Runs the first `count` queries over a segment.
+/// Runs the queries over a segment.
 #[inline(always)]
 pub(super) fn segment<L: Lanes, E: Element>(
     l: L,
     shape: &AttentionShape,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
-    count: usize,
     prefetch: bool,
-    scratch: &mut BlockScratch,
+    scratch: &mut PassScratch<'_>,
 ) {
     if !L::HAS_32_REGISTERS {
-        for query in 0..count {
+        for query in 0..queries.count {
             pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
         }
         return;
     }
-    match count {
+    match queries.count {
         1 => pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
         2 => pass::<L, E, 2, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
         3 => pass::<L, E, 3, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
@@ -130,7 +149,7 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     queries: &Queries<'_>,
     query: usize,
     prefetch: bool,
-    scratch: &mut BlockScratch,
+    scratch: &mut PassScratch<'_>,
 ) {
     let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[query + i]);
     let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[query + i]);

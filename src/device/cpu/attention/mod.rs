@@ -7,6 +7,9 @@
 //! depend on its own sequence only. Hidden tokens are masked lane by lane and their values are never multiplied: what
 //! stale memory holds, NaN included, cannot show.
 //!
+//! In which order segments and blocks of queries are walked ([`AttentionSchedules`]) changes scratch and memory traffic, not
+//! one addition: every order runs the same passes and the same merges.
+//!
 //! The driver only decides who does what: [`Schedule::plan`] cuts the step, [`Attention::attend`] runs one member's share and
 //! hands finished pieces to the caller, and when a step has too few rows and heads for the team, segments go to different
 //! members and [`Attention::merge`] joins them after a barrier.
@@ -14,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod kernel;
+mod order;
 mod schedule;
 
 use std::ops::Range;
@@ -24,6 +28,7 @@ use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
 use crate::kv_cache::KvDType;
 use kernel::{BF16, Element, F16, F32, MAX_QUERIES, SegmentTiles, TOGETHER};
+pub use order::{AttentionSchedules, LoopOrder};
 pub use schedule::Schedule;
 use schedule::Unit;
 
@@ -31,6 +36,11 @@ use schedule::Unit;
 /// queries in 6 KiB and make the merge one step in 256.
 pub const SEGMENT_TOKENS: usize = 256;
 const TILES: usize = SEGMENT_TOKENS / LANES;
+
+/// Segments that `tokens` in a row touch at most, wherever they start.
+const fn segments_touched(tokens: usize) -> usize {
+    tokens.saturating_sub(1).div_ceil(SEGMENT_TOKENS) + 1
+}
 
 /// What one attention layer computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,6 +57,8 @@ pub struct AttentionShape {
     pub window: Option<u32>,
     /// `cap · tanh(score / cap)`.
     pub softcap: Option<f32>,
+    /// Loop orders by visible length; blocked at every length if there are none. Not part of what is computed.
+    pub schedules: Option<AttentionSchedules>,
 }
 
 impl AttentionShape {
@@ -74,6 +86,11 @@ impl AttentionShape {
     pub const fn max_partials(&self, members: usize, max_kv_tokens: usize) -> usize {
         // Steps of twice as many pieces as members are not split.
         2 * members * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
+    }
+
+    /// The order of a unit whose longest row sees `tokens`.
+    fn loop_order(&self, tokens: usize) -> LoopOrder {
+        self.schedules.map_or(LoopOrder::Blocked, |schedules| schedules.choose(tokens))
     }
 
     /// Tokens that a row at `position` sees.
@@ -106,7 +123,7 @@ pub struct Attention<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
-/// Room that one member needs. Made once, at the model's shape.
+/// Room that one member needs. Made once, at the model's shape; layers may differ in their window.
 #[derive(Debug)]
 pub struct AttentionScratch {
     block: kernel::BlockScratch,
@@ -120,8 +137,9 @@ impl AttentionScratch {
     /// Room for layers of this shape.
     pub fn new(shape: &AttentionShape) -> Self {
         let queries = schedule::ROWS_PER_UNIT * shape.group();
+        let segments_kept = shape.schedules.map_or(1, |schedules| schedules.segments_kept());
         Self {
-            block: kernel::BlockScratch::new(shape.partial_len()),
+            block: kernel::BlockScratch::new(shape.partial_len(), segments_kept),
             state: vec![0.0; queries * shape.partial_len()],
             out: vec![0.0; shape.piece_len()],
         }
@@ -146,7 +164,9 @@ impl Attention<'_> {
             self.layout.geometry().block_size,
             member,
             &mut |unit, segments| {
-                let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
+                let order = self.shape.loop_order(unit.longest(&self.shape));
+                let is_split = schedule.needs_merge();
+                let body = Item { attention: self, unit, segments, order, scratch, store, is_split };
                 match self.layout.geometry().dtype {
                     KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
                     KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
@@ -180,7 +200,7 @@ impl Attention<'_> {
         let layout = &self.layout;
         let block_size = layout.geometry().block_size;
         let to_values = layout.v_offset(0) - layout.k_offset(0);
-        let mut found = SegmentTiles { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values };
+        let mut found = SegmentTiles { to_values, ..SegmentTiles::NONE };
         for tile in tiles.start..TILES + TOGETHER {
             let token = segment * SEGMENT_TOKENS + tile * LANES;
             let Some(block) = unit.seq.table.get(token / block_size) else { break };
@@ -270,6 +290,7 @@ struct Item<'a, 'b, 'c> {
     attention: &'a Attention<'b>,
     unit: &'a Unit<'b>,
     segments: Range<usize>,
+    order: LoopOrder,
     scratch: &'a mut AttentionScratch,
     store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
     is_split: bool,
@@ -282,7 +303,7 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Item { attention, unit, segments, scratch, store, is_split } = self.0;
+        let Item { attention, unit, segments, order, scratch, store, is_split } = self.0;
         let shape = &attention.shape;
         let (group, padded, stride) = (shape.group(), shape.padded_head(), shape.partial_len());
         let queries = unit.rows * group;
@@ -291,39 +312,41 @@ impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
             state_clear(padded, states);
         }
         let first_head = unit.kv_head * group;
-        for segment in segments {
-            let base = segment * SEGMENT_TOKENS;
-            let seen = unit.visible(shape, segment);
-            if seen.is_empty() {
-                continue;
+        let mut tiles = SegmentTiles::NONE;
+        let mut tiles_of = None;
+        // One call of the kernel serves all orders: it is most of the code, and compiled for each path and type.
+        for (index, block) in order.walk(segments.len(), queries.div_ceil(MAX_QUERIES)) {
+            let segment = segments.start + index;
+            if tiles_of != Some(segment) {
+                let seen = unit.visible(shape, segment);
+                tiles = attention.tiles(unit, segment, seen.start / LANES..seen.end.div_ceil(LANES));
+                tiles_of = Some(segment);
             }
-            let tiles = attention.tiles(unit, segment, seen.start / LANES..seen.end.div_ceil(LANES));
-            let mut first = 0;
-            while first < queries {
-                let count = (queries - first).min(MAX_QUERIES);
-                let mut block = kernel::Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES] };
+            let first = block * MAX_QUERIES;
+            let count = (queries - first).min(MAX_QUERIES);
+            let mut pass = kernel::Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count };
+            for i in 0..count {
+                let (row, head) = ((first + i) / group, (first + i) % group);
+                pass.q[i] = attention.query(unit.first_row + row, first_head + head);
+                pass.seen[i] = unit.row_sees(shape, row, segment);
+            }
+            // The first block brings a segment in for the others.
+            let prefetch = block == 0;
+            kernel::segment::<L, E>(l, shape, &tiles, &pass, prefetch, &mut scratch.block.room(order.room(index)));
+            for index in order.due(index, segments.len()) {
+                let segment = segments.start + index;
                 for i in 0..count {
-                    let (row, head) = ((first + i) / group, (first + i) % group);
-                    block.q[i] = attention.query(unit.first_row + row, first_head + head);
-                    let visible = shape.visible(unit.first_position + row);
-                    block.seen[i] = (
-                        visible.start.max(base).min(base + SEGMENT_TOKENS) - base,
-                        visible.end.max(base).min(base + SEGMENT_TOKENS) - base,
-                    );
-                }
-                kernel::segment::<L, E>(l, shape, &tiles, &block, count, first == 0, &mut scratch.block);
-                for i in 0..count {
-                    if block.seen[i].0 >= block.seen[i].1 {
+                    let seen = unit.row_sees(shape, (first + i) / group, segment);
+                    if seen.0 >= seen.1 {
                         continue;
                     }
-                    let partial = scratch.block.partial(i);
+                    let partial = scratch.block.partial(order.room(index), i);
                     if is_split {
                         store(unit.first_partial + (segment - unit.segments.start) * queries + first + i, partial);
                     } else {
                         state_merge(l, padded, &mut states[(first + i) * stride..][..stride], partial);
                     }
                 }
-                first += count;
             }
         }
         if !is_split {

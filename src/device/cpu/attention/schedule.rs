@@ -38,6 +38,19 @@ impl Unit<'_> {
         start..end
     }
 
+    /// Those that one of its rows sees.
+    pub fn row_sees(&self, shape: &AttentionShape, row: usize, segment: usize) -> (usize, usize) {
+        let base = segment * SEGMENT_TOKENS;
+        let within = |token: usize| token.clamp(base, base + SEGMENT_TOKENS) - base;
+        let visible = shape.visible(self.first_position + row);
+        (within(visible.start), within(visible.end))
+    }
+
+    /// Tokens that its last row sees, which is the one that sees most.
+    pub fn longest(&self, shape: &AttentionShape) -> usize {
+        shape.visible(self.first_position + self.rows - 1).len()
+    }
+
     fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
         // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
         self.rows * (self.visible(shape, segment).len() + 8)
