@@ -4,6 +4,8 @@
 //! registers of AVX-512: each key is loaded once for six multiply-adds. How queries are blocked never shows in a result:
 //! every accumulator is one query's.
 
+use std::ops::Range;
+
 use super::super::exp::{exp, tanh};
 use super::super::simd::lanes::{LANES, Lanes};
 use super::{AttentionShape, SEGMENT_TOKENS, TILES};
@@ -101,16 +103,14 @@ impl BlockScratch {
         }
     }
 
-    #[inline(always)]
     pub fn room(&mut self, pass: usize) -> PassScratch<'_> {
         let len = MAX_QUERIES * self.stride;
         PassScratch { scores: &mut self.scores, partials: &mut self.partials[pass * len..][..len], stride: self.stride }
     }
 
-    /// State of query `index` after a pass: values, then largest score and sum.
-    #[inline(always)]
-    pub fn partial(&self, pass: usize, index: usize) -> &[f32] {
-        &self.partials[(pass * MAX_QUERIES + index) * self.stride..][..self.stride]
+    /// States of the queries `of` a pass: values, then largest score and sum.
+    pub fn partials(&self, pass: usize, of: Range<usize>) -> &[f32] {
+        &self.partials[pass * MAX_QUERIES * self.stride..][of.start * self.stride..of.end * self.stride]
     }
 }
 

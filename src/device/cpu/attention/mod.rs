@@ -20,6 +20,7 @@ mod kernel;
 mod order;
 mod schedule;
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Isa;
@@ -27,7 +28,7 @@ use super::exp::exp;
 use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
 use crate::kv_cache::KvDType;
-use kernel::{BF16, Element, F16, F32, MAX_QUERIES, SegmentTiles, TOGETHER};
+use kernel::{BF16, Element, F16, F32, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
 pub use order::{AttentionSchedules, LoopOrder};
 pub use schedule::Schedule;
 use schedule::Unit;
@@ -163,16 +164,7 @@ impl Attention<'_> {
             self.rows,
             self.layout.geometry().block_size,
             member,
-            &mut |unit, segments| {
-                let order = self.shape.loop_order(unit.longest(&self.shape));
-                let is_split = schedule.needs_merge();
-                let body = Item { attention: self, unit, segments, order, scratch, store, is_split };
-                match self.layout.geometry().dtype {
-                    KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
-                    KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
-                    KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
-                }
-            },
+            &mut |unit, segments| self.unit(unit, segments, schedule.needs_merge(), scratch, store),
         );
     }
 
@@ -187,7 +179,16 @@ impl Attention<'_> {
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
         schedule.for_merge(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit| {
-            dispatch(self.isa, Merge { attention: self, unit, partials, scratch, store });
+            debug_assert_eq!(unit.rows, 1, "only single rows are split");
+            let (padded_head, stride) = (self.shape.padded_head(), self.shape.partial_len());
+            let len = self.shape.group() * stride;
+            let states = &mut scratch.state[..len];
+            state_clear(padded_head, states);
+            let partials = &partials[unit.first_partial * stride..][..unit.segments.len() * len];
+            for partials in partials.chunks_exact(len) {
+                dispatch(self.isa, Merge { padded_head, states, partials });
+            }
+            self.finish(unit, unit.first_row, states, &mut scratch.out, store);
         });
     }
 
@@ -195,8 +196,10 @@ impl Attention<'_> {
         &self.q[row * self.q_stride + head * self.shape.head_dim..][..self.shape.head_dim]
     }
 
-    /// Tiles `tiles` of segment `segment` of a sequence.
-    fn tiles(&self, unit: &Unit<'_>, segment: usize, tiles: Range<usize>) -> SegmentTiles<'_> {
+    /// Tiles of a segment that some row of the unit sees.
+    fn tiles(&self, unit: &Unit<'_>, segment: usize) -> SegmentTiles<'_> {
+        let seen = unit.visible(&self.shape, segment);
+        let tiles = seen.start / LANES..seen.end.div_ceil(LANES);
         let layout = &self.layout;
         let block_size = layout.geometry().block_size;
         let to_values = layout.v_offset(0) - layout.k_offset(0);
@@ -214,11 +217,89 @@ impl Attention<'_> {
         found
     }
 
-    /// Divides a row's sums and hands it over.
-    #[inline(always)]
-    fn finish<L: Lanes>(
+    /// Runs the passes of a unit over some of its segments, and hands over its rows or, if the step is split, its partials.
+    fn unit(
         &self,
-        l: L,
+        unit: &Unit<'_>,
+        segments: Range<usize>,
+        is_split: bool,
+        scratch: &mut AttentionScratch,
+        store: &mut dyn FnMut(usize, &[f32]),
+    ) {
+        let shape = &self.shape;
+        let (group, stride) = (shape.group(), shape.partial_len());
+        let queries = unit.rows * group;
+        let order = shape.loop_order(unit.longest(shape));
+        let AttentionScratch { block: scratch, state, out } = scratch;
+        let states = &mut state[..queries * stride];
+        state_clear(shape.padded_head(), states);
+        let mut tiles = SegmentTiles::NONE;
+        let mut tiles_of = None;
+        for (index, block) in order.walk(segments.len(), queries.div_ceil(MAX_QUERIES)) {
+            if tiles_of != Some(index) {
+                tiles = self.tiles(unit, segments.start + index);
+                tiles_of = Some(index);
+            }
+            let block = block * MAX_QUERIES..queries.min((block + 1) * MAX_QUERIES);
+            self.pass(unit, segments.start + index, block.clone(), &tiles, scratch.room(order.room(index)));
+            for index in order.due(index, segments.len()) {
+                let segment = segments.start + index;
+                let seeing = unit.queries_seeing(shape, segment, block.clone());
+                let partials =
+                    scratch.partials(order.room(index), seeing.start - block.start..seeing.end - block.start);
+                if is_split {
+                    let first = unit.first_partial + (segment - unit.segments.start) * queries;
+                    for (query, partial) in seeing.zip(partials.chunks_exact(stride)) {
+                        store(first + query, partial);
+                    }
+                } else {
+                    let states = &mut states[seeing.start * stride..seeing.end * stride];
+                    dispatch(self.isa, Merge { padded_head: shape.padded_head(), states, partials });
+                }
+            }
+        }
+        if !is_split {
+            for (row, states) in states.chunks_exact_mut(group * stride).enumerate() {
+                self.finish(unit, unit.first_row + row, states, out, store);
+            }
+        }
+    }
+
+    /// Runs the queries `block` of a unit over a segment.
+    fn pass(
+        &self,
+        unit: &Unit<'_>,
+        segment: usize,
+        block: Range<usize>,
+        tiles: &SegmentTiles<'_>,
+        scratch: PassScratch<'_>,
+    ) {
+        let shape = &self.shape;
+        let mut queries = Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count: block.len() };
+        // The first block brings a segment in for the others.
+        let prefetch = block.start == 0;
+        for (i, query) in block.enumerate() {
+            let (row, head) = (query / shape.group(), query % shape.group());
+            queries.q[i] = self.query(unit.first_row + row, unit.kv_head * shape.group() + head);
+            queries.seen[i] = unit.row_sees(shape, row, segment);
+        }
+        let queries = &queries;
+        match self.layout.geometry().dtype {
+            KvDType::F32 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<F32> });
+            }
+            KvDType::F16 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<F16> });
+            }
+            KvDType::BF16 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<BF16> });
+            }
+        }
+    }
+
+    /// Divides a row's sums and hands it over.
+    fn finish(
+        &self,
         unit: &Unit<'_>,
         row: usize,
         states: &mut [f32],
@@ -226,18 +307,8 @@ impl Attention<'_> {
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
         let shape = &self.shape;
-        let first_head = unit.kv_head * shape.group();
-        for (index, state) in states.chunks_exact_mut(shape.partial_len()).enumerate() {
-            let (values, rest) = state.split_at_mut(shape.padded_head());
-            if let Some(sinks) = self.sinks {
-                let sink = [sinks[first_head + index], 1.0];
-                values_merge(l, values, rest, None, sink);
-            }
-            let inverse = 1.0 / rest[1];
-            for (y, x) in out[index * shape.head_dim..][..shape.head_dim].iter_mut().zip(&*values) {
-                *y = x * inverse;
-            }
-        }
+        let sinks = self.sinks.map(|sinks| &sinks[unit.kv_head * shape.group()..][..shape.group()]);
+        dispatch(self.isa, Finish { shape, sinks, states, out });
         store(row * shape.kv_heads + unit.kv_head, out);
     }
 }
@@ -286,104 +357,68 @@ fn state_clear(padded_head: usize, states: &mut [f32]) {
     }
 }
 
-struct Item<'a, 'b, 'c> {
-    attention: &'a Attention<'b>,
-    unit: &'a Unit<'b>,
-    segments: Range<usize>,
-    order: LoopOrder,
-    scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
-    is_split: bool,
+/// One pass: the queries of a block over a segment.
+struct Pass<'a, E> {
+    shape: &'a AttentionShape,
+    tiles: &'a SegmentTiles<'a>,
+    queries: &'a Queries<'a>,
+    prefetch: bool,
+    scratch: PassScratch<'a>,
+    element: PhantomData<E>,
 }
 
-struct Typed<'a, 'b, 'c, E>(Item<'a, 'b, 'c>, E);
+impl<E: Element> Kernel for Pass<'_, E> {
+    type Output = ();
 
-impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
+    #[inline(always)]
+    fn run<L: Lanes>(mut self, l: L) {
+        kernel::segment::<L, E>(l, self.shape, self.tiles, self.queries, self.prefetch, &mut self.scratch);
+    }
+}
+
+/// Joins the states of queries side by side after one segment into their running ones.
+struct Merge<'a> {
+    padded_head: usize,
+    states: &'a mut [f32],
+    partials: &'a [f32],
+}
+
+impl Kernel for Merge<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Item { attention, unit, segments, order, scratch, store, is_split } = self.0;
-        let shape = &attention.shape;
-        let (group, padded, stride) = (shape.group(), shape.padded_head(), shape.partial_len());
-        let queries = unit.rows * group;
-        let states = &mut scratch.state[..queries * stride];
-        if !is_split {
-            state_clear(padded, states);
-        }
-        let first_head = unit.kv_head * group;
-        let mut tiles = SegmentTiles::NONE;
-        let mut tiles_of = None;
-        // One call of the kernel serves all orders: it is most of the code, and compiled for each path and type.
-        for (index, block) in order.walk(segments.len(), queries.div_ceil(MAX_QUERIES)) {
-            let segment = segments.start + index;
-            if tiles_of != Some(segment) {
-                let seen = unit.visible(shape, segment);
-                tiles = attention.tiles(unit, segment, seen.start / LANES..seen.end.div_ceil(LANES));
-                tiles_of = Some(segment);
-            }
-            let first = block * MAX_QUERIES;
-            let count = (queries - first).min(MAX_QUERIES);
-            let mut pass = kernel::Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count };
-            for i in 0..count {
-                let (row, head) = ((first + i) / group, (first + i) % group);
-                pass.q[i] = attention.query(unit.first_row + row, first_head + head);
-                pass.seen[i] = unit.row_sees(shape, row, segment);
-            }
-            // The first block brings a segment in for the others.
-            let prefetch = block == 0;
-            kernel::segment::<L, E>(l, shape, &tiles, &pass, prefetch, &mut scratch.block.room(order.room(index)));
-            for index in order.due(index, segments.len()) {
-                let segment = segments.start + index;
-                for i in 0..count {
-                    let seen = unit.row_sees(shape, (first + i) / group, segment);
-                    if seen.0 >= seen.1 {
-                        continue;
-                    }
-                    let partial = scratch.block.partial(order.room(index), i);
-                    if is_split {
-                        store(unit.first_partial + (segment - unit.segments.start) * queries + first + i, partial);
-                    } else {
-                        state_merge(l, padded, &mut states[(first + i) * stride..][..stride], partial);
-                    }
-                }
-            }
-        }
-        if !is_split {
-            for (row, states) in states.chunks_exact_mut(group * stride).enumerate() {
-                attention.finish(l, unit, unit.first_row + row, states, &mut scratch.out, store);
-            }
+        let len = self.padded_head + LANES;
+        for (state, partial) in self.states.chunks_exact_mut(len).zip(self.partials.chunks_exact(len)) {
+            state_merge(l, self.padded_head, state, partial);
         }
     }
 }
 
-struct Merge<'a, 'b, 'c> {
-    attention: &'a Attention<'b>,
-    unit: &'a Unit<'b>,
-    partials: &'a [f32],
-    scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
+/// Divides a row's sums.
+struct Finish<'a> {
+    shape: &'a AttentionShape,
+    /// Those of the row's heads.
+    sinks: Option<&'a [f32]>,
+    states: &'a mut [f32],
+    out: &'a mut [f32],
 }
 
-impl Kernel for Merge<'_, '_, '_> {
+impl Kernel for Finish<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let shape = &self.attention.shape;
-        let unit = self.unit;
-        debug_assert_eq!(unit.rows, 1, "only single rows are split");
-        let len = shape.group() * shape.partial_len();
-        let states = &mut self.scratch.state[..len];
-        state_clear(shape.padded_head(), states);
-        let first = unit.first_partial * shape.partial_len();
-        for partials in self.partials[first..][..unit.segments.len() * len].chunks_exact(len) {
-            for (state, partial) in
-                states.chunks_exact_mut(shape.partial_len()).zip(partials.chunks_exact(shape.partial_len()))
-            {
-                state_merge(l, shape.padded_head(), state, partial);
+        let Finish { shape, sinks, states, out } = self;
+        for (index, state) in states.chunks_exact_mut(shape.partial_len()).enumerate() {
+            let (values, rest) = state.split_at_mut(shape.padded_head());
+            if let Some(sinks) = sinks {
+                values_merge(l, values, rest, None, [sinks[index], 1.0]);
+            }
+            let inverse = 1.0 / rest[1];
+            for (y, x) in out[index * shape.head_dim..][..shape.head_dim].iter_mut().zip(&*values) {
+                *y = x * inverse;
             }
         }
-        self.attention.finish(l, unit, unit.first_row, states, &mut self.scratch.out, self.store);
     }
 }

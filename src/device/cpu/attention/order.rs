@@ -82,7 +82,6 @@ pub enum LoopOrder {
 
 impl LoopOrder {
     /// Every field (segment, block) of the grid once.
-    #[inline(always)]
     pub(super) fn walk(self, segments: usize, blocks: usize) -> impl Iterator<Item = (usize, usize)> {
         let is_blocked = self == Self::Blocked;
         let (outer, inner) = if is_blocked { (segments, blocks) } else { (blocks, segments) };
@@ -90,7 +89,6 @@ impl LoopOrder {
     }
 
     /// Segments of a block that are merged when pass `segment` of `segments` is done.
-    #[inline(always)]
     pub(super) fn due(self, segment: usize, segments: usize) -> Range<usize> {
         match self {
             Self::Full | Self::Blocked => segment..segment + 1,
@@ -100,7 +98,6 @@ impl LoopOrder {
     }
 
     /// Where a segment's partials are kept until they are merged.
-    #[inline(always)]
     pub(super) fn room(self, segment: usize) -> usize {
         if self == Self::Partial { segment } else { 0 }
     }
