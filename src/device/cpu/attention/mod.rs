@@ -27,7 +27,7 @@ use super::Isa;
 use super::exp::exp;
 use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
-use crate::kv_cache::KvDType;
+use crate::kv_cache::{BlockId, KvDType};
 use kernel::{BF16, Element, F16, F32, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
 pub use order::{AttentionSchedules, LoopOrder};
 pub use schedule::Schedule;
@@ -201,17 +201,24 @@ impl Attention<'_> {
         let seen = unit.visible(&self.shape, segment);
         let tiles = seen.start / LANES..seen.end.div_ceil(LANES);
         let layout = &self.layout;
-        let block_size = layout.geometry().block_size;
+        let (block_bytes, tile_bytes) = (layout.bytes_per_block(), layout.tile_bytes());
+        let tiles_per_block = layout.geometry().block_size / LANES;
         let to_values = layout.v_offset(0) - layout.k_offset(0);
+        let in_block = layout.layer_range(BlockId(0), self.layer).start + layout.k_offset(unit.kv_head);
         let mut found = SegmentTiles { to_values, ..SegmentTiles::NONE };
+        // Counted on and not divided anew: full and partial orders come here for every block of queries.
+        let first = segment * TILES + tiles.start;
+        let (mut block, mut skipped) = (first / tiles_per_block, first % tiles_per_block);
         for tile in tiles.start..TILES + TOGETHER {
-            let token = segment * SEGMENT_TOKENS + tile * LANES;
-            let Some(block) = unit.seq.table.get(token / block_size) else { break };
-            let layer = &self.pool[layout.layer_range(*block, self.layer)];
-            let skipped = token % block_size / LANES * layout.tile_bytes();
-            found.k[tile] = &layer[layout.k_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
-            if tiles.contains(&tile) {
-                found.v[tile] = &layer[layout.v_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
+            let Some(id) = unit.seq.table.get(block) else { break };
+            let start = id.0 as usize * block_bytes + in_block + skipped * tile_bytes;
+            found.k[tile] = &self.pool[start..][..tile_bytes];
+            if tile < tiles.end {
+                found.v[tile] = &self.pool[start + to_values..][..tile_bytes];
+            }
+            skipped += 1;
+            if skipped == tiles_per_block {
+                (block, skipped) = (block + 1, 0);
             }
         }
         found
