@@ -584,7 +584,7 @@ fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionShape) {
 #[test]
 fn loop_orders_of_one_step_may_differ() {
     // Sequences that each have their own order, in chunks whose rows cross the boundaries.
-    for window in [None, Some(530)] {
+    for window in [None, Some(20), Some(530)] {
         let shape = AttentionShape { window, ..shape(6, 2, 16) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 60 + *t as u64)).collect();
         let want = run(&Setup::plain(shape, KvDType::F16), &s);
@@ -600,6 +600,18 @@ fn loop_orders_of_one_step_may_differ() {
             }
         }
     }
+}
+
+#[test]
+fn scratch_holds_the_longest_unit_of_the_partial_order() {
+    // 16 rows that see 243 tokens each see 258 together, here from the last of a segment to the first of the next but one.
+    let shape = AttentionShape { window: Some(243), ..shape(1, 1, 16) };
+    let s = [Sequence::new(&shape, 513, 4)];
+    let [want, got] = [None, Some(AttentionSchedules { full_max: 0, partial_max: 243 })].map(|schedules| {
+        let setup = Setup { chunks: Chunks::Last(16), ..Setup::plain(shape, KvDType::F32) };
+        run(&Setup { shape: AttentionShape { schedules, ..shape }, ..setup }, &s)[0].split_off(497 * 16)
+    });
+    assert_same("the longest unit, seed 4", &got, &want);
 }
 
 #[test]

@@ -57,9 +57,9 @@ element!(BF16, 2, load_bf16_bytes);
 /// Tiles scored together.
 pub(super) const TOGETHER: usize = 4;
 
-/// Keys and values of a segment under one KV head; tiles that no query sees are empty.
+/// Keys and values of a segment under one KV head. Tiles that no query sees may be anything.
 pub(super) struct SegmentTiles<'a> {
-    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched.
+    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched and empty if there are none.
     pub k: [&'a [u8]; TILES + TOGETHER],
     pub v: [&'a [u8]; TILES],
     /// Bytes from a tile's keys to its values.
@@ -73,9 +73,16 @@ impl SegmentTiles<'_> {
 /// Queries of one pass and the tokens each sees, counted from the segment's start.
 pub(super) struct Queries<'a> {
     pub q: [&'a [f32]; MAX_QUERIES],
+    /// The row of its unit that each belongs to.
+    pub rows: [usize; MAX_QUERIES],
     pub seen: [(usize, usize); MAX_QUERIES],
     /// How many there are.
     pub count: usize,
+}
+
+impl Queries<'_> {
+    pub const NONE: Self =
+        Self { q: [&[]; MAX_QUERIES], rows: [0; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count: 0 };
 }
 
 /// Scores of one pass, and the partials of one or more.

@@ -147,7 +147,7 @@ impl AttentionScratch {
     }
 }
 
-impl Attention<'_> {
+impl<'a> Attention<'a> {
     /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
     /// `row · kv_heads + kv_head` of [`AttentionShape::piece_len`] floats, so that pieces in order are the output matrix
     /// `rows × heads × head_dim`), or partials of [`AttentionShape::partial_len`] floats if [`Schedule::needs_merge`].
@@ -164,7 +164,7 @@ impl Attention<'_> {
             self.rows,
             self.layout.geometry().block_size,
             member,
-            &mut |unit, segments| self.unit(unit, segments, schedule.needs_merge(), scratch, store),
+            &mut |unit, segments| self.run_unit(unit, segments, schedule.needs_merge(), scratch, store),
         );
     }
 
@@ -192,40 +192,41 @@ impl Attention<'_> {
         });
     }
 
-    fn query(&self, row: usize, head: usize) -> &[f32] {
+    fn query(&self, row: usize, head: usize) -> &'a [f32] {
         &self.q[row * self.q_stride + head * self.shape.head_dim..][..self.shape.head_dim]
     }
 
-    /// Tiles of a segment that some row of the unit sees.
-    fn tiles(&self, unit: &Unit<'_>, segment: usize) -> SegmentTiles<'_> {
+    /// Finds the tiles of a segment that some row of the unit sees.
+    fn find_tiles(&self, unit: &Unit<'_>, segment: usize, found: &mut SegmentTiles<'a>) {
         let seen = unit.visible(&self.shape, segment);
         let tiles = seen.start / LANES..seen.end.div_ceil(LANES);
         let layout = &self.layout;
         let (block_bytes, tile_bytes) = (layout.bytes_per_block(), layout.tile_bytes());
         let tiles_per_block = layout.geometry().block_size / LANES;
-        let to_values = layout.v_offset(0) - layout.k_offset(0);
+        found.to_values = layout.v_offset(0) - layout.k_offset(0);
         let in_block = layout.layer_range(BlockId(0), self.layer).start + layout.k_offset(unit.kv_head);
-        let mut found = SegmentTiles { to_values, ..SegmentTiles::NONE };
         // Counted on and not divided anew: full and partial orders come here for every block of queries.
         let first = segment * TILES + tiles.start;
         let (mut block, mut skipped) = (first / tiles_per_block, first % tiles_per_block);
         for tile in tiles.start..TILES + TOGETHER {
-            let Some(id) = unit.seq.table.get(block) else { break };
+            let Some(id) = unit.seq.table.get(block) else {
+                found.k[tile..].fill(&[]);
+                break;
+            };
             let start = id.0 as usize * block_bytes + in_block + skipped * tile_bytes;
             found.k[tile] = &self.pool[start..][..tile_bytes];
             if tile < tiles.end {
-                found.v[tile] = &self.pool[start + to_values..][..tile_bytes];
+                found.v[tile] = &self.pool[start + found.to_values..][..tile_bytes];
             }
             skipped += 1;
             if skipped == tiles_per_block {
                 (block, skipped) = (block + 1, 0);
             }
         }
-        found
     }
 
     /// Runs the passes of a unit over some of its segments, and hands over its rows or, if the step is split, its partials.
-    fn unit(
+    fn run_unit(
         &self,
         unit: &Unit<'_>,
         segments: Range<usize>,
@@ -236,19 +237,28 @@ impl Attention<'_> {
         let shape = &self.shape;
         let (group, stride) = (shape.group(), shape.partial_len());
         let queries = unit.rows * group;
+        // Rows of a unit may stand on both sides of a boundary: the longest decides for all, since no bit depends on it.
         let order = shape.loop_order(unit.longest(shape));
         let AttentionScratch { block: scratch, state, out } = scratch;
         let states = &mut state[..queries * stride];
         state_clear(shape.padded_head(), states);
-        let mut tiles = SegmentTiles::NONE;
-        let mut tiles_of = None;
+        let (mut tiles, mut tiles_of) = (SegmentTiles::NONE, None);
+        let (mut pass, mut queries_of) = (Queries::NONE, None);
         for (index, block) in order.walk(segments.len(), queries.div_ceil(MAX_QUERIES)) {
             if tiles_of != Some(index) {
-                tiles = self.tiles(unit, segments.start + index);
+                self.find_tiles(unit, segments.start + index, &mut tiles);
                 tiles_of = Some(index);
             }
-            let block = block * MAX_QUERIES..queries.min((block + 1) * MAX_QUERIES);
-            self.pass(unit, segments.start + index, block.clone(), &tiles, scratch.room(order.room(index)));
+            if queries_of != Some(block) {
+                self.find_queries(unit, block * MAX_QUERIES, &mut pass);
+                queries_of = Some(block);
+            }
+            for (seen, row) in pass.seen.iter_mut().zip(pass.rows).take(pass.count) {
+                *seen = unit.row_sees(shape, row, segments.start + index);
+            }
+            // The first block brings a segment in for the others.
+            self.pass(&tiles, &pass, block == 0, scratch.room(order.room(index)));
+            let block = block * MAX_QUERIES..block * MAX_QUERIES + pass.count;
             for index in order.due(index, segments.len()) {
                 let segment = segments.start + index;
                 let seeing = unit.queries_seeing(shape, segment, block.clone());
@@ -272,25 +282,24 @@ impl Attention<'_> {
         }
     }
 
-    /// Runs the queries `block` of a unit over a segment.
-    fn pass(
-        &self,
-        unit: &Unit<'_>,
-        segment: usize,
-        block: Range<usize>,
-        tiles: &SegmentTiles<'_>,
-        scratch: PassScratch<'_>,
-    ) {
-        let shape = &self.shape;
-        let mut queries = Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count: block.len() };
-        // The first block brings a segment in for the others.
-        let prefetch = block.start == 0;
-        for (i, query) in block.enumerate() {
-            let (row, head) = (query / shape.group(), query % shape.group());
-            queries.q[i] = self.query(unit.first_row + row, unit.kv_head * shape.group() + head);
-            queries.seen[i] = unit.row_sees(shape, row, segment);
+    /// Finds the queries of a block.
+    fn find_queries(&self, unit: &Unit<'_>, first: usize, found: &mut Queries<'a>) {
+        let group = self.shape.group();
+        found.count = (unit.rows * group - first).min(MAX_QUERIES);
+        let (mut row, mut head) = (first / group, first % group);
+        for (q, its_row) in found.q.iter_mut().zip(&mut found.rows).take(found.count) {
+            *q = self.query(unit.first_row + row, unit.kv_head * group + head);
+            *its_row = row;
+            head += 1;
+            if head == group {
+                (row, head) = (row + 1, 0);
+            }
         }
-        let queries = &queries;
+    }
+
+    /// Runs queries over a segment.
+    fn pass(&self, tiles: &SegmentTiles<'_>, queries: &Queries<'_>, prefetch: bool, scratch: PassScratch<'_>) {
+        let shape = &self.shape;
         match self.layout.geometry().dtype {
             KvDType::F32 => {
                 dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<F32> });
