@@ -135,12 +135,11 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
         for (i, s) in sequences.iter().enumerate() {
             let left = s.tokens - done[i];
             let take = match setup.chunks {
-                Chunks::Whole => left,
                 Chunks::Ones => left.min(1),
                 Chunks::Random(_) => left.min(1 + chunk_rng.below(70)),
                 Chunks::AllButOne => (left - usize::from(left > 1)).max(left.min(1)),
                 Chunks::Last(rows) if left > rows => left - rows,
-                Chunks::Last(_) => left,
+                Chunks::Whole | Chunks::Last(_) => left,
             };
             if take == 0 {
                 continue;
@@ -590,10 +589,10 @@ fn loop_orders_of_one_step_may_differ() {
         let want = run(&Setup::plain(shape, KvDType::F16), &s);
         for (order, schedules) in SCHEDULES {
             let shape = AttentionShape { schedules, ..shape };
-            for (members, threads, chunks) in
-                [(1, false, Chunks::Whole), (2, true, Chunks::Whole), (1, false, Chunks::Random(8))]
+            for (members, chunks, threads) in
+                [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
             {
-                let setup = Setup { members, threads, chunks, ..Setup::plain(shape, KvDType::F16) };
+                let setup = Setup { members, chunks, threads, ..Setup::plain(shape, KvDType::F16) };
                 for (got, want) in run(&setup, &s).iter().zip(&want) {
                     assert_same(&format!("{order}, window {window:?}, {members} members"), got, want);
                 }

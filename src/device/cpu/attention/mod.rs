@@ -138,7 +138,7 @@ impl AttentionScratch {
     /// Room for layers of this shape.
     pub fn new(shape: &AttentionShape) -> Self {
         let queries = schedule::ROWS_PER_UNIT * shape.group();
-        let segments_kept = shape.schedules.map_or(1, |schedules| schedules.segments_kept());
+        let segments_kept = shape.schedules.map_or(1, AttentionSchedules::segments_kept);
         Self {
             block: kernel::BlockScratch::new(shape.partial_len(), segments_kept),
             state: vec![0.0; queries * shape.partial_len()],

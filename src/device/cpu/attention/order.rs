@@ -34,12 +34,12 @@ impl AttentionSchedules {
     pub const LARGEST_PARTIAL_MAX: u32 = 65_536;
 
     /// Whether `full_max ≤ partial_max ≤ LARGEST_PARTIAL_MAX`.
-    pub const fn is_valid(&self) -> bool {
+    pub const fn is_valid(self) -> bool {
         self.full_max <= self.partial_max && self.partial_max <= Self::LARGEST_PARTIAL_MAX
     }
 
     /// The order for a row that sees `visible_tokens`.
-    pub const fn choose(&self, visible_tokens: usize) -> LoopOrder {
+    pub const fn choose(self, visible_tokens: usize) -> LoopOrder {
         if visible_tokens <= self.full_max as usize {
             LoopOrder::Full
         } else if visible_tokens <= self.partial_end() {
@@ -50,16 +50,16 @@ impl AttentionSchedules {
     }
 
     /// Segments whose partials a member keeps at the same time.
-    pub(super) const fn segments_kept(&self) -> usize {
+    pub(super) const fn segments_kept(self) -> usize {
         if self.partial_end() <= self.full_max as usize {
             return 1;
         }
-        // The longest row of a unit is within the limit, and its other rows start that much earlier.
+        // The last row of a unit is within the limit. With a window, each row before it starts one token earlier.
         segments_touched(self.partial_end() + ROWS_PER_UNIT - 1)
     }
 
     /// Most tokens of the partial order. Values that are not valid only ever choose another order, with the same bits.
-    const fn partial_end(&self) -> usize {
+    const fn partial_end(self) -> usize {
         if self.partial_max < Self::LARGEST_PARTIAL_MAX {
             self.partial_max as usize
         } else {
