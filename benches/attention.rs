@@ -3,27 +3,43 @@
 //! `elem/s` are operations of `q·k` and `p·v` over visible tokens, `B/s` bytes of keys and values that a step has to read
 //! once. Each iteration takes the next of 30 layers, so that a long context comes from where it would come in a model.
 //! The schedule is made anew each time, as the device does.
+//!
+//! The group `attention_order` runs the same steps in each loop order, whatever the length: where full and partial stop
+//! paying is where `full_max` and `partial_max` belong. Its decode steps have four sequences, because one alone is split
+//! into segments, and then there is no order to choose.
 
 use std::cell::LazyCell;
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::attention::{Attention, AttentionScratch, AttentionShape, Schedule};
+use ascend_llm::device::cpu::attention::{Attention, AttentionSchedules, AttentionScratch, AttentionShape, Schedule};
 use ascend_llm::device::cpu::kv::{KvLayout, Rows};
 use ascend_llm::device::cpu::pool::Team;
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::f16;
 
 mod support;
 use support::Noise;
 
 const SHAPE: AttentionShape =
-    AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None };
+    AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None, schedules: None };
 const GEOMETRY: KvGeometry =
     KvGeometry { layers: 30, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim, block_size: 16, dtype: KvDType::F16 };
 const Q_WIDTH: usize = SHAPE.heads * SHAPE.head_dim;
+
+/// Visible tokens of the steps that are run in each loop order.
+const ORDER_LENGTHS: [usize; 3] = [512, 2048, 8192];
+
+/// Each loop order at any length.
+const ORDERS: [(&str, Option<AttentionSchedules>); 3] = [
+    ("full", Some(AttentionSchedules { full_max: LONGEST, partial_max: LONGEST })),
+    ("partial", Some(AttentionSchedules { full_max: 0, partial_max: LONGEST })),
+    ("blocked", None),
+];
+const LONGEST: u32 = AttentionSchedules::LARGEST_PARTIAL_MAX;
 
 /// Sequences of one length, of each of which the last rows are computed.
 #[derive(Clone, Copy)]
@@ -75,10 +91,10 @@ impl Inputs {
         }
     }
 
-    fn attention(&self, isa: Isa, layer: usize) -> Attention<'_> {
+    fn attention(&self, isa: Isa, schedules: Option<AttentionSchedules>, layer: usize) -> Attention<'_> {
         Attention {
             isa,
-            shape: SHAPE,
+            shape: AttentionShape { schedules, ..SHAPE },
             layout: KvLayout::new(GEOMETRY),
             layer,
             pool: self.pool.as_slice(),
@@ -100,11 +116,11 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Self {
+    fn new(schedules: Option<AttentionSchedules>) -> Self {
         let team = Team::new(None).expect("a team");
         let members = team.count();
         Self {
-            rooms: (0..members).map(|_| AttentionScratch::new(&SHAPE)).collect(),
+            rooms: (0..members).map(|_| AttentionScratch::new(&AttentionShape { schedules, ..SHAPE })).collect(),
             schedule: Schedule::new(members),
             team,
             partials: Vec::new(),
@@ -115,7 +131,7 @@ impl Bench {
     /// One layer's attention, as the device drives it.
     fn run(&mut self, attention: &Attention<'_>) {
         let Self { team, rooms, schedule, partials, out } = self;
-        schedule.plan(&SHAPE, attention.rows, GEOMETRY.block_size);
+        schedule.plan(&attention.shape, attention.rows, GEOMETRY.block_size);
         out.resize(attention.rows.total() * Q_WIDTH, 0.0);
         if !schedule.needs_merge() {
             let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.bounds());
@@ -155,25 +171,47 @@ fn attend(
     });
 }
 
-fn attention(c: &mut Criterion) {
+fn measure(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    name: &str,
+    case: Case,
+    schedules: Option<AttentionSchedules>,
+    inputs: &LazyCell<Inputs, impl FnOnce() -> Inputs>,
+) {
     let isa = Isa::detect();
-    let mut bench = Bench::new();
-    let mut group = c.benchmark_group(format!("attention/{}", isa.name()));
+    let mut bench = Bench::new(schedules);
+    let mut layer = 0;
+    group.throughput(case.throughput());
+    group.bench_function(BenchmarkId::new(format!("{name}/{}seq", case.seqs), case.kv_len), |b| {
+        let inputs: &Inputs = inputs;
+        b.iter(|| {
+            bench.run(&inputs.attention(isa, schedules, layer));
+            layer = (layer + 1) % GEOMETRY.layers;
+            black_box(&mut bench.out);
+        });
+    });
+}
+
+fn attention(c: &mut Criterion) {
+    let mut group = c.benchmark_group(format!("attention/{}", Isa::detect().name()));
     let decode = [(1, 128), (1, 1024), (1, 4096), (32, 256)];
     let decode = decode.map(|(seqs, kv_len)| ("decode", Case { seqs, rows: 1, kv_len }));
     for (name, case) in decode.into_iter().chain([("prefill", Case { seqs: 1, rows: 512, kv_len: 512 })]) {
         // Made only if the command line selects it.
         let inputs = LazyCell::new(|| Inputs::new(case));
-        let mut layer = 0;
-        group.throughput(case.throughput());
-        group.bench_function(BenchmarkId::new(format!("{name}/{}seq", case.seqs), case.kv_len), |b| {
-            let inputs = &*inputs;
-            b.iter(|| {
-                bench.run(&inputs.attention(isa, layer));
-                layer = (layer + 1) % GEOMETRY.layers;
-                black_box(&mut bench.out);
-            });
-        });
+        measure(&mut group, name, case, None, &inputs);
+    }
+    group.finish();
+
+    let mut group = c.benchmark_group(format!("attention_order/{}", Isa::detect().name()));
+    for kv_len in ORDER_LENGTHS {
+        for (step, seqs, rows) in [("prefill", 1, 128), ("decode", 4, 1)] {
+            let case = Case { seqs, rows, kv_len };
+            let inputs = LazyCell::new(|| Inputs::new(case));
+            for (order, schedules) in ORDERS {
+                measure(&mut group, &format!("{step}/{order}"), case, schedules, &inputs);
+            }
+        }
     }
     group.finish();
 }

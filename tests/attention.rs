@@ -3,7 +3,9 @@
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::attention::{Attention, AttentionScratch, AttentionShape, Schedule};
+use ascend_llm::device::cpu::attention::{
+    Attention, AttentionSchedules, AttentionScratch, AttentionShape, LoopOrder, Schedule,
+};
 use ascend_llm::device::cpu::kv::{KvLayout, KvRows, Rows, kv_write, kv_writes};
 use ascend_llm::device::cpu::reference::{self, AttentionParams};
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -55,6 +57,8 @@ enum Chunks {
     Random(u64),
     /// The whole but the last token, then the last.
     AllButOne,
+    /// That many at the end in one chunk. What stands before is only stored, its outputs are NaN.
+    Last(usize),
 }
 
 #[derive(Clone, Copy)]
@@ -91,7 +95,7 @@ const LAYER: usize = 1;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None }
+    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None, schedules: None }
 }
 
 /// Runs all sequences side by side, chunk by chunk, and returns the outputs of each. Says in how many steps segments were
@@ -131,10 +135,11 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
         for (i, s) in sequences.iter().enumerate() {
             let left = s.tokens - done[i];
             let take = match setup.chunks {
-                Chunks::Whole => left,
                 Chunks::Ones => left.min(1),
                 Chunks::Random(_) => left.min(1 + chunk_rng.below(70)),
                 Chunks::AllButOne => (left - usize::from(left > 1)).max(left.min(1)),
+                Chunks::Last(rows) if left > rows => left - rows,
+                Chunks::Whole | Chunks::Last(_) => left,
             };
             if take == 0 {
                 continue;
@@ -156,6 +161,9 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
                 let bytes = &mut pool[layout.layer_range(write.block, LAYER)];
                 kv_write(setup.isa, &layout, write, 0..shape.kv_heads, kv, bytes);
             }
+        }
+        if matches!(setup.chunks, Chunks::Last(_)) && done.iter().zip(sequences).any(|(d, s)| *d < s.tokens) {
+            continue;
         }
         let attention = Attention {
             isa: setup.isa,
@@ -255,8 +263,8 @@ fn assert_same(name: &str, a: &[f32], b: &[f32]) {
 
 const LENGTHS: [usize; 8] = [1, 15, 16, 17, 255, 256, 257, 1000];
 
-/// Softmax attention in f64 over keys and values as they are stored.
-fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, sinks: Option<&[f32]>) -> Vec<f64> {
+/// Softmax attention in f64 over keys and values as they are stored, for the rows from `first_row` on.
+fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, first_row: usize, sinks: Option<&[f32]>) -> Vec<f64> {
     let stored = |x: f32| -> f64 {
         f64::from(match dtype {
             KvDType::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
@@ -267,7 +275,7 @@ fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, sinks: Option<&[
     let (dim, group) = (shape.head_dim, shape.heads / shape.kv_heads);
     let kv_width = shape.kv_heads * dim;
     let mut out = vec![];
-    for row in 0..s.tokens {
+    for row in first_row..s.tokens {
         let start = shape.window.map_or(0, |w| (row + 1).saturating_sub(w as usize));
         for head in 0..shape.heads {
             let q = &s.q[(row * shape.heads + head) * dim..][..dim];
@@ -338,7 +346,7 @@ fn error_against_f64_is_small() {
                 let shape = AttentionShape { window, softcap, ..shape(heads, kv_heads, dim) };
                 let s = Sequence::new(&shape, 600, 11);
                 let got = run(&Setup::plain(shape, dtype), std::slice::from_ref(&s));
-                let want = oracle(&shape, dtype, &s, None);
+                let want = oracle(&shape, dtype, &s, 0, None);
                 assert_close(&format!("{shape:?} {dtype:?}"), &got[0], &want, bound);
             }
         }
@@ -350,7 +358,7 @@ fn sinks_take_part_in_the_sum() {
     let shape = shape(4, 2, 32);
     let s = Sequence::new(&shape, 300, 5);
     let sinks = [0.5, -2.0, 3.0, 40.0];
-    let want = oracle(&shape, KvDType::F32, &s, Some(&sinks));
+    let want = oracle(&shape, KvDType::F32, &s, 0, Some(&sinks));
     for members in [1, 3] {
         let setup = Setup { members, chunks: Chunks::AllButOne, ..Setup::plain(shape, KvDType::F32) };
         let got = run_counting(&setup, std::slice::from_ref(&s), Some(&sinks)).0;
@@ -488,6 +496,121 @@ fn the_plain_twin_has_the_same_bits() {
             assert_same(&format!("{dtype:?}, {dim}"), &fast[0], &plain[0]);
         }
     }
+}
+
+/// Loop orders by length: each alone, and changes of order at the defaults and within the first segment.
+const SCHEDULES: [(&str, Option<AttentionSchedules>); 5] = {
+    let most = AttentionSchedules::LARGEST_PARTIAL_MAX;
+    [
+        ("blocked", None),
+        ("full", Some(AttentionSchedules { full_max: most, partial_max: most })),
+        ("partial", Some(AttentionSchedules { full_max: 0, partial_max: most })),
+        ("default", Some(AttentionSchedules::DEFAULT)),
+        ("16 and 32", Some(AttentionSchedules { full_max: 16, partial_max: 32 })),
+    ]
+};
+
+/// Both sides of the boundaries, and well above.
+const ORDER_LENGTHS: [usize; 8] = [1, 511, 512, 513, 2047, 2048, 2049, 8192];
+
+#[test]
+fn the_loop_order_goes_by_visible_length() {
+    let choose = |full_max, partial_max, tokens| AttentionSchedules { full_max, partial_max }.choose(tokens);
+    for (full_max, partial_max, tokens, want) in [
+        (512, 2048, 1, LoopOrder::Full),
+        (512, 2048, 512, LoopOrder::Full),
+        (512, 2048, 513, LoopOrder::Partial),
+        (512, 2048, 2048, LoopOrder::Partial),
+        (512, 2048, 2049, LoopOrder::Blocked),
+        (512, 2048, usize::MAX, LoopOrder::Blocked),
+        (0, 0, 1, LoopOrder::Blocked),
+        (16, 16, 16, LoopOrder::Full),
+        (16, 16, 17, LoopOrder::Blocked),
+        // Beyond what is valid: scratch stays bounded.
+        (0, u32::MAX, 65_536, LoopOrder::Partial),
+        (0, u32::MAX, 65_537, LoopOrder::Blocked),
+    ] {
+        assert_eq!(choose(full_max, partial_max, tokens), want, "{tokens} tokens at {full_max} and {partial_max}");
+    }
+    assert_eq!(AttentionSchedules::default(), AttentionSchedules { full_max: 512, partial_max: 2048 });
+    for (full_max, partial_max, want) in
+        [(512, 2048, true), (0, 0, true), (7, 7, true), (8, 7, false), (1, 65_536, true), (1, 65_537, false)]
+    {
+        assert_eq!(AttentionSchedules { full_max, partial_max }.is_valid(), want, "{full_max} and {partial_max}");
+    }
+}
+
+#[test]
+fn loop_orders_do_not_show() {
+    for dtype in [KvDType::F32, KvDType::F16] {
+        for tokens in ORDER_LENGTHS {
+            // Blocks of six queries that hold several rows, parts of two rows, and part of a row.
+            for (heads, kv_heads) in [(1, 1), (4, 1), (7, 1)] {
+                for window in [None, Some(300)] {
+                    loop_orders_agree(dtype, tokens, &AttentionShape { window, ..shape(heads, kv_heads, 16) });
+                }
+            }
+        }
+    }
+}
+
+/// The last rows of a sequence are near the oracle, and have the same bits in every order.
+fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionShape) {
+    const ROWS: usize = 37;
+    let seed = 1000 + tokens as u64;
+    let s = [Sequence::new(shape, tokens, seed)];
+    let last_rows = |setup: &Setup, rows: usize| {
+        let first = tokens.saturating_sub(rows) * shape.heads * shape.head_dim;
+        run(&Setup { chunks: Chunks::Last(rows), ..*setup }, &s)[0].split_off(first)
+    };
+    let name = format!("seed {seed}, {tokens} tokens, {dtype:?}, {shape:?}");
+    let want = last_rows(&Setup::plain(*shape, dtype), ROWS);
+    // Two units in the last place of values below 2 for each root of a token.
+    let bound = 2.0 * f64::from(f32::EPSILON) * (tokens as f64).sqrt();
+    assert_close(&name, &want, &oracle(shape, dtype, &s[0], tokens.saturating_sub(ROWS), None), bound.min(4e-6));
+    for (order, schedules) in SCHEDULES {
+        for &isa in Isa::available() {
+            for (rows, members) in [(1, 1), (1, 2), (19, 1), (ROWS, 2)] {
+                let shape = AttentionShape { schedules, ..*shape };
+                let got = last_rows(&Setup { isa, members, ..Setup::plain(shape, dtype) }, rows);
+                let want = &want[want.len() - got.len()..];
+                assert_same(&format!("{order}, {isa:?}, last {rows}, {members} members, {name}"), &got, want);
+            }
+        }
+    }
+}
+
+#[test]
+fn loop_orders_of_one_step_may_differ() {
+    // Sequences that each have their own order, in chunks whose rows cross the boundaries.
+    for window in [None, Some(20), Some(530)] {
+        let shape = AttentionShape { window, ..shape(6, 2, 16) };
+        let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 60 + *t as u64)).collect();
+        let want = run(&Setup::plain(shape, KvDType::F16), &s);
+        for (order, schedules) in SCHEDULES {
+            let shape = AttentionShape { schedules, ..shape };
+            for (members, chunks, threads) in
+                [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
+            {
+                let setup = Setup { members, chunks, threads, ..Setup::plain(shape, KvDType::F16) };
+                for (got, want) in run(&setup, &s).iter().zip(&want) {
+                    assert_same(&format!("{order}, window {window:?}, {members} members"), got, want);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn scratch_holds_the_longest_unit_of_the_partial_order() {
+    // 16 rows that see 243 tokens each see 258 together, here from the last of a segment to the first of the next but one.
+    let shape = AttentionShape { window: Some(243), ..shape(1, 1, 16) };
+    let s = [Sequence::new(&shape, 513, 4)];
+    let [want, got] = [None, Some(AttentionSchedules { full_max: 0, partial_max: 243 })].map(|schedules| {
+        let setup = Setup { chunks: Chunks::Last(16), ..Setup::plain(shape, KvDType::F32) };
+        run(&Setup { shape: AttentionShape { schedules, ..shape }, ..setup }, &s)[0].split_off(497 * 16)
+    });
+    assert_same("the longest unit, seed 4", &got, &want);
 }
 
 #[test]

@@ -485,8 +485,8 @@ fn a_model_with_a_bad_row_fails_only_the_requests_that_meet_it() {
     let bad: Vec<_> = (0..3).map(|id| answer(&engine, vec![id + 3, token as u32, 9])).collect();
     for handle in bad {
         let error = handle.collect_output().unwrap_err();
-        assert!(matches!(error, RequestError::NonFinite { choice: 0, position: 2 }), "{error:?}");
-        assert!(chain(&error).contains("logits at position 2 are not finite"), "{error}");
+        assert!(matches!(error, RequestError::NonFinite { choice: 0, position: 1 }), "{error:?}");
+        assert!(chain(&error).contains("values at position 1 are not finite"), "{error}");
     }
     for (id, handle) in (0..).zip(good) {
         let expected = answer(&sound, vec![id + 3; 5]).collect_output().unwrap();

@@ -128,12 +128,13 @@ pub enum SubmitError {
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// The model gave infinite or NaN logits for this request: a value overflowed in the model's arithmetic.
-    #[error("logits at position {position} are not finite: the model overflowed in this numeric mode")]
+    /// A row of this request has infinite or NaN values, in the last layer's sums or in its logits: the model's arithmetic
+    /// overflowed, with f32 activations as well where these were to be tried.
+    #[error("values at position {position} are not finite: the model overflowed in this numeric mode")]
     NonFinite {
         /// The choice.
         choice: u32,
-        /// Position in the sequence of the token whose logits are bad.
+        /// Position in the sequence of the first token whose row is bad.
         position: u32,
     },
     /// A value was too large for the type it is stored in, and the policy is to end the request.

@@ -22,6 +22,7 @@ mod order;
 pub mod passes;
 mod place;
 mod plan;
+mod schedules;
 mod signature;
 
 pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
@@ -29,9 +30,10 @@ pub use builder::GraphBuilder;
 pub use cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
 pub use cost_rates::CostRates;
 pub use custom::{CustomCall, CustomOp, CustomOpError, CustomSite, RegisteredOp};
-pub use op::{ActivationKind, ActivationType, AttentionSchedules, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
+pub use op::{ActivationKind, ActivationType, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
 pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, OverflowPolicy, Precision};
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
+pub use schedules::{AttentionSchedules, LoopOrder};
 
 use crate::weights::DType;
 

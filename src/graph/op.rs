@@ -1,8 +1,7 @@
 //! The closed set of operations. One reference body an operation defines it (see `device::cpu::reference`); one lowering
 //! a device runs it. Fused operations and collectives are made by passes only.
 
-use super::{Elem, WeightId};
-use serde::{Deserialize, Serialize};
+use super::{AttentionSchedules, Elem, WeightId};
 use std::fmt;
 
 /// What a row is rounded to where it enters a product. Sums are in f32 always.
@@ -37,22 +36,6 @@ impl ActivationType {
             Self::F16 => "f16",
             Self::Int8 => "q8",
         }
-    }
-}
-
-/// Up to which visible KV length attention takes which loop order. All orders make the same additions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct AttentionSchedules {
-    /// Longest row whose segments are walked at once, with the running state on chip, in tokens.
-    pub full_max: u32,
-    /// Longest row whose segments are first computed and then merged, in tokens. Longer rows go segment by segment.
-    pub partial_max: u32,
-}
-
-impl Default for AttentionSchedules {
-    fn default() -> Self {
-        Self { full_max: 512, partial_max: 2048 }
     }
 }
 

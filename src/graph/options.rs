@@ -122,8 +122,6 @@ impl CompileOptions {
 
     /// Most operations that can run side by side.
     pub const MAX_PARALLEL_OPS: u8 = 4;
-    /// Longest row that attention's loop orders but the last can be asked to take, in tokens: their scratch grows with it.
-    pub const MAX_PARTIAL_TOKENS: u32 = 65_536;
     /// Most plans for numbers of rows.
     pub const MAX_BUCKETS: usize = 64;
 
@@ -189,7 +187,7 @@ impl CompileOptions {
             let value = format!("full_max {full_max} above partial_max {partial_max}");
             return refuse("attention", value, "full_max of at most partial_max");
         }
-        if partial_max > Self::MAX_PARTIAL_TOKENS {
+        if !self.attention.is_valid() {
             return refuse("attention", format!("partial_max {partial_max}"), "a partial_max of at most 65536 tokens");
         }
         if let Some(buckets) = &self.token_buckets {

@@ -4,6 +4,8 @@
 //! registers of AVX-512: each key is loaded once for six multiply-adds. How queries are blocked never shows in a result:
 //! every accumulator is one query's.
 
+use std::ops::Range;
+
 use super::super::exp::{exp, tanh};
 use super::super::simd::lanes::{LANES, Lanes};
 use super::{AttentionShape, SEGMENT_TOKENS, TILES};
@@ -55,22 +57,35 @@ element!(BF16, 2, load_bf16_bytes);
 /// Tiles scored together.
 pub(super) const TOGETHER: usize = 4;
 
-/// Keys and values of a segment under one KV head; tiles that no query sees are empty.
+/// Keys and values of a segment under one KV head. Tiles that no query sees may be anything.
 pub(super) struct SegmentTiles<'a> {
-    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched.
+    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched and empty if there are none.
     pub k: [&'a [u8]; TILES + TOGETHER],
     pub v: [&'a [u8]; TILES],
     /// Bytes from a tile's keys to its values.
     pub to_values: usize,
 }
 
+impl SegmentTiles<'_> {
+    pub const NONE: Self = Self { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values: 0 };
+}
+
 /// Queries of one pass and the tokens each sees, counted from the segment's start.
 pub(super) struct Queries<'a> {
     pub q: [&'a [f32]; MAX_QUERIES],
+    /// The row of its unit that each belongs to.
+    pub rows: [usize; MAX_QUERIES],
     pub seen: [(usize, usize); MAX_QUERIES],
+    /// How many there are.
+    pub count: usize,
 }
 
-/// Room for one pass.
+impl Queries<'_> {
+    pub const NONE: Self =
+        Self { q: [&[]; MAX_QUERIES], rows: [0; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count: 0 };
+}
+
+/// Scores of one pass, and the partials of one or more.
 #[derive(Debug)]
 pub(super) struct BlockScratch {
     scores: Box<[[f32; SEGMENT_TOKENS]; MAX_QUERIES]>,
@@ -78,40 +93,51 @@ pub(super) struct BlockScratch {
     stride: usize,
 }
 
+/// Room for one pass.
+pub(super) struct PassScratch<'a> {
+    scores: &'a mut [[f32; SEGMENT_TOKENS]; MAX_QUERIES],
+    partials: &'a mut [f32],
+    stride: usize,
+}
+
 impl BlockScratch {
-    pub fn new(partial_len: usize) -> Self {
+    /// Room for the partials of `passes`.
+    pub fn new(partial_len: usize, passes: usize) -> Self {
         Self {
             scores: Box::new([[0.0; SEGMENT_TOKENS]; MAX_QUERIES]),
-            partials: vec![0.0; MAX_QUERIES * partial_len],
+            partials: vec![0.0; passes * MAX_QUERIES * partial_len],
             stride: partial_len,
         }
     }
 
-    /// State of query `index` after a pass: values, then largest score and sum.
-    #[inline(always)]
-    pub fn partial(&self, index: usize) -> &[f32] {
-        &self.partials[index * self.stride..][..self.stride]
+    pub fn room(&mut self, pass: usize) -> PassScratch<'_> {
+        let len = MAX_QUERIES * self.stride;
+        PassScratch { scores: &mut self.scores, partials: &mut self.partials[pass * len..][..len], stride: self.stride }
+    }
+
+    /// States of the queries `of` a pass: values, then largest score and sum.
+    pub fn partials(&self, pass: usize, of: Range<usize>) -> &[f32] {
+        &self.partials[pass * MAX_QUERIES * self.stride..][of.start * self.stride..of.end * self.stride]
     }
 }
 
-/// Runs the first `count` queries over a segment.
+/// Runs the queries over a segment.
 #[inline(always)]
 pub(super) fn segment<L: Lanes, E: Element>(
     l: L,
     shape: &AttentionShape,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
-    count: usize,
     prefetch: bool,
-    scratch: &mut BlockScratch,
+    scratch: &mut PassScratch<'_>,
 ) {
     if !L::HAS_32_REGISTERS {
-        for query in 0..count {
+        for query in 0..queries.count {
             pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
         }
         return;
     }
-    match count {
+    match queries.count {
         1 => pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
         2 => pass::<L, E, 2, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
         3 => pass::<L, E, 3, TOGETHER>(l, shape, tiles, queries, 0, prefetch, scratch),
@@ -130,7 +156,7 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
     queries: &Queries<'_>,
     query: usize,
     prefetch: bool,
-    scratch: &mut BlockScratch,
+    scratch: &mut PassScratch<'_>,
 ) {
     let q: [&[f32]; Q] = std::array::from_fn(|i| queries.q[query + i]);
     let seen: [(usize, usize); Q] = std::array::from_fn(|i| queries.seen[query + i]);

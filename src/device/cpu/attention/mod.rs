@@ -7,6 +7,9 @@
 //! depend on its own sequence only. Hidden tokens are masked lane by lane and their values are never multiplied: what
 //! stale memory holds, NaN included, cannot show.
 //!
+//! In which order segments and blocks of queries are walked ([`AttentionSchedules`]) changes scratch and memory traffic, not
+//! one addition: every order runs the same passes and the same merges.
+//!
 //! The driver only decides who does what: [`Schedule::plan`] cuts the step, [`Attention::attend`] runs one member's share and
 //! hands finished pieces to the caller, and when a step has too few rows and heads for the team, segments go to different
 //! members and [`Attention::merge`] joins them after a barrier.
@@ -14,16 +17,19 @@
 #![forbid(unsafe_code)]
 
 mod kernel;
+mod order;
 mod schedule;
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Isa;
 use super::exp::exp;
 use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
-use crate::kv_cache::KvDType;
-use kernel::{BF16, Element, F16, F32, MAX_QUERIES, SegmentTiles, TOGETHER};
+pub use crate::graph::{AttentionSchedules, LoopOrder};
+use crate::kv_cache::{BlockId, KvDType};
+use kernel::{BF16, Element, F16, F32, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
 pub use schedule::Schedule;
 use schedule::Unit;
 
@@ -31,6 +37,11 @@ use schedule::Unit;
 /// queries in 6 KiB and make the merge one step in 256.
 pub const SEGMENT_TOKENS: usize = 256;
 const TILES: usize = SEGMENT_TOKENS / LANES;
+
+/// Segments that `tokens` in a row touch at most, wherever they start.
+const fn segments_touched(tokens: usize) -> usize {
+    tokens.saturating_sub(1).div_ceil(SEGMENT_TOKENS) + 1
+}
 
 /// What one attention layer computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,6 +58,8 @@ pub struct AttentionShape {
     pub window: Option<u32>,
     /// `cap · tanh(score / cap)`.
     pub softcap: Option<f32>,
+    /// Loop orders by visible length; blocked at every length if there are none. Not part of what is computed.
+    pub schedules: Option<AttentionSchedules>,
 }
 
 impl AttentionShape {
@@ -74,6 +87,11 @@ impl AttentionShape {
     pub const fn max_partials(&self, members: usize, max_kv_tokens: usize) -> usize {
         // Steps of twice as many pieces as members are not split.
         2 * members * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
+    }
+
+    /// The order of a unit whose longest row sees `tokens`.
+    fn loop_order(&self, tokens: usize) -> LoopOrder {
+        self.schedules.map_or(LoopOrder::Blocked, |schedules| schedules.choose(tokens))
     }
 
     /// Tokens that a row at `position` sees.
@@ -106,7 +124,7 @@ pub struct Attention<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
-/// Room that one member needs. Made once, at the model's shape.
+/// Room that one member needs. Made once, at the model's shape; layers may differ in their window.
 #[derive(Debug)]
 pub struct AttentionScratch {
     block: kernel::BlockScratch,
@@ -120,15 +138,16 @@ impl AttentionScratch {
     /// Room for layers of this shape.
     pub fn new(shape: &AttentionShape) -> Self {
         let queries = schedule::ROWS_PER_UNIT * shape.group();
+        let segments_kept = shape.schedules.map_or(1, order::segments_kept);
         Self {
-            block: kernel::BlockScratch::new(shape.partial_len()),
+            block: kernel::BlockScratch::new(shape.partial_len(), segments_kept),
             state: vec![0.0; queries * shape.partial_len()],
             out: vec![0.0; shape.piece_len()],
         }
     }
 }
 
-impl Attention<'_> {
+impl<'a> Attention<'a> {
     /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
     /// `row · kv_heads + kv_head` of [`AttentionShape::piece_len`] floats, so that pieces in order are the output matrix
     /// `rows × heads × head_dim`), or partials of [`AttentionShape::partial_len`] floats if [`Schedule::needs_merge`].
@@ -145,14 +164,7 @@ impl Attention<'_> {
             self.rows,
             self.layout.geometry().block_size,
             member,
-            &mut |unit, segments| {
-                let body = Item { attention: self, unit, segments, scratch, store, is_split: schedule.needs_merge() };
-                match self.layout.geometry().dtype {
-                    KvDType::F32 => dispatch(self.isa, Typed(body, F32)),
-                    KvDType::F16 => dispatch(self.isa, Typed(body, F16)),
-                    KvDType::BF16 => dispatch(self.isa, Typed(body, BF16)),
-                }
-            },
+            &mut |unit, segments| self.run_unit(unit, segments, schedule.needs_merge(), scratch, store),
         );
     }
 
@@ -167,38 +179,143 @@ impl Attention<'_> {
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
         schedule.for_merge(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit| {
-            dispatch(self.isa, Merge { attention: self, unit, partials, scratch, store });
+            debug_assert_eq!(unit.rows, 1, "only single rows are split");
+            let (padded_head, stride) = (self.shape.padded_head(), self.shape.partial_len());
+            let len = self.shape.group() * stride;
+            let states = &mut scratch.state[..len];
+            state_clear(padded_head, states);
+            let partials = &partials[unit.first_partial * stride..][..unit.segments.len() * len];
+            for partials in partials.chunks_exact(len) {
+                dispatch(self.isa, Merge { padded_head, states, partials });
+            }
+            self.finish(unit, unit.first_row, states, &mut scratch.out, store);
         });
     }
 
-    fn query(&self, row: usize, head: usize) -> &[f32] {
+    fn query(&self, row: usize, head: usize) -> &'a [f32] {
         &self.q[row * self.q_stride + head * self.shape.head_dim..][..self.shape.head_dim]
     }
 
-    /// Tiles `tiles` of segment `segment` of a sequence.
-    fn tiles(&self, unit: &Unit<'_>, segment: usize, tiles: Range<usize>) -> SegmentTiles<'_> {
+    /// Finds the tiles of a segment that some row of the unit sees.
+    fn find_tiles(&self, unit: &Unit<'_>, segment: usize, found: &mut SegmentTiles<'a>) {
+        let seen = unit.visible(&self.shape, segment);
+        let tiles = seen.start / LANES..seen.end.div_ceil(LANES);
         let layout = &self.layout;
-        let block_size = layout.geometry().block_size;
-        let to_values = layout.v_offset(0) - layout.k_offset(0);
-        let mut found = SegmentTiles { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values };
+        let (block_bytes, tile_bytes) = (layout.bytes_per_block(), layout.tile_bytes());
+        let tiles_per_block = layout.geometry().block_size / LANES;
+        found.to_values = layout.v_offset(0) - layout.k_offset(0);
+        let in_block = layout.layer_range(BlockId(0), self.layer).start + layout.k_offset(unit.kv_head);
+        // Counted on and not divided anew: full and partial orders come here for every block of queries.
+        let first = segment * TILES + tiles.start;
+        let (mut block, mut skipped) = (first / tiles_per_block, first % tiles_per_block);
         for tile in tiles.start..TILES + TOGETHER {
-            let token = segment * SEGMENT_TOKENS + tile * LANES;
-            let Some(block) = unit.seq.table.get(token / block_size) else { break };
-            let layer = &self.pool[layout.layer_range(*block, self.layer)];
-            let skipped = token % block_size / LANES * layout.tile_bytes();
-            found.k[tile] = &layer[layout.k_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
-            if tiles.contains(&tile) {
-                found.v[tile] = &layer[layout.v_offset(unit.kv_head) + skipped..][..layout.tile_bytes()];
+            let Some(id) = unit.seq.table.get(block) else {
+                found.k[tile..].fill(&[]);
+                break;
+            };
+            let start = id.0 as usize * block_bytes + in_block + skipped * tile_bytes;
+            found.k[tile] = &self.pool[start..][..tile_bytes];
+            if tile < tiles.end {
+                found.v[tile] = &self.pool[start + found.to_values..][..tile_bytes];
+            }
+            skipped += 1;
+            if skipped == tiles_per_block {
+                (block, skipped) = (block + 1, 0);
             }
         }
-        found
+    }
+
+    /// Runs the passes of a unit over some of its segments, and hands over its rows or, if the step is split, its partials.
+    fn run_unit(
+        &self,
+        unit: &Unit<'_>,
+        segments: Range<usize>,
+        is_split: bool,
+        scratch: &mut AttentionScratch,
+        store: &mut dyn FnMut(usize, &[f32]),
+    ) {
+        let shape = &self.shape;
+        let (group, stride) = (shape.group(), shape.partial_len());
+        let queries = unit.rows * group;
+        // Rows of a unit may stand on both sides of a boundary: the longest decides for all, since no bit depends on it.
+        let order = shape.loop_order(unit.longest(shape));
+        let AttentionScratch { block: scratch, state, out } = scratch;
+        let states = &mut state[..queries * stride];
+        state_clear(shape.padded_head(), states);
+        let (mut tiles, mut tiles_of) = (SegmentTiles::NONE, None);
+        let (mut pass, mut queries_of) = (Queries::NONE, None);
+        for (index, block) in order.walk(segments.len(), queries.div_ceil(MAX_QUERIES)) {
+            if tiles_of != Some(index) {
+                self.find_tiles(unit, segments.start + index, &mut tiles);
+                tiles_of = Some(index);
+            }
+            if queries_of != Some(block) {
+                self.find_queries(unit, block * MAX_QUERIES, &mut pass);
+                queries_of = Some(block);
+            }
+            for (seen, row) in pass.seen.iter_mut().zip(pass.rows).take(pass.count) {
+                *seen = unit.row_sees(shape, row, segments.start + index);
+            }
+            // The first block brings a segment in for the others.
+            self.pass(&tiles, &pass, block == 0, scratch.room(order.room(index)));
+            let block = block * MAX_QUERIES..block * MAX_QUERIES + pass.count;
+            for index in order.due(index, segments.len()) {
+                let segment = segments.start + index;
+                let seeing = unit.queries_seeing(shape, segment, block.clone());
+                let partials =
+                    scratch.partials(order.room(index), seeing.start - block.start..seeing.end - block.start);
+                if is_split {
+                    let first = unit.first_partial + (segment - unit.segments.start) * queries;
+                    for (query, partial) in seeing.zip(partials.chunks_exact(stride)) {
+                        store(first + query, partial);
+                    }
+                } else {
+                    let states = &mut states[seeing.start * stride..seeing.end * stride];
+                    dispatch(self.isa, Merge { padded_head: shape.padded_head(), states, partials });
+                }
+            }
+        }
+        if !is_split {
+            for (row, states) in states.chunks_exact_mut(group * stride).enumerate() {
+                self.finish(unit, unit.first_row + row, states, out, store);
+            }
+        }
+    }
+
+    /// Finds the queries of a block.
+    fn find_queries(&self, unit: &Unit<'_>, first: usize, found: &mut Queries<'a>) {
+        let group = self.shape.group();
+        found.count = (unit.rows * group - first).min(MAX_QUERIES);
+        let (mut row, mut head) = (first / group, first % group);
+        for (q, its_row) in found.q.iter_mut().zip(&mut found.rows).take(found.count) {
+            *q = self.query(unit.first_row + row, unit.kv_head * group + head);
+            *its_row = row;
+            head += 1;
+            if head == group {
+                (row, head) = (row + 1, 0);
+            }
+        }
+    }
+
+    /// Runs queries over a segment.
+    fn pass(&self, tiles: &SegmentTiles<'_>, queries: &Queries<'_>, prefetch: bool, scratch: PassScratch<'_>) {
+        let shape = &self.shape;
+        match self.layout.geometry().dtype {
+            KvDType::F32 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<F32> });
+            }
+            KvDType::F16 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<F16> });
+            }
+            KvDType::BF16 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<BF16> });
+            }
+        }
     }
 
     /// Divides a row's sums and hands it over.
-    #[inline(always)]
-    fn finish<L: Lanes>(
+    fn finish(
         &self,
-        l: L,
         unit: &Unit<'_>,
         row: usize,
         states: &mut [f32],
@@ -206,18 +323,8 @@ impl Attention<'_> {
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
         let shape = &self.shape;
-        let first_head = unit.kv_head * shape.group();
-        for (index, state) in states.chunks_exact_mut(shape.partial_len()).enumerate() {
-            let (values, rest) = state.split_at_mut(shape.padded_head());
-            if let Some(sinks) = self.sinks {
-                let sink = [sinks[first_head + index], 1.0];
-                values_merge(l, values, rest, None, sink);
-            }
-            let inverse = 1.0 / rest[1];
-            for (y, x) in out[index * shape.head_dim..][..shape.head_dim].iter_mut().zip(&*values) {
-                *y = x * inverse;
-            }
-        }
+        let sinks = self.sinks.map(|sinks| &sinks[unit.kv_head * shape.group()..][..shape.group()]);
+        dispatch(self.isa, Finish { shape, sinks, states, out });
         store(row * shape.kv_heads + unit.kv_head, out);
     }
 }
@@ -266,101 +373,68 @@ fn state_clear(padded_head: usize, states: &mut [f32]) {
     }
 }
 
-struct Item<'a, 'b, 'c> {
-    attention: &'a Attention<'b>,
-    unit: &'a Unit<'b>,
-    segments: Range<usize>,
-    scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
-    is_split: bool,
+/// One pass: the queries of a block over a segment.
+struct Pass<'a, E> {
+    shape: &'a AttentionShape,
+    tiles: &'a SegmentTiles<'a>,
+    queries: &'a Queries<'a>,
+    prefetch: bool,
+    scratch: PassScratch<'a>,
+    element: PhantomData<E>,
 }
 
-struct Typed<'a, 'b, 'c, E>(Item<'a, 'b, 'c>, E);
+impl<E: Element> Kernel for Pass<'_, E> {
+    type Output = ();
 
-impl<E: Element> Kernel for Typed<'_, '_, '_, E> {
+    #[inline(always)]
+    fn run<L: Lanes>(mut self, l: L) {
+        kernel::segment::<L, E>(l, self.shape, self.tiles, self.queries, self.prefetch, &mut self.scratch);
+    }
+}
+
+/// Joins the states of queries side by side after one segment into their running ones.
+struct Merge<'a> {
+    padded_head: usize,
+    states: &'a mut [f32],
+    partials: &'a [f32],
+}
+
+impl Kernel for Merge<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Item { attention, unit, segments, scratch, store, is_split } = self.0;
-        let shape = &attention.shape;
-        let (group, padded, stride) = (shape.group(), shape.padded_head(), shape.partial_len());
-        let queries = unit.rows * group;
-        let states = &mut scratch.state[..queries * stride];
-        if !is_split {
-            state_clear(padded, states);
-        }
-        let first_head = unit.kv_head * group;
-        for segment in segments {
-            let base = segment * SEGMENT_TOKENS;
-            let seen = unit.visible(shape, segment);
-            if seen.is_empty() {
-                continue;
-            }
-            let tiles = attention.tiles(unit, segment, seen.start / LANES..seen.end.div_ceil(LANES));
-            let mut first = 0;
-            while first < queries {
-                let count = (queries - first).min(MAX_QUERIES);
-                let mut block = kernel::Queries { q: [&[]; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES] };
-                for i in 0..count {
-                    let (row, head) = ((first + i) / group, (first + i) % group);
-                    block.q[i] = attention.query(unit.first_row + row, first_head + head);
-                    let visible = shape.visible(unit.first_position + row);
-                    block.seen[i] = (
-                        visible.start.max(base).min(base + SEGMENT_TOKENS) - base,
-                        visible.end.max(base).min(base + SEGMENT_TOKENS) - base,
-                    );
-                }
-                kernel::segment::<L, E>(l, shape, &tiles, &block, count, first == 0, &mut scratch.block);
-                for i in 0..count {
-                    if block.seen[i].0 >= block.seen[i].1 {
-                        continue;
-                    }
-                    let partial = scratch.block.partial(i);
-                    if is_split {
-                        store(unit.first_partial + (segment - unit.segments.start) * queries + first + i, partial);
-                    } else {
-                        state_merge(l, padded, &mut states[(first + i) * stride..][..stride], partial);
-                    }
-                }
-                first += count;
-            }
-        }
-        if !is_split {
-            for (row, states) in states.chunks_exact_mut(group * stride).enumerate() {
-                attention.finish(l, unit, unit.first_row + row, states, &mut scratch.out, store);
-            }
+        let len = self.padded_head + LANES;
+        for (state, partial) in self.states.chunks_exact_mut(len).zip(self.partials.chunks_exact(len)) {
+            state_merge(l, self.padded_head, state, partial);
         }
     }
 }
 
-struct Merge<'a, 'b, 'c> {
-    attention: &'a Attention<'b>,
-    unit: &'a Unit<'b>,
-    partials: &'a [f32],
-    scratch: &'a mut AttentionScratch,
-    store: &'a mut (dyn FnMut(usize, &[f32]) + 'c),
+/// Divides a row's sums.
+struct Finish<'a> {
+    shape: &'a AttentionShape,
+    /// Those of the row's heads.
+    sinks: Option<&'a [f32]>,
+    states: &'a mut [f32],
+    out: &'a mut [f32],
 }
 
-impl Kernel for Merge<'_, '_, '_> {
+impl Kernel for Finish<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let shape = &self.attention.shape;
-        let unit = self.unit;
-        debug_assert_eq!(unit.rows, 1, "only single rows are split");
-        let len = shape.group() * shape.partial_len();
-        let states = &mut self.scratch.state[..len];
-        state_clear(shape.padded_head(), states);
-        let first = unit.first_partial * shape.partial_len();
-        for partials in self.partials[first..][..unit.segments.len() * len].chunks_exact(len) {
-            for (state, partial) in
-                states.chunks_exact_mut(shape.partial_len()).zip(partials.chunks_exact(shape.partial_len()))
-            {
-                state_merge(l, shape.padded_head(), state, partial);
+        let Finish { shape, sinks, states, out } = self;
+        for (index, state) in states.chunks_exact_mut(shape.partial_len()).enumerate() {
+            let (values, rest) = state.split_at_mut(shape.padded_head());
+            if let Some(sinks) = sinks {
+                values_merge(l, values, rest, None, [sinks[index], 1.0]);
+            }
+            let inverse = 1.0 / rest[1];
+            for (y, x) in out[index * shape.head_dim..][..shape.head_dim].iter_mut().zip(&*values) {
+                *y = x * inverse;
             }
         }
-        self.attention.finish(l, unit, unit.first_row, states, &mut self.scratch.out, self.store);
     }
 }

@@ -38,6 +38,31 @@ impl Unit<'_> {
         start..end
     }
 
+    /// Those that one of its rows sees.
+    pub fn row_sees(&self, shape: &AttentionShape, row: usize, segment: usize) -> (usize, usize) {
+        let base = segment * SEGMENT_TOKENS;
+        let within = |token: usize| token.clamp(base, base + SEGMENT_TOKENS) - base;
+        let visible = shape.visible(self.first_position + row);
+        (within(visible.start), within(visible.end))
+    }
+
+    /// Queries of a block that see a token of a segment: rows stand in order, so these are side by side.
+    pub fn queries_seeing(&self, shape: &AttentionShape, segment: usize, block: Range<usize>) -> Range<usize> {
+        let sees = |query: &usize| {
+            let (start, end) = self.row_sees(shape, query / shape.group(), segment);
+            start < end
+        };
+        match (block.clone().find(sees), block.clone().rfind(sees)) {
+            (Some(first), Some(last)) => first..last + 1,
+            _ => block.start..block.start,
+        }
+    }
+
+    /// Tokens that its last row sees, which is the one that sees most.
+    pub fn longest(&self, shape: &AttentionShape) -> usize {
+        shape.visible(self.first_position + self.rows - 1).len()
+    }
+
     fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
         // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
         self.rows * (self.visible(shape, segment).len() + 8)

@@ -20,6 +20,7 @@ pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
         scale: shape.scale,
         window: shape.window,
         softcap: None,
+        schedules: shape.schedules,
     }
 }
 
