@@ -10,11 +10,15 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ascend_llm::graph::{Bucket, CompileOptions, Cost, CostShape, Numerics, Operand, Plan, compile};
+use ascend_llm::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalise, shard};
+use ascend_llm::graph::{
+    Bucket, CompileOptions, Cost, CostShape, Graph, Numerics, Operand, Plan, Rank, Target, compile,
+};
 use ascend_llm::model::ModelConfig;
 use clap::Parser;
 
 mod terminal;
+use terminal::compile_args::CompileArgs;
 use terminal::{ModelArgs, Result};
 
 /// Shows what a model is compiled to.
@@ -28,9 +32,14 @@ struct Args {
     /// Tokens the sequence has at the decode step; the model's longest if left out.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Fusion level; the default of the compiler if left out.
+    #[command(flatten)]
+    compile: CompileArgs,
+    /// Ranks to cut the model into; the first one's plan is shown.
+    #[arg(long, default_value_t = 1)]
+    ranks: u32,
+    /// Shows the graph as the model gives it and after each pass.
     #[arg(long)]
-    fusion: Option<u8>,
+    passes: bool,
     /// Leaves the list of steps out.
     #[arg(long)]
     no_dump: bool,
@@ -52,11 +61,16 @@ fn run(args: &Args) -> Result<()> {
             return Err(format!("--{flag} {tokens}: expected at most the model's {longest} tokens").into());
         }
     }
-    let mut options = CompileOptions::default();
-    options.fusion = args.fusion;
+    let options = args.compile.options()?;
     let numerics = args.model.numerics();
+    let target = args.model.device()?.caps().target;
+    let graph = if args.passes {
+        passes(&graph, target, numerics, &options, args.ranks)?
+    } else {
+        shard(&graph, Rank { index: 0, of: args.ranks })?
+    };
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
-    let plan = compile(&graph, args.model.device()?.caps().target, numerics, &options, bucket)?;
+    let plan = compile(&graph, target, numerics, &options, bucket)?;
     let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
 
     print!("{}", summary(&config, &plan, numerics));
@@ -70,6 +84,27 @@ fn run(args: &Args) -> Result<()> {
         std::fs::write(path, arena_map(&plan)).map_err(|error| format!("{}: {error}", path.display()))?;
     }
     Ok(())
+}
+
+/// Prints the graph before and after each pass in the compiler's order; gives the first rank's, as the compiler takes it.
+fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOptions, ranks: u32) -> Result<Graph> {
+    options.validate(numerics)?;
+    println!("the model's graph\n{}", graph.dump());
+    let graph = shard(graph, Rank { index: 0, of: ranks })?;
+    if ranks > 1 {
+        println!("shard\n{}", graph.dump());
+    }
+    let policy = PrecisionPolicy {
+        default: options.resolved_precision(numerics),
+        overrides: &options.precision_overrides,
+        int8_activations: target.int8_activations,
+    };
+    let rounded = apply_precision(&graph, &policy)?;
+    println!("precision\n{}", rounded.dump());
+    let (fused, report) = fuse(&rounded, options.resolved_fusion(), target.ops, options.attention);
+    println!("fuse: {report:?}\n{}", fused.dump());
+    println!("legalise\n{}", legalise(&fused, target.ops, target.attention_schedules)?.dump());
+    Ok(graph)
 }
 
 fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {

@@ -16,12 +16,13 @@ use std::sync::Arc;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, Peaks};
 use ascend_llm::engine::{CacheBudget, EngineConfig, Forward as _, ForwardInput, ModelRunner};
-use ascend_llm::graph::{CompileOptions, Numerics, Plan, compile};
+use ascend_llm::graph::{Numerics, Plan, compile};
 use ascend_llm::kv_cache::BlockId;
 use clap::Parser;
 use serde_json::{Value, json};
 
 mod terminal;
+use terminal::compile_args::CompileArgs;
 use terminal::op_table::{OpTable, Rates};
 use terminal::{ModelArgs, Result};
 
@@ -36,9 +37,8 @@ struct Args {
     /// Decode steps after it.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     decode: u32,
-    /// Fusion level; the default of the compiler if left out.
-    #[arg(long)]
-    fusion: Option<u8>,
+    #[command(flatten)]
+    compile: CompileArgs,
     /// Writes a trace there.
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -63,8 +63,7 @@ fn run(args: &Args) -> Result<()> {
     options.profile = true;
     let device = Arc::new(CpuDevice::new(options)?);
 
-    let mut compile_options = CompileOptions::default();
-    compile_options.fusion = args.fusion;
+    let compile_options = args.compile.options()?;
     let numerics = args.model.numerics();
     let block_size = u32::try_from(device.caps().default_block_size)?;
     let blocks = tokens.div_ceil(block_size);

@@ -5,9 +5,10 @@
 
 use std::path::{Path, PathBuf};
 
-use ascend_llm::graph::passes::FusionReport;
+use ascend_llm::graph::passes::{FusionReport, shard};
 use ascend_llm::graph::{
-    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Rows, Target, compile,
+    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Precision, Rank, Rows, Target,
+    compile,
 };
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, DType, ModelKind, TensorView, WeightSource};
@@ -55,9 +56,10 @@ fn every_plan() -> Vec<Plan> {
 
 #[test]
 fn dumps_are_golden() {
-    let bless = std::env::var_os("ASCEND_LLM_BLESS").is_some_and(|value| value == "1");
     for (name, path, _, quantised, _) in MODELS {
         let graph = graph(path);
+        let laned = compile(&graph, TARGET, Numerics::Fast, &CompileOptions::preset(3), BUCKET).unwrap();
+        golden(&format!("{name}-lanes"), &laned);
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let exact = plan(&graph, Numerics::Exact, fusion);
             let fast = plan(&graph, Numerics::Fast, fusion);
@@ -70,15 +72,31 @@ fn dumps_are_golden() {
                 if !quantised && numerics == "fast" {
                     continue;
                 }
-                let file = data("plans").join(format!("{name}-fusion{fusion}-{numerics}.txt"));
-                if bless {
-                    std::fs::write(&file, plan.dump()).unwrap();
-                }
-                let golden = std::fs::read_to_string(&file).unwrap_or_default();
-                assert!(golden == plan.dump(), "{} differs; now it is\n{}", file.display(), plan.dump());
+                golden(&format!("{name}-fusion{fusion}-{numerics}"), &plan);
             }
         }
     }
+    let graph = graph(MODELS[0].1);
+    for index in 0..2 {
+        let part = shard(&graph, Rank { index, of: 2 }).unwrap();
+        golden(&format!("{}-rank{index}", MODELS[0].0), &plan(&part, Numerics::Exact, 2));
+    }
+    let mut options = CompileOptions::default();
+    options.precision = Some(Precision::BF16);
+    options.precision_overrides.insert("lm_head".to_owned(), Precision::F32);
+    options.precision_overrides.insert("down_proj".to_owned(), Precision::F16);
+    let rounded = compile(&graph, TARGET, Numerics::Fast, &options, BUCKET).unwrap();
+    golden(&format!("{}-bf16", MODELS[0].0), &rounded);
+}
+
+/// Compares a plan with its dump in `tests/data/plans`, or writes it there.
+fn golden(name: &str, plan: &Plan) {
+    let file = data("plans").join(format!("{name}.txt"));
+    if std::env::var_os("ASCEND_LLM_BLESS").is_some_and(|value| value == "1") {
+        std::fs::write(&file, plan.dump()).unwrap();
+    }
+    let golden = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(golden == plan.dump(), "{} differs; now it is\n{}", file.display(), plan.dump());
 }
 
 #[test]

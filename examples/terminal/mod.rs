@@ -1,6 +1,7 @@
 //! What the examples share: opening a model with a progress bar, the options all of them take, peak memory.
 #![allow(dead_code)] // each example uses its own part
 
+pub mod compile_args;
 pub mod op_table;
 
 use std::error::Error;

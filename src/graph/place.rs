@@ -124,6 +124,7 @@ fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::graph::lanes::assign;
     use crate::graph::{Elem, Op, Rows};
     use proptest::prelude::*;
 
@@ -208,6 +209,67 @@ mod tests {
             let mut again = build(&recipes).0;
             prop_assert_eq!(place(&mut again, &steps, &BUCKET, alignment), arena);
             prop_assert_eq!(again, values);
+        }
+    }
+
+    /// Steps put on lanes as their reads need.
+    fn on_lanes(steps: &mut [Step], lanes: usize) {
+        let writes = |step: &Step, value| step.outputs.iter().chain(&step.scratch).any(|&written| written == value);
+        let writer = |value: usize, steps: &[Step]| steps.iter().position(|step| writes(step, value));
+        let needs: Vec<Vec<usize>> =
+            steps.iter().map(|step| step.inputs.iter().filter_map(|&v| writer(v, steps)).collect()).collect();
+        for (step, placed) in steps.iter_mut().zip(assign(&needs, lanes)) {
+            (step.lane, step.waits_on) = (placed.lane, placed.waits_on);
+        }
+    }
+
+    /// Some order in which streams and events allow the steps to run, another for each seed.
+    fn some_execution(steps: &[Step], mut seed: u64) -> Vec<usize> {
+        let mut done = vec![false; steps.len()];
+        let mut order = Vec::new();
+        while order.len() < steps.len() {
+            let of_lane = |lane: u8| (0..steps.len()).find(|&at| !done[at] && steps[at].lane == lane);
+            let ready = |at: &usize| steps[*at].waits_on.iter().all(|&other| done[other]);
+            let next: Vec<usize> = (0..4).filter_map(of_lane).filter(ready).collect();
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = next[(seed >> 33) as usize % next.len()];
+            done[at] = true;
+            order.push(at);
+        }
+        order
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Whatever order the lanes take, no step writes over what another will still read.
+        #[test]
+        fn no_order_of_lanes_overwrites_what_is_still_read(recipes in recipes(), lanes in 1usize..5, seed in any::<u64>()) {
+            let (mut values, mut steps) = build(&recipes);
+            on_lanes(&mut steps, lanes);
+            place(&mut values, &steps, &BUCKET, 64);
+            let span = |v: usize| match values[v].operand {
+                Operand::Arena { offset } => offset..offset + values[v].bytes(&BUCKET),
+                _ => 0..0,
+            };
+            for round in 0..20u64 {
+                let order = some_execution(&steps, seed.wrapping_add(round * 7919));
+                // Who wrote each byte last, by value.
+                let mut owner: Vec<(std::ops::Range<usize>, usize)> = Vec::new();
+                for &at in &order {
+                    let step = &steps[at];
+                    for &read in &step.inputs {
+                        let range = span(read);
+                        let whole = range.is_empty() || owner.iter().any(|(other, value)| *other == range && *value == read);
+                        prop_assert!(whole, "{read} is gone at step {at} in {order:?}");
+                    }
+                    for &written in step.outputs.iter().chain(&step.scratch) {
+                        let range = span(written);
+                        owner.retain(|(other, _)| other.end <= range.start || range.end <= other.start);
+                        owner.push((range, written));
+                    }
+                }
+            }
         }
     }
 

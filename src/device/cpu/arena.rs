@@ -19,6 +19,7 @@ use crate::device::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -120,11 +121,18 @@ pub struct Loans<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Ranges out so far, and whether each may be written.
+/// Ranges out so far. There is one of these for each buffer of each group of steps: what is not used is not touched.
 #[derive(Debug)]
 struct Lent {
-    ranges: [(Range<usize>, bool); MAX_LOANS],
+    ranges: [MaybeUninit<Loan>; MAX_LOANS],
     count: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Loan {
+    start: usize,
+    end: usize,
+    may_write: bool,
 }
 
 /// Ranges that can be out at a time: operands of as many steps as a plan runs side by side.
@@ -134,7 +142,7 @@ impl<'a> Loans<'a> {
     /// Nothing is lent yet.
     pub fn new(bytes: &'a mut [u8]) -> Self {
         let len = bytes.len();
-        let out = RefCell::new(Lent { ranges: std::array::from_fn(|_| (0..0, false)), count: 0 });
+        let out = RefCell::new(Lent { ranges: [const { MaybeUninit::uninit() }; MAX_LOANS], count: 0 });
         Self { start: NonNull::from(bytes).cast(), len, out, life: PhantomData }
     }
 
@@ -156,15 +164,17 @@ impl<'a> Loans<'a> {
 
     fn lend(&self, range: &Range<usize>, write: bool) -> Option<NonNull<u8>> {
         let Lent { ranges, count } = &mut *self.out.borrow_mut();
-        let apart = |other: &Range<usize>| {
-            range.is_empty() || other.is_empty() || range.end <= other.start || other.end <= range.start
+        let apart = |other: &Loan| {
+            range.is_empty() || other.start == other.end || range.end <= other.start || other.end <= range.start
         };
         let inside = range.start <= range.end && range.end <= self.len;
-        let free = ranges[..*count].iter().all(|(other, written)| apart(other) || !(write || *written));
+        // SAFETY: the first `count` are written before `count` says so.
+        let out = ranges[..*count].iter().map(|loan| unsafe { loan.assume_init_ref() });
+        let free = out.into_iter().all(|other| apart(other) || !(write || other.may_write));
         if !inside || !free || *count == MAX_LOANS {
             return None;
         }
-        ranges[*count] = (range.clone(), write);
+        ranges[*count].write(Loan { start: range.start, end: range.end, may_write: write });
         *count += 1;
         // SAFETY: `range.start` is at most the buffer's length.
         Some(unsafe { self.start.add(range.start) })
