@@ -7,6 +7,7 @@
 mod story;
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestError, Stats};
 use ascend_llm::graph::{Numerics, OverflowPolicy, Precision};
@@ -17,7 +18,10 @@ use story::{Seen, alone, builder, core, drain, float, plain_config};
 /// The story model with one tensor of a layer times a power of two, and another divided by it: in f32 the same model to the
 /// bit, but what is between the two is that much larger.
 fn stretched(name: &str, pair: [&str; 2], shift: i32) -> PathBuf {
-    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    // A folder for each call: tests run side by side.
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("overflow").join(format!("{name}-{call}"));
     std::fs::create_dir_all(&copy).unwrap();
     for entry in std::fs::read_dir(float()).unwrap() {
         let path = entry.unwrap().path();
