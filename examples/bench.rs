@@ -6,12 +6,15 @@
 //! With `--json` each figure is one line with the fields `peer, model, dtype, scen, metric, value, round, ts`. Scenarios:
 //! `ppN` prefill of N tokens; `tg@P` decode after P tokens of context; `bgBxP+G` decode of B sequences at once, and
 //! `bgppBxP` their prefill; `first_token_warm` from opening the file to the first token after 32; `rss_*` the most memory
-//! of a scenario.
+//! of a scenario. `--what sweep` decodes 1, 2, 4, … 64 sequences, and `--svg` draws that, with the lines of earlier sweeps
+//! given by `--with` (their JSON lines).
 //!
 //! The engine runs without a thread of its own, and each scenario has an engine made for it. Prefill lasts from submission
 //! until every sequence has its first token; all prompts are in one step if they have 8,192 tokens together or less. Decode
 //! is what comes after: the tokens of that time, divided by it. Every token is read as it comes.
 
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -21,6 +24,7 @@ use clap::Parser;
 use serde_json::json;
 
 mod terminal;
+use terminal::plot::{Line, chart};
 use terminal::{ModelArgs, Result, peak_memory_bytes, reset_peak_memory};
 
 /// Most rows of a step: more prompt tokens are computed in chunks. Larger steps are no faster and take memory.
@@ -33,7 +37,7 @@ const MIN_STEP_TOKENS: u32 = 512;
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Which: load, pp, tg, bg.
+    /// Which: load, pp, tg, bg, sweep.
     #[arg(long, value_delimiter = ',', default_value = "load,pp,tg,bg")]
     what: Vec<String>,
     /// Batches as BxP+G: sequences x prompt tokens + generated tokens.
@@ -42,6 +46,12 @@ struct Args {
     /// Tokens generated where one sequence decodes.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     generate: u32,
+    /// Draws the sweep there.
+    #[arg(long)]
+    svg: Option<PathBuf>,
+    /// Earlier sweeps, as JSON lines, to draw beside this one.
+    #[arg(long, value_delimiter = ',')]
+    with: Vec<PathBuf>,
     /// Runs of each scenario; every one is printed.
     #[arg(long, default_value_t = 3)]
     reps: u32,
@@ -59,8 +69,8 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     for what in &args.what {
-        if !["load", "pp", "tg", "bg"].contains(&what.as_str()) {
-            return Err(format!("--what {what}: expected load, pp, tg or bg").into());
+        if !["load", "pp", "tg", "bg", "sweep"].contains(&what.as_str()) {
+            return Err(format!("--what {what}: expected load, pp, tg, bg or sweep").into());
         }
     }
     let batches = args.batches.iter().map(|text| parse_batch(text)).collect::<Result<Vec<_>>>()?;
@@ -93,7 +103,42 @@ fn run(args: &Args) -> Result<()> {
             })?;
         }
     }
+    if wants("sweep") {
+        let line = bench.sweep()?;
+        if let Some(path) = &args.svg {
+            let mut lines = args.with.iter().map(|path| read_sweep(path)).collect::<Result<Vec<_>>>()?;
+            lines.push(line);
+            let title = "Tokens a second by sequences that decode together";
+            let svg = chart(title, "sequences", "tokens/s, all together", &lines);
+            std::fs::write(path, svg).map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+    }
     Ok(())
+}
+
+/// Prompt and generated tokens of each sequence of a sweep.
+const SWEEP: (u32, u32) = (64, 32);
+
+/// The medians of an earlier sweep's figures.
+fn read_sweep(path: &Path) -> Result<Line> {
+    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let mut line = Line { name: String::new(), points: Vec::new() };
+    let mut rates: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
+    for figure in text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()) {
+        let scenario = figure["scen"].as_str().unwrap_or_default();
+        let load = scenario.strip_prefix("bg").and_then(|load| parse_batch(load).ok());
+        if let (Some(load), Some(rate)) = (load, figure["value"].as_f64()) {
+            rates.entry(load.seqs).or_default().push(rate);
+            line.name = figure["dtype"].as_str().unwrap_or_default().to_owned();
+        }
+    }
+    line.points = rates.into_iter().map(|(seqs, rates)| (seqs, median(rates))).collect();
+    Ok(line)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
 /// What a scenario asks of an engine.
@@ -165,6 +210,23 @@ impl Bench<'_> {
         Ok(None)
     }
 
+    /// Decode of ever more sequences, up to 64.
+    fn sweep(&mut self) -> Result<Line> {
+        let mut line = Line { name: String::new(), points: Vec::new() };
+        for seqs in [1, 2, 4, 8, 16, 32, 64] {
+            let load = Load { seqs, prompt: SWEEP.0, decode: SWEEP.1 };
+            let mut rates = Vec::new();
+            let name = format!("bg{seqs}x{}+{}", SWEEP.0, SWEEP.1);
+            self.measure(&name, load, |report, run| {
+                line.name.clone_from(&report.dtype);
+                report.emit(&name, "tok/s", run.decode_rate());
+                rates.push(run.decode_rate());
+            })?;
+            line.points.push((seqs, median(rates)));
+        }
+        Ok(line)
+    }
+
     /// Time from nothing to a first token, and the memory that takes.
     fn load(&mut self) -> Result<()> {
         let load = Load { seqs: 1, prompt: 32, decode: 0 };
@@ -182,7 +244,7 @@ impl Bench<'_> {
     }
 
     /// Runs a load once unmeasured, so that memory is in place, and then as often as asked.
-    fn measure(&mut self, name: &str, load: Load, emit: impl Fn(&Report<'_>, &Run)) -> Result<()> {
+    fn measure(&mut self, name: &str, load: Load, mut emit: impl FnMut(&Report<'_>, &Run)) -> Result<()> {
         reset_peak_memory();
         let Some(mut core) = self.open(name, load)? else { return Ok(()) };
         let report = Report::new(self.args, &core);

@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+use ascend_llm::device::Device as _;
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use criterion::{Bencher, Criterion};
 
 /// `SplitMix64`; the seed stands at each use, so that every run measures the same data.
@@ -43,6 +45,24 @@ pub fn criterion() -> Criterion {
         .warm_up_time(Duration::from_millis(500))
         .measurement_time(Duration::from_secs(2))
         .sample_size(20)
+}
+
+/// Says what the machine can do, to hold the rates of kernels against; nothing where each body runs only once.
+pub fn print_peaks() {
+    if is_smoke() {
+        return;
+    }
+    let device = CpuDevice::new(CpuOptions::default()).expect("the CPU");
+    let Some(peaks) = device.peaks() else { return };
+    let giga = |per_s: u64| per_s as f64 / 1e9;
+    let (f32s, int8s, bytes) = (peaks.f32_flops_per_s, peaks.int8_ops_per_s, peaks.read_bytes_per_s);
+    println!(
+        "peaks of {} threads: f32 {:.0} GFLOP/s, int8 {:.0} GOP/s, reading {:.1} GB/s",
+        device.threads(),
+        giga(f32s),
+        giga(int8s),
+        giga(bytes)
+    );
 }
 
 /// Whether each body runs only once, to see that it runs (`cargo bench -- --test`, `cargo test --benches`).

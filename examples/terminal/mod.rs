@@ -3,6 +3,7 @@
 
 pub mod compile_args;
 pub mod op_table;
+pub mod plot;
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
