@@ -5,13 +5,13 @@
 //! same bits in every run.
 
 use super::group::{Frame, Scratch};
-use super::operands::{broken, floats, floats_mut, overlap};
+use super::operands::{floats, floats_mut, overlap};
 use super::{
     AlignedBytes, Arc, ArenaPoison, ArenaTooLarge, CompileError, DeviceError, Instant, IoBytes, KvLayout, Launch,
     Loans, Op, Plan, Poison, Range, StepTimes, WeightSet,
 };
 use crate::device::cpu::arena::Parts;
-use crate::graph::{Io, Operand, Rows};
+use crate::graph::{Io, Operand, PlanValue, Rows};
 
 /// Most ranks of one program.
 pub(super) const MAX_RANKS: usize = 16;
@@ -53,6 +53,9 @@ pub(super) fn load(
         if plan.bucket != plans[0].bucket || plan.lanes != plans[0].lanes || collectives(plan) != meetings {
             return invalid("the ranks' plans are not cut from one");
         }
+        if !meet_alike(plan, &plans[0]) {
+            return invalid("the ranks' plans do not meet over the same values");
+        }
         if !weights.serves(&plan.weights) {
             return invalid("the weight set is not the plan's");
         }
@@ -71,10 +74,33 @@ pub(super) fn load(
         });
         first_head += heads;
     }
+    if !gather_whole_rows(plans) {
+        return invalid("the ranks' columns are not all of a row");
+    }
     if first_head != kv.geometry().kv_heads {
         return invalid("the ranks' heads are not those of the KV geometry");
     }
     Ok(ranks)
+}
+
+/// Whether the collectives of both plans read and write values of the same number, size and place.
+fn meet_alike(plan: &Plan, first: &Plan) -> bool {
+    let result = |plan: &Plan, at: usize| {
+        let step = &plan.steps[at];
+        let value = &plan.values[step.outputs[0]];
+        (step.inputs[0], step.outputs[0], value.rows, value.cols, matches!(value.operand, Operand::Io(_)))
+    };
+    let mut meetings = (0..plan.steps.len()).filter(|&at| plan.steps[at].op.is_collective());
+    meetings.all(|at| result(plan, at) == result(first, at))
+}
+
+/// Whether the columns that ranks bring to each gathering are all of a row.
+fn gather_whole_rows(plans: &[Plan]) -> bool {
+    let gathers = |at: &usize| plans[0].steps[*at].op == Op::AllGather;
+    (0..plans[0].steps.len()).filter(gathers).all(|at| {
+        let brought = |plan: &Plan| plan.values[plan.steps[at].inputs[0]].cols;
+        plans.iter().map(brought).sum::<usize>() == plans[0].values[plans[0].steps[at].outputs[0]].cols
+    })
 }
 
 /// KV heads of the plan, which must fit the cache.
@@ -167,61 +193,57 @@ pub(super) fn meet(
     launch: &Launch<'_>,
     logits: &mut [u8],
 ) -> Result<(), DeviceError> {
-    let at = ranks[0].groups[group].start;
-    let step = ranks[0].plan.steps[at].clone();
-    let (from, to) = (step.inputs[0], step.outputs[0]);
-    let mut parts: [&[f32]; MAX_RANKS] = [&[]; MAX_RANKS];
-    let mut results: [Option<&mut [f32]>; MAX_RANKS] = [const { None }; MAX_RANKS];
+    let step = &ranks[0].plan.steps[ranks[0].groups[group].start];
+    let (reduces, from, to) = (step.op == Op::AllReduce, step.inputs[0], step.outputs[0]);
+    let PlanValue { cols, operand, .. } = ranks[0].plan.values[to];
     let count = ranks.len();
-    let leaves = ranks[0].plan.values[to].operand == Operand::Io(Io::Logits);
-    let (cols, rows) = (ranks[0].plan.values[to].cols, ranks[0].plan.values[to].rows);
-    let mut widths = [0; MAX_RANKS];
-    for (index, rank) in ranks.iter_mut().enumerate() {
-        let Rank { plan, arena, .. } = rank;
-        let loans = Loans::new(arena.as_mut_slice());
-        parts[index] = floats(loans.read(range_of(plan, from, launch)).ok_or_else(overlap)?);
-        widths[index] = plan.values[from].cols;
-        if !leaves {
-            results[index] = Some(floats_mut(loans.write(range_of(plan, to, launch)).ok_or_else(overlap)?));
-        }
+    let mut parts: [&[f32]; MAX_RANKS] = [&[]; MAX_RANKS];
+    let mut results: [&mut [f32]; MAX_RANKS] = std::array::from_fn(|_| Default::default());
+    for ((rank, part), result) in ranks.iter_mut().zip(&mut parts).zip(&mut results) {
+        let loans = Loans::new(rank.arena.as_mut_slice());
+        *part = floats(loans.read(range_of(&rank.plan, from, launch)).ok_or_else(overlap)?);
+        *result = floats_mut(loans.write(range_of(&rank.plan, to, launch)).ok_or_else(overlap)?);
     }
     let parts = &parts[..count];
-    let gathered = if leaves { Some(floats_mut(logits)) } else { results[0].take() };
-    let gathered = gathered.ok_or_else(|| broken("a collective without a result"))?;
-    let rows = match rows {
-        Rows::Tokens => launch.shape.tokens,
-        Rows::LogitRows => launch.shape.logit_rows,
-    };
-    if rows == 0 {
-        return Ok(());
-    }
-    let reduces = step.op == Op::AllReduce;
-    if !reduces && widths.iter().sum::<usize>() != cols {
-        return Err(broken("the ranks' columns are not all of a row"));
-    }
-    let whole = Parts::rows(&mut *gathered, cols, launch.team.count(), 1);
+    // Logits leave the plans; everything else goes to every rank's arena.
+    let (first, others) = results[..count].split_at_mut(1);
+    let whole = if operand == Operand::Io(Io::Logits) { floats_mut(logits) } else { &mut *first[0] };
+    let rows = Parts::rows(&mut *whole, cols, launch.team.count(), 1);
     launch.team.run(&|member| {
-        let mut tile = whole.claim(member.index());
+        let mut tile = rows.claim(member.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
-            let out = tile.row_mut(index);
             if reduces {
-                out.copy_from_slice(&parts[0][row * cols..][..cols]);
-                for part in &parts[1..] {
-                    out.iter_mut().zip(&part[row * cols..][..cols]).for_each(|(sum, x)| *sum += x);
-                }
+                add_rows(parts, row, tile.row_mut(index));
             } else {
-                let mut rest = out;
-                for (part, width) in parts.iter().zip(widths) {
-                    let (mine, others) = rest.split_at_mut(width);
-                    mine.copy_from_slice(&part[row * width..][..width]);
-                    rest = others;
-                }
+                join_rows(parts, row, cols, tile.row_mut(index));
             }
         }
     });
-    for result in results.into_iter().flatten() {
-        result.copy_from_slice(gathered);
+    for result in others.iter_mut().filter(|result| !result.is_empty()) {
+        result.copy_from_slice(whole);
     }
     Ok(())
+}
+
+/// One row of every rank's, added in the order of the ranks.
+fn add_rows(parts: &[&[f32]], row: usize, out: &mut [f32]) {
+    let cols = out.len();
+    out.copy_from_slice(&parts[0][row * cols..][..cols]);
+    for part in &parts[1..] {
+        out.iter_mut().zip(&part[row * cols..][..cols]).for_each(|(sum, x)| *sum += x);
+    }
+}
+
+/// One row of every rank's, side by side. A rank's columns are its share of all elements.
+fn join_rows(parts: &[&[f32]], row: usize, cols: usize, out: &mut [f32]) {
+    let elements: usize = parts.iter().map(|part| part.len()).sum();
+    let rows = elements / cols.max(1);
+    let mut rest = out;
+    for part in parts {
+        let width = part.len() / rows.max(1);
+        let (mine, others) = rest.split_at_mut(width);
+        mine.copy_from_slice(&part[row * width..][..width]);
+        rest = others;
+    }
 }
