@@ -74,8 +74,10 @@ def run_openvino(args):
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = False
     properties = {"INFERENCE_NUM_THREADS": args.threads, "ENABLE_CPU_PINNING": True}
-    folder = f"{args.models}/{args.model}/ov_{args.weights}"
-    pipe = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+    model = f"{args.models}/{args.model}/ov_{args.weights}"
+    if not os.path.isdir(model):
+        model = f"{args.models}/{args.model}/{args.weights}.gguf"
+    pipe = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
     ids = iter(range(1, 1 << 30))
 
     def batch(seqs, prompt, generated):

@@ -5,7 +5,7 @@
 #   benches/peers.sh [ROUNDS]                       (3 rounds if not given)
 #
 # What it runs is told by the environment; whatever is not given is left out.
-#   MODELS         folder with NAME/{bf16,q8_0,q4_0,q4_1}.gguf and, for OpenVINO, NAME/ov_{f16,int8,int4}/ (needed)
+#   MODELS         folder with NAME/{bf16,f16,q8_0,q4_0,q4_1}.gguf, and perhaps NAME/ov_{f16,int8,int4}/ for OpenVINO (needed)
 #   NAMES          models below it                          (smollm2)
 #   LLAMA_BIN      folder with llama-bench and llama-batched-bench of llama.cpp
 #   IK_BIN         the same of ik_llama.cpp
@@ -45,6 +45,11 @@ for round in $(seq "$rounds"); do
         done
         for weights in f16 int8 int4; do
             [ -n "${OV_PYTHON:-}" ] && [ -d "$MODELS/$name/ov_$weights" ] || continue
+            peer openvino "$name" "$weights"
+        done
+        # Without models of its own, OpenVINO reads the same files.
+        for weights in f16 q8_0 q4_0; do
+            [ -n "${OV_PYTHON:-}" ] && [ ! -d "$MODELS/$name/ov_f16" ] && [ -f "$MODELS/$name/$weights.gguf" ] || continue
             peer openvino "$name" "$weights"
         done
     done
