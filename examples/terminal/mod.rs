@@ -12,6 +12,7 @@ use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
 use ascend_llm::graph::{Graph, Numerics};
+use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, ModelKind};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -38,6 +39,9 @@ pub struct ModelArgs {
     /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
     #[arg(long, value_parser = ["exact", "fast"])]
     pub numerics: Option<String>,
+    /// What keys and values are stored as; f32 with exact numerics and f16 with fast if left out.
+    #[arg(long, value_parser = ["f32", "f16", "bf16", "i8"])]
+    pub kv_dtype: Option<String>,
 }
 
 impl ModelArgs {
@@ -108,6 +112,13 @@ impl ModelArgs {
         match self.numerics.as_deref() {
             Some("exact") => config.numerics = Numerics::Exact,
             Some(_) => config.numerics = Numerics::Fast,
+            None => {}
+        }
+        match self.kv_dtype.as_deref() {
+            Some("f32") => config.kv_dtype = Some(KvDType::F32),
+            Some("f16") => config.kv_dtype = Some(KvDType::F16),
+            Some("bf16") => config.kv_dtype = Some(KvDType::BF16),
+            Some(_) => config.kv_dtype = Some(KvDType::I8),
             None => {}
         }
         let bar = ProgressBar::hidden();
