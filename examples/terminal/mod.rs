@@ -84,6 +84,22 @@ impl ModelArgs {
         if self.numerics.as_deref() == Some("exact") { Numerics::Exact } else { Numerics::Fast }
     }
 
+    /// The type of keys and values asked for.
+    pub fn kv_dtype(&self) -> Option<KvDType> {
+        self.kv_dtype.as_deref().map(|name| match name {
+            "f32" => KvDType::F32,
+            "f16" => KvDType::F16,
+            "bf16" => KvDType::BF16,
+            _ => KvDType::I8,
+        })
+    }
+
+    /// Bytes of an element of keys and values.
+    pub fn kv_element_bytes(&self) -> u64 {
+        let of_numerics = if self.numerics() == Numerics::Exact { KvDType::F32 } else { KvDType::F16 };
+        self.kv_dtype().unwrap_or(of_numerics).bytes() as u64
+    }
+
     /// Loads the model, with a bar if it takes long enough to be seen.
     pub fn load(&self, config: EngineConfig) -> Result<Engine> {
         let (builder, bar) = self.builder(config, self.device()?);
@@ -114,13 +130,7 @@ impl ModelArgs {
             Some(_) => config.numerics = Numerics::Fast,
             None => {}
         }
-        match self.kv_dtype.as_deref() {
-            Some("f32") => config.kv_dtype = Some(KvDType::F32),
-            Some("f16") => config.kv_dtype = Some(KvDType::F16),
-            Some("bf16") => config.kv_dtype = Some(KvDType::BF16),
-            Some(_) => config.kv_dtype = Some(KvDType::I8),
-            None => {}
-        }
+        config.kv_dtype = self.kv_dtype().or(config.kv_dtype);
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {
