@@ -39,7 +39,8 @@ pub struct EngineConfig {
     pub block_size: Option<u32>,
     /// Memory for keys and values.
     pub kv_cache: CacheBudget,
-    /// Type of stored keys and values; `None` = what `numerics` says.
+    /// Type of stored keys and values; `None` = what `numerics` says. Types other than `f32` go with numerics `fast`; `i8`
+    /// takes about half of `f16`'s memory and has to be asked for.
     pub kv_dtype: Option<KvDType>,
     /// Arithmetic of the device. Results are the same whoever shares the batch in either mode.
     pub numerics: Numerics,
