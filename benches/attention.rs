@@ -4,6 +4,8 @@
 //! once. Each iteration takes the next of 30 layers, so that a long context comes from where it would come in a model.
 //! The schedule is made anew each time, as the device does.
 //!
+//! The group `attention_kv` runs one sequence over keys and values of each type.
+//!
 //! The group `attention_order` runs the same steps in each loop order, whatever the length: where full and partial stop
 //! paying is where `full_max` and `partial_max` belong. Its decode steps have four sequences, because one alone is split
 //! into segments, and then there is no order to choose.
@@ -14,21 +16,24 @@ use std::hint::black_box;
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
 use ascend_llm::device::cpu::attention::{Attention, AttentionSchedules, AttentionScratch, AttentionShape, Schedule};
-use ascend_llm::device::cpu::kv::{KvLayout, Rows};
+use ascend_llm::device::cpu::kv::{KvLayout, KvRows, KvWrite, Rows, kv_write};
 use ascend_llm::device::cpu::pool::Team;
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use half::f16;
 
 mod support;
 use support::Noise;
 
 const SHAPE: AttentionShape =
     AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None, schedules: None };
-const GEOMETRY: KvGeometry =
-    KvGeometry { layers: 30, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim, block_size: 16, dtype: KvDType::F16 };
+const LAYERS: usize = 30;
+const BLOCK_SIZE: usize = 16;
 const Q_WIDTH: usize = SHAPE.heads * SHAPE.head_dim;
+
+const fn geometry(dtype: KvDType) -> KvGeometry {
+    KvGeometry { layers: LAYERS, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim, block_size: BLOCK_SIZE, dtype }
+}
 
 /// Visible tokens of the steps that are run in each loop order.
 const ORDER_LENGTHS: [usize; 3] = [512, 2048, 8192];
@@ -47,19 +52,21 @@ struct Case {
     seqs: usize,
     rows: usize,
     kv_len: usize,
+    dtype: KvDType,
 }
 
 impl Case {
     fn throughput(self) -> Throughput {
         let visible: usize = (self.kv_len - self.rows + 1..=self.kv_len).sum();
         let elements = self.seqs * 4 * visible * Q_WIDTH;
-        let bytes = self.seqs * self.kv_len * GEOMETRY.bytes_per_token() / GEOMETRY.layers;
+        let bytes = self.seqs * self.kv_len * geometry(self.dtype).bytes_per_token() / LAYERS;
         Throughput::ElementsAndBytes { elements: elements as u64, bytes: bytes as u64 }
     }
 }
 
 /// What a step reads.
 struct Inputs {
+    layout: KvLayout,
     pool: AlignedBytes,
     tables: Vec<BlockId>,
     q_lens: Vec<u32>,
@@ -70,19 +77,26 @@ struct Inputs {
 impl Inputs {
     fn new(case: Case) -> Self {
         let count = |n: usize| u32::try_from(n).expect("a small number");
-        let blocks = case.seqs * case.kv_len.div_ceil(GEOMETRY.block_size);
-        let mut pool = AlignedBytes::zeroed(blocks * GEOMETRY.bytes_per_block()).expect("memory");
-        // The same noise over and over: what keys and values are costs no time as long as they are ordinary numbers.
-        let noise: Vec<f16> = Noise(1).floats(4096).into_iter().map(f16::from_f32).collect();
-        let noise: &[u8] = bytemuck::cast_slice(&noise);
-        for chunk in pool.as_mut_slice().chunks_mut(noise.len()) {
-            chunk.copy_from_slice(&noise[..chunk.len()]);
+        let blocks = case.seqs * case.kv_len.div_ceil(BLOCK_SIZE);
+        let layout = KvLayout::new(geometry(case.dtype));
+        let mut pool = AlignedBytes::zeroed(blocks * layout.bytes_per_block()).expect("memory");
+        // The same noise in every block: what keys and values are costs no time as long as they are ordinary numbers.
+        let width = SHAPE.kv_heads * SHAPE.head_dim;
+        let noise = Noise(1).floats(BLOCK_SIZE * width);
+        let rows = KvRows { k: &noise, k_stride: width, v: &noise, v_stride: width };
+        for block in (0..count(blocks)).map(BlockId) {
+            let write = KvWrite { block, first_row: 0, first_slot: 0, rows: BLOCK_SIZE };
+            for layer in 0..LAYERS {
+                let bytes = &mut pool.as_mut_slice()[layout.layer_range(block, layer)];
+                kv_write(Isa::detect(), &layout, write, 0..SHAPE.kv_heads, rows, bytes);
+            }
         }
         // Blocks as a pool hands them out after a while: in no order.
         let mut tables: Vec<BlockId> = (0..count(blocks)).map(BlockId).collect();
         let mut order = Noise(2);
         tables.sort_by_cached_key(|_| order.next());
         Self {
+            layout,
             pool,
             tables,
             q_lens: vec![count(case.rows); case.seqs],
@@ -95,7 +109,7 @@ impl Inputs {
         Attention {
             isa,
             shape: AttentionShape { schedules, ..SHAPE },
-            layout: KvLayout::new(GEOMETRY),
+            layout: self.layout,
             layer,
             pool: self.pool.as_slice(),
             rows: Rows { q_lens: &self.q_lens, kv_lens: &self.kv_lens, tables: &self.tables },
@@ -131,7 +145,7 @@ impl Bench {
     /// One layer's attention, as the device drives it.
     fn run(&mut self, attention: &Attention<'_>) {
         let Self { team, rooms, schedule, partials, out } = self;
-        schedule.plan(&attention.shape, attention.rows, GEOMETRY.block_size);
+        schedule.plan(&attention.shape, attention.rows, BLOCK_SIZE);
         out.resize(attention.rows.total() * Q_WIDTH, 0.0);
         if !schedule.needs_merge() {
             let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.bounds());
@@ -186,7 +200,7 @@ fn measure(
         let inputs: &Inputs = inputs;
         b.iter(|| {
             bench.run(&inputs.attention(isa, schedules, layer));
-            layer = (layer + 1) % GEOMETRY.layers;
+            layer = (layer + 1) % LAYERS;
             black_box(&mut bench.out);
         });
     });
@@ -195,18 +209,30 @@ fn measure(
 fn attention(c: &mut Criterion) {
     let mut group = c.benchmark_group(format!("attention/{}", Isa::detect().name()));
     let decode = [(1, 128), (1, 1024), (1, 4096), (32, 256)];
-    let decode = decode.map(|(seqs, kv_len)| ("decode", Case { seqs, rows: 1, kv_len }));
-    for (name, case) in decode.into_iter().chain([("prefill", Case { seqs: 1, rows: 512, kv_len: 512 })]) {
+    let decode = decode.map(|(seqs, kv_len)| ("decode", Case { seqs, rows: 1, kv_len, dtype: KvDType::F16 }));
+    for (name, case) in
+        decode.into_iter().chain([("prefill", Case { seqs: 1, rows: 512, kv_len: 512, dtype: KvDType::F16 })])
+    {
         // Made only if the command line selects it.
         let inputs = LazyCell::new(|| Inputs::new(case));
         measure(&mut group, name, case, None, &inputs);
     }
     group.finish();
 
+    let mut group = c.benchmark_group(format!("attention_kv/{}", Isa::detect().name()));
+    for (step, rows, kv_len) in [("decode", 1, 1024), ("decode", 1, 4096), ("prefill", 512, 512)] {
+        for (name, dtype) in [("f32", KvDType::F32), ("f16", KvDType::F16), ("i8", KvDType::I8)] {
+            let case = Case { seqs: 1, rows, kv_len, dtype };
+            let inputs = LazyCell::new(|| Inputs::new(case));
+            measure(&mut group, &format!("{step}/{name}"), case, None, &inputs);
+        }
+    }
+    group.finish();
+
     let mut group = c.benchmark_group(format!("attention_order/{}", Isa::detect().name()));
     for kv_len in ORDER_LENGTHS {
         for (step, seqs, rows) in [("prefill", 1, 128), ("decode", 4, 1)] {
-            let case = Case { seqs, rows, kv_len };
+            let case = Case { seqs, rows, kv_len, dtype: KvDType::F16 };
             let inputs = LazyCell::new(|| Inputs::new(case));
             for (order, schedules) in ORDERS {
                 measure(&mut group, &format!("{step}/{order}"), case, schedules, &inputs);

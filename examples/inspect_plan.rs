@@ -71,7 +71,7 @@ fn run(args: &Args) -> Result<()> {
     };
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
     let plan = compile(&graph, target, numerics, &options, bucket)?;
-    let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
+    let kv_element_bytes = args.model.kv_element_bytes();
 
     print!("{}", summary(&config, &plan, numerics));
     if !args.no_dump {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, Peaks};
 use ascend_llm::engine::{CacheBudget, EngineConfig, Forward as _, ForwardInput, ModelRunner};
-use ascend_llm::graph::{Numerics, Plan, compile};
+use ascend_llm::graph::{Plan, compile};
 use ascend_llm::kv_cache::BlockId;
 use clap::Parser;
 use serde_json::{Value, json};
@@ -78,7 +78,7 @@ fn run(args: &Args) -> Result<()> {
     let runner = args.model.load_runner(config, device.clone())?;
     // The same plan that the runner has on the device.
     let plan = compile(&graph, device.caps().target, numerics, &compile_options, runner.shape().bucket)?;
-    let kv_element_bytes = if numerics == Numerics::Exact { 4 } else { 2 };
+    let kv_element_bytes = args.model.kv_element_bytes();
 
     let table: Vec<BlockId> = (0..blocks).map(BlockId).collect();
     let peaks = device.peaks();

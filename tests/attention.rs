@@ -263,16 +263,31 @@ fn assert_same(name: &str, a: &[f32], b: &[f32]) {
 
 const LENGTHS: [usize; 8] = [1, 15, 16, 17, 255, 256, 257, 1000];
 
+/// All there are.
+const DTYPES: [KvDType; 4] = [KvDType::F32, KvDType::F16, KvDType::BF16, KvDType::I8];
+
+/// Keys or values as they are stored, widened.
+fn stored(dtype: KvDType, head_dim: usize, x: &[f32]) -> Vec<f64> {
+    let one = |x: f32| match dtype {
+        KvDType::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
+        KvDType::BF16 => half::bf16::from_f32(x).to_f32(),
+        _ => x,
+    };
+    if dtype != KvDType::I8 {
+        return x.iter().map(|x| f64::from(one(*x))).collect();
+    }
+    let head = |x: &[f32]| {
+        let amax = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let (scale, inverse) = (amax / 127.0, 127.0 / amax);
+        x.iter().map(|x| f64::from(scale) * f64::from((x * inverse).round_ties_even())).collect::<Vec<_>>()
+    };
+    x.chunks_exact(head_dim).flat_map(head).collect()
+}
+
 /// Softmax attention in f64 over keys and values as they are stored, for the rows from `first_row` on.
 fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, first_row: usize, sinks: Option<&[f32]>) -> Vec<f64> {
-    let stored = |x: f32| -> f64 {
-        f64::from(match dtype {
-            KvDType::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
-            KvDType::BF16 => half::bf16::from_f32(x).to_f32(),
-            _ => x,
-        })
-    };
     let (dim, group) = (shape.head_dim, shape.heads / shape.kv_heads);
+    let [k, v] = [&s.k, &s.v].map(|x| stored(dtype, dim, x));
     let kv_width = shape.kv_heads * dim;
     let mut out = vec![];
     for row in first_row..s.tokens {
@@ -281,8 +296,8 @@ fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, first_row: usize
             let q = &s.q[(row * shape.heads + head) * dim..][..dim];
             let mut scores: Vec<f64> = (start..=row)
                 .map(|t| {
-                    let k = &s.k[t * kv_width + head / group * dim..][..dim];
-                    let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(*a) * stored(*b)).sum();
+                    let k = &k[t * kv_width + head / group * dim..][..dim];
+                    let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(*a) * b).sum();
                     let score = dot * f64::from(shape.scale);
                     shape.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
                 })
@@ -294,10 +309,8 @@ fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, first_row: usize
             }
             let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |s| (s - largest).exp());
             for d in 0..dim {
-                let value: f64 = (start..=row)
-                    .zip(&scores)
-                    .map(|(t, w)| w * stored(s.v[t * kv_width + head / group * dim + d]))
-                    .sum();
+                let value: f64 =
+                    (start..=row).zip(&scores).map(|(t, w)| w * v[t * kv_width + head / group * dim + d]).sum();
                 out.push(value / sum);
             }
         }
@@ -340,14 +353,16 @@ fn window_is_self_and_the_tokens_before_it() {
 fn error_against_f64_is_small() {
     // 16 times the rounding of a sum of values below 4.
     let bound = 4e-6;
-    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+    for dtype in DTYPES {
         for (heads, kv_heads, dim) in [(3, 1, 64), (4, 2, 128), (2, 2, 80), (1, 1, 20), (7, 1, 16)] {
             for (window, softcap) in [(None, None), (Some(100), Some(5.0))] {
                 let shape = AttentionShape { window, softcap, ..shape(heads, kv_heads, dim) };
                 let s = Sequence::new(&shape, 600, 11);
-                let got = run(&Setup::plain(shape, dtype), std::slice::from_ref(&s));
                 let want = oracle(&shape, dtype, &s, 0, None);
-                assert_close(&format!("{shape:?} {dtype:?}"), &got[0], &want, bound);
+                for &isa in Isa::available() {
+                    let got = run(&Setup { isa, ..Setup::plain(shape, dtype) }, std::slice::from_ref(&s));
+                    assert_close(&format!("{shape:?} {dtype:?} {isa:?}"), &got[0], &want, bound);
+                }
             }
         }
     }
@@ -368,9 +383,8 @@ fn sinks_take_part_in_the_sum() {
 
 #[test]
 fn chunking_does_not_show() {
-    for (group, dtype) in
-        [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)]
-    {
+    let groups = [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)];
+    for (group, dtype) in groups.into_iter().chain([(1, KvDType::I8), (3, KvDType::I8)]) {
         for window in [None, Some(33)] {
             let shape = AttentionShape { window, ..shape(group * 2, 2, 16) };
             for tokens in LENGTHS {
@@ -390,12 +404,15 @@ fn blocks_do_not_show() {
     let shape = shape(6, 2, 32);
     for tokens in LENGTHS {
         let s = [Sequence::new(&shape, tokens, 3)];
-        let want = run(&Setup::plain(shape, KvDType::F16), &s);
-        for block_size in [16, 32, 128] {
-            for blocks_seed in [2, 3] {
-                let setup =
-                    Setup { block_size, blocks_seed, chunks: Chunks::Random(9), ..Setup::plain(shape, KvDType::F16) };
-                assert_same(&format!("blocks of {block_size}, {tokens} tokens"), &run(&setup, &s)[0], &want[0]);
+        for dtype in [KvDType::F16, KvDType::I8] {
+            let want = run(&Setup::plain(shape, dtype), &s);
+            for block_size in [16, 32, 128] {
+                for blocks_seed in [2, 3] {
+                    let chunks = Chunks::Random(9);
+                    let setup = Setup { block_size, blocks_seed, chunks, ..Setup::plain(shape, dtype) };
+                    let name = format!("{dtype:?}, blocks of {block_size}, {tokens} tokens");
+                    assert_same(&name, &run(&setup, &s)[0], &want[0]);
+                }
             }
         }
     }
@@ -403,11 +420,11 @@ fn blocks_do_not_show() {
 
 #[test]
 fn what_unused_slots_hold_does_not_show() {
-    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+    for dtype in DTYPES {
         let shape = AttentionShape { window: Some(40), ..shape(4, 2, 20) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 50)).collect();
         for chunks in [Chunks::Whole, Chunks::Random(4)] {
-            // 0xff is NaN in every type, 0x7b is a large number.
+            // 0xff is NaN in every type (of int8, the scale is), 0x7b is a large number.
             let outputs =
                 [0x00, 0xff, 0x7b].map(|poison| run(&Setup { chunks, poison, ..Setup::plain(shape, dtype) }, &s));
             for (a, b) in outputs[0].iter().zip(&outputs[1]).chain(outputs[0].iter().zip(&outputs[2])) {
@@ -427,11 +444,32 @@ fn tokens_that_cannot_be_seen_do_not_show() {
         *x = if i % 2 == 0 { f32::NAN } else { f32::INFINITY };
     }
     dirty.v[..30 * 16].fill(f32::NAN);
-    for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(3)] {
-        let setup = Setup { chunks, ..Setup::plain(shape, KvDType::F32) };
-        let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
-        assert_same("window", &a[39 * 32..], &b[39 * 32..]);
-        assert!(b[38 * 32].is_nan(), "a visible NaN shows");
+    for dtype in [KvDType::F32, KvDType::I8] {
+        for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(3)] {
+            let setup = Setup { chunks, ..Setup::plain(shape, dtype) };
+            let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
+            assert_same("window", &a[39 * 32..], &b[39 * 32..]);
+            assert!(b[38 * 32].is_nan(), "a visible NaN shows");
+        }
+    }
+}
+
+#[test]
+fn an_int8_row_that_is_not_finite_shows_wherever_it_is_seen() {
+    let shape = shape(2, 1, 20);
+    let clean = Sequence::new(&shape, 40, 9);
+    // The last element of the key or of the value of token 25.
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for is_key in [true, false] {
+            let mut dirty = clean.clone();
+            (if is_key { &mut dirty.k } else { &mut dirty.v })[26 * 20 - 1] = bad;
+            for &isa in Isa::available() {
+                let setup = Setup { isa, ..Setup::plain(shape, KvDType::I8) };
+                let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
+                assert_same("before it", &a[..25 * 40], &b[..25 * 40]);
+                assert!(b[25 * 40..].iter().all(|x| x.is_nan()), "{bad}, {is_key}, {isa:?}");
+            }
+        }
     }
 }
 
@@ -439,27 +477,35 @@ fn tokens_that_cannot_be_seen_do_not_show() {
 fn company_does_not_show() {
     let shape = shape(6, 2, 16);
     let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, *t as u64)).collect();
-    let alone: Vec<_> =
-        s.iter().map(|s| run(&Setup::plain(shape, KvDType::F16), std::slice::from_ref(s)).remove(0)).collect();
-    for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
-        let together = run(&Setup { chunks, members: 2, ..Setup::plain(shape, KvDType::F16) }, &s);
-        for (a, b) in together.iter().zip(&alone) {
-            assert_same("company", a, b);
+    for dtype in [KvDType::F16, KvDType::I8] {
+        let alone: Vec<_> =
+            s.iter().map(|s| run(&Setup::plain(shape, dtype), std::slice::from_ref(s)).remove(0)).collect();
+        for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
+            let together = run(&Setup { chunks, members: 2, ..Setup::plain(shape, dtype) }, &s);
+            for (a, b) in together.iter().zip(&alone) {
+                assert_same("company", a, b);
+            }
         }
     }
 }
 
 #[test]
 fn members_and_split_segments_do_not_show() {
-    for (heads, kv_heads) in [(1, 1), (3, 1), (4, 4), (8, 1)] {
+    for (heads, kv_heads, dtype) in [
+        (1, 1, KvDType::BF16),
+        (3, 1, KvDType::BF16),
+        (4, 4, KvDType::BF16),
+        (8, 1, KvDType::BF16),
+        (3, 1, KvDType::I8),
+    ] {
         for window in [None, Some(300)] {
             let shape = AttentionShape { window, ..shape(heads, kv_heads, 32) };
             for tokens in LENGTHS {
                 let s = [Sequence::new(&shape, tokens, 77)];
-                let want = run(&Setup::plain(shape, KvDType::BF16), &s);
+                let want = run(&Setup::plain(shape, dtype), &s);
                 for members in 1..=3 {
                     for chunks in [Chunks::Whole, Chunks::AllButOne, Chunks::Random(6)] {
-                        let setup = Setup { members, chunks, ..Setup::plain(shape, KvDType::BF16) };
+                        let setup = Setup { members, chunks, ..Setup::plain(shape, dtype) };
                         let (got, splits) = run_counting(&setup, &s, None);
                         assert_same(&format!("{members} members, {tokens} tokens"), &got[0], &want[0]);
                         if members > 1 && heads == 3 && tokens == 1000 && matches!(chunks, Chunks::AllButOne) {
@@ -476,18 +522,20 @@ fn members_and_split_segments_do_not_show() {
 fn threads_do_not_show() {
     let shape = shape(3, 1, 64);
     let s = [Sequence::new(&shape, 700, 21)];
-    let want = run(&Setup::plain(shape, KvDType::F16), &s);
-    for members in [2, 3] {
-        for chunks in [Chunks::Whole, Chunks::AllButOne] {
-            let setup = Setup { members, chunks, threads: true, ..Setup::plain(shape, KvDType::F16) };
-            assert_same("threads", &run(&setup, &s)[0], &want[0]);
+    for dtype in [KvDType::F16, KvDType::I8] {
+        let want = run(&Setup::plain(shape, dtype), &s);
+        for members in [2, 3] {
+            for chunks in [Chunks::Whole, Chunks::AllButOne] {
+                let setup = Setup { members, chunks, threads: true, ..Setup::plain(shape, dtype) };
+                assert_same("threads", &run(&setup, &s)[0], &want[0]);
+            }
         }
     }
 }
 
 #[test]
 fn the_plain_twin_has_the_same_bits() {
-    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
+    for dtype in DTYPES {
         for dim in [16, 20, 64, 80, 128] {
             let shape = AttentionShape { window: Some(200), softcap: Some(20.0), ..shape(5, 1, dim) };
             let s = [Sequence::new(&shape, 270, 31)];
@@ -542,7 +590,7 @@ fn the_loop_order_goes_by_visible_length() {
 
 #[test]
 fn loop_orders_do_not_show() {
-    for dtype in [KvDType::F32, KvDType::F16] {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::I8] {
         for tokens in ORDER_LENGTHS {
             // Blocks of six queries that hold several rows, parts of two rows, and part of a row.
             for (heads, kv_heads) in [(1, 1), (4, 1), (7, 1)] {
@@ -586,15 +634,17 @@ fn loop_orders_of_one_step_may_differ() {
     for window in [None, Some(20), Some(530)] {
         let shape = AttentionShape { window, ..shape(6, 2, 16) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 60 + *t as u64)).collect();
-        let want = run(&Setup::plain(shape, KvDType::F16), &s);
-        for (order, schedules) in SCHEDULES {
-            let shape = AttentionShape { schedules, ..shape };
-            for (members, chunks, threads) in
-                [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
-            {
-                let setup = Setup { members, chunks, threads, ..Setup::plain(shape, KvDType::F16) };
-                for (got, want) in run(&setup, &s).iter().zip(&want) {
-                    assert_same(&format!("{order}, window {window:?}, {members} members"), got, want);
+        for dtype in [KvDType::F16, KvDType::I8] {
+            let want = run(&Setup::plain(shape, dtype), &s);
+            for (order, schedules) in SCHEDULES {
+                let shape = AttentionShape { schedules, ..shape };
+                for (members, chunks, threads) in
+                    [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
+                {
+                    let setup = Setup { members, chunks, threads, ..Setup::plain(shape, dtype) };
+                    for (got, want) in run(&setup, &s).iter().zip(&want) {
+                        assert_same(&format!("{order}, {dtype:?}, window {window:?}, {members} members"), got, want);
+                    }
                 }
             }
         }
@@ -642,6 +692,89 @@ fn stores_round_to_nearest_even_and_clamp() {
                 assert_eq!(&pool[value..value + bytes], want, "{dtype:?} value of {x}");
             }
         }
+    }
+}
+
+/// Writes one row of keys and values of two heads of 20 into slot 21 of a block of 32, and gives each head's bytes.
+fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (KvLayout, Vec<u8>) {
+    let geometry = KvGeometry { layers: 1, kv_heads: 2, head_dim: 20, block_size: 32, dtype: KvDType::I8 };
+    let layout = KvLayout::new(geometry);
+    let mut pool = vec![0xa5; layout.bytes_per_block()];
+    let rows = Rows { q_lens: &[1], kv_lens: &[22], tables: &[BlockId(0)] };
+    for write in kv_writes(rows, 32, 0, 1) {
+        kv_write(isa, &layout, write, 0..2, KvRows { k, k_stride: 40, v, v_stride: 40 }, &mut pool);
+    }
+    (layout, pool)
+}
+
+#[test]
+fn int8_stores_round_each_row_by_its_own_scale() {
+    // Keys of the first head: amplitude 127, so that values are steps, with ties both ways. Of the second: 2^-20 of that.
+    let mut steps = [0.0f32; 20];
+    for (i, x) in steps.iter_mut().enumerate() {
+        *x = if i == 7 { -127.0 } else { i as f32 - 10.5 };
+    }
+    let want: [i8; 20] = [-10, -10, -8, -8, -6, -6, -4, -127, -2, -2, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8];
+    let small = steps.map(|x| x / 1_048_576.0);
+    let join = |a: [f32; 20], b: [f32; 20]| -> [f32; 40] { [a, b].concat().try_into().unwrap() };
+    let zero = [0.0f32; 20];
+    let tiny = steps.map(|x| x * 1e-40);
+    let [mut nan, mut infinite] = [steps; 2];
+    (nan[3], infinite[19]) = (f32::NAN, f32::NEG_INFINITY);
+    let large = steps.map(|x| x * 2.0f32.powi(120));
+
+    for &isa in Isa::available() {
+        for (k, v, quants, scales) in [
+            (join(steps, small), join(small, steps), [want; 4], [1.0, 0.5f32.powi(20), 0.5f32.powi(20), 1.0]),
+            (join(zero, tiny), join(steps, zero), [[0; 20], [0; 20], want, [0; 20]], [0.0, 0.0, 1.0, 0.0]),
+            (
+                join(nan, steps),
+                join(infinite, large),
+                [[0; 20], want, [0; 20], want],
+                [f32::NAN, 1.0, f32::NAN, 2.0f32.powi(120)],
+            ),
+        ] {
+            let (layout, pool) = int8_row(isa, &k, &v);
+            let mut expected = vec![0xa5; pool.len()];
+            // Slot 21 is lane 5 of the second tile: tiles of 384 bytes, 320 of elements and 64 of scales.
+            assert_eq!((layout.tile_bytes(), layout.head_bytes(), pool.len()), (384, 4 * 384, 2 * 4 * 384));
+            for head in 0..2 {
+                let (key, value) = (layout.k_offset(head) + 384, layout.v_offset(head) + 384);
+                for d in 0..20 {
+                    expected[key + d * 16 + 5] = quants[head][d].cast_unsigned();
+                    expected[value + 5 * 20 + d] = quants[2 + head][d].cast_unsigned();
+                }
+                expected[key + 320 + 5 * 4..][..4].copy_from_slice(&scales[head].to_le_bytes());
+                expected[value + 320 + 5 * 4..][..4].copy_from_slice(&scales[2 + head].to_le_bytes());
+            }
+            let different = pool.iter().zip(&expected).position(|(a, b)| a != b);
+            assert_eq!(different, None, "{isa:?}, {k:?}, {v:?}");
+        }
+    }
+}
+
+#[test]
+fn int8_blocks_are_half_as_large_and_each_rank_has_its_heads_of_them() {
+    for (head_dim, block_size) in [(64, 16), (128, 32), (20, 16), (7, 48)] {
+        let geometry = |dtype| KvGeometry { layers: 3, kv_heads: 4, head_dim, block_size, dtype };
+        let [half, int8] = [KvDType::F16, KvDType::I8].map(|dtype| KvLayout::new(geometry(dtype)));
+        assert_eq!(half.bytes_per_block(), geometry(KvDType::F16).bytes_per_block());
+        let rows = 2 * 3 * 4 * block_size;
+        assert_eq!(geometry(KvDType::I8).bytes_per_block(), rows * (head_dim + 4));
+        // Padding is below a line a tile.
+        let padding = int8.bytes_per_block() - rows * (head_dim + 4);
+        assert!(padding < rows / 16 * 64 && (padding == 0 || head_dim % 4 != 0), "{head_dim}: {padding}");
+        assert!(int8.bytes_per_block().is_multiple_of(64));
+        let mut end = 0;
+        for layer in 0..3 {
+            for first in [0, 2] {
+                let range = int8.of_heads(first, 2).layer_range(BlockId(0), layer);
+                assert_eq!((range.start, range.len()), (end, 2 * int8.head_bytes()));
+                end = range.end;
+            }
+        }
+        assert_eq!(end, int8.bytes_per_block());
+        assert_eq!(int8.layer_range(BlockId(5), 0).start, 5 * end);
     }
 }
 

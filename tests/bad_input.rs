@@ -234,7 +234,7 @@ fn build_error(change: impl FnOnce(&mut EngineConfig)) -> BuildError {
 #[test]
 fn bad_configurations() {
     type Change = fn(&mut EngineConfig);
-    let cases: [(&str, &str, &str, Change); 26] = [
+    let cases: [(&str, &str, &str, Change); 27] = [
         ("max_num_seqs", "0", "at least 1", |c| c.max_num_seqs = 0),
         ("max_num_batched_tokens", "3", "at least max_num_seqs (4)", |c| c.max_num_batched_tokens = 3),
         ("max_model_len", "1", "at least 2", |c| c.max_model_len = Some(1)),
@@ -246,6 +246,9 @@ fn bad_configurations() {
         ("kv_cache.bytes", "0", "at least one block", |c| c.kv_cache = CacheBudget::Bytes(0)),
         ("kv_dtype", "F16", "F32 with numerics", |c| {
             (c.numerics, c.kv_dtype) = (Numerics::Exact, Some(KvDType::F16));
+        }),
+        ("kv_dtype", "I8", "F32 with numerics", |c| {
+            (c.numerics, c.kv_dtype) = (Numerics::Exact, Some(KvDType::I8));
         }),
         ("max_queue", "0", "at least 1", |c| c.max_queue = 0),
         ("compile.opt_level", "4", "a level from 0 to 3", |c| c.compile.opt_level = Some(4)),

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestHandle};
 use ascend_llm::graph::Numerics;
+use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::SamplingParams;
 use story::{Author, Seen, alone, builder, core, drain, float, plain_config, quantised, quantised_with_offsets};
 
@@ -62,14 +63,17 @@ fn scripts(seed: u64) -> Vec<Script> {
         .collect()
 }
 
-fn alone_config(numerics: Numerics) -> EngineConfig {
+/// What keys and values are stored as goes with the arithmetic.
+type Arithmetic = (Numerics, Option<KvDType>);
+
+fn alone_config((numerics, kv_dtype): Arithmetic) -> EngineConfig {
     let mut config = plain_config();
-    config.numerics = numerics;
+    (config.numerics, config.kv_dtype) = (numerics, kv_dtype);
     config
 }
 
-fn crowded_config(numerics: Numerics) -> EngineConfig {
-    let mut config = alone_config(numerics);
+fn crowded_config(arithmetic: Arithmetic) -> EngineConfig {
+    let mut config = alone_config(arithmetic);
     config.prefix_caching = true;
     config.max_num_batched_tokens = 64;
     config.max_num_seqs = 16;
@@ -78,11 +82,11 @@ fn crowded_config(numerics: Numerics) -> EngineConfig {
 }
 
 /// Compares what came of a crowd with each request alone; `None` where nobody was left to look.
-fn compare(model: &Path, numerics: Numerics, label: &str, scripts: &[Script], seen: Vec<Option<Seen>>) {
+fn compare(model: &Path, arithmetic: Arithmetic, label: &str, scripts: &[Script], seen: Vec<Option<Seen>>) {
     let (mut whole, mut cut) = (0, 0);
     for (index, (script, got)) in scripts.iter().zip(seen).enumerate() {
         let Some(got) = got else { continue };
-        let expected = alone(model, &alone_config(numerics), script.request());
+        let expected = alone(model, &alone_config(arithmetic), script.request());
         if script.leaves.is_none() {
             whole += 1;
             assert!(got == expected, "{label}, request {index}: {got:#?}\nalone: {expected:#?}\n{script:?}");
@@ -95,10 +99,10 @@ fn compare(model: &Path, numerics: Numerics, label: &str, scripts: &[Script], se
 }
 
 /// Requests arrive and leave at fixed steps of a core.
-fn crowd(model: &Path, numerics: Numerics, seed: u64) {
-    let label = format!("{}, {numerics:?}, seed {seed}", model.display());
+fn crowd(model: &Path, arithmetic: Arithmetic, seed: u64) {
+    let label = format!("{}, {arithmetic:?}, seed {seed}", model.display());
     let scripts = scripts(seed);
-    let mut core = core(model, crowded_config(numerics));
+    let mut core = core(model, crowded_config(arithmetic));
     let mut handles: Vec<Option<RequestHandle>> = scripts.iter().map(|_| None).collect();
     for step in 0..200 {
         for (script, handle) in scripts.iter().zip(&mut handles) {
@@ -121,25 +125,30 @@ fn crowd(model: &Path, numerics: Numerics, seed: u64) {
     assert!(stats.finished_cancelled > 0 && stats.finished_stop > 0 && stats.finished_length > 0, "{label}: {stats:?}");
 
     let seen = handles.into_iter().map(|handle| handle.map(|handle| Seen::of(&handle.collect_output().unwrap())));
-    compare(model, numerics, &label, &scripts, seen.collect());
+    compare(model, arithmetic, &label, &scripts, seen.collect());
 }
 
 #[test]
 fn company_does_not_show_with_float_weights() {
-    crowd(&float(), Numerics::Exact, 1);
+    crowd(&float(), (Numerics::Exact, None), 1);
 }
 
 #[test]
 fn company_does_not_show_with_integer_weights() {
-    crowd(&quantised(), Numerics::Fast, 2);
+    crowd(&quantised(), (Numerics::Fast, None), 2);
+}
+
+#[test]
+fn company_does_not_show_with_keys_and_values_in_int8() {
+    crowd(&quantised(), (Numerics::Fast, Some(KvDType::I8)), 4);
 }
 
 /// The engine on its own thread, four callers at once: arrivals fall where they fall.
 #[test]
 fn company_does_not_show_between_threads() {
-    let (model, numerics, seed) = (quantised_with_offsets(), Numerics::Fast, 3);
+    let (model, arithmetic, seed) = (quantised_with_offsets(), (Numerics::Fast, None), 3);
     let scripts = scripts(seed);
-    let engine = builder(&model, crowded_config(numerics)).build().unwrap();
+    let engine = builder(&model, crowded_config(arithmetic)).build().unwrap();
     let mut seen: Vec<Option<Seen>> = scripts.iter().map(|_| None).collect();
     std::thread::scope(|scope| {
         for (scripts, seen) in scripts.chunks(REQUESTS / 4).zip(seen.chunks_mut(REQUESTS / 4)) {
@@ -165,7 +174,7 @@ fn company_does_not_show_between_threads() {
             });
         }
     });
-    compare(&model, numerics, &format!("threads, seed {seed}"), &scripts, seen);
+    compare(&model, arithmetic, &format!("threads, seed {seed}"), &scripts, seen);
     let last = engine.clone();
     engine.shutdown(std::time::Duration::MAX).unwrap();
     let stats = last.stats();

@@ -219,9 +219,15 @@ fn layouts_differ_where_bytes_do_and_impossible_ones_are_invalid() {
 
 #[test]
 fn blocks_are_copied_whole_and_in_order() {
+    for dtype in device().caps().kv_dtypes.clone() {
+        blocks_are_copied(&KvGeometry { dtype, ..GEOMETRY });
+    }
+}
+
+fn blocks_are_copied(geometry: &KvGeometry) {
     let device = device();
     let stream = device.stream().unwrap();
-    let layout = layout(&device);
+    let layout = device.kv_layout(geometry).unwrap();
     let bytes = layout.bytes_per_block as usize;
     let pool = |seed: u8| {
         let span = whole(&device, 4 * layout.bytes_per_block);

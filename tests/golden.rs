@@ -10,8 +10,9 @@ mod smollm2;
 
 use std::path::{Path, PathBuf};
 
-use ascend_llm::engine::Engine;
+use ascend_llm::engine::{Engine, EngineConfig};
 use ascend_llm::graph::Numerics;
+use ascend_llm::kv_cache::KvDType;
 use model::{Model, argmax, log_softmax_at, small_config};
 use serde::Deserialize;
 use smollm2::smollm2;
@@ -45,6 +46,11 @@ fn golden(path: &Path) -> Golden {
 fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
     let mut config = small_config();
     config.numerics = numerics;
+    compare_with(model_path, golden, config, bound)
+}
+
+fn compare_with(model_path: &Path, golden: &Golden, mut config: EngineConfig, bound: f32) -> f32 {
+    let numerics = config.numerics;
     config.max_num_batched_tokens = 512;
     let mut model = Model::new(Engine::builder(model_path).config(config));
     let mut worst = 0.0f32;
@@ -107,6 +113,25 @@ fn fast_numerics_stay_within_their_bounds() {
     for kind in QUANTISED {
         let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
         compare(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, Numerics::Fast, 0.6);
+    }
+}
+
+/// Each key and value moves by at most half a step, 1/254 of the largest element of its row. Over float weights that is all
+/// there is, and f16 would stay below 0.02.
+#[test]
+fn int8_keys_and_values_stay_within_their_bounds() {
+    let mut config = small_config();
+    (config.numerics, config.kv_dtype) = (Numerics::Fast, Some(KvDType::I8));
+    let fable = golden(&data("fable.json"));
+    for path in [data("fable"), story_f16()] {
+        let worst = compare_with(&path, &fable, config.clone(), 0.3);
+        println!("{}: largest error {worst}", path.display());
+        assert!(worst > 0.02, "{}: f16 would be as near: {worst}", path.display());
+    }
+    for kind in QUANTISED {
+        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+        let worst = compare_with(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, config.clone(), 0.6);
+        println!("{kind}: largest error {worst}");
     }
 }
 

@@ -17,6 +17,7 @@ use ascend_llm::graph::{
     Bucket, CompileError, CompileOptions, CustomCall, CustomOp, CustomOpError, CustomSite, Graph, Numerics, Op, Rank,
     Target, compile,
 };
+use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{config_from_hub, decoder_graph};
 use ascend_llm::weights::{self};
 use model::{Model, small_config};
@@ -26,6 +27,8 @@ use model::{Model, small_config};
 const EXACT_BOUND: f32 = 2e-5;
 /// int8 activations may round the other way where a sum differs in its last bit; f16 keys and values likewise.
 const FAST_BOUND: f32 = 2e-2;
+/// Likewise keys and values in int8, whose steps are larger.
+const INT8_BOUND: f32 = 2e-2;
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
@@ -55,10 +58,14 @@ fn run(
     threads: usize,
     chunk: usize,
 ) -> Vec<f32> {
+    run_with(path, config(ranks, numerics, options), threads, chunk)
+}
+
+fn run_with(path: &Path, config: EngineConfig, threads: usize, chunk: usize) -> Vec<f32> {
     let mut device = CpuOptions::default();
     device.threads = Some(threads);
     let device = Arc::new(CpuDevice::new(device).unwrap());
-    let mut model = Model::new(Engine::builder(path).config(config(ranks, numerics, options)).device(device));
+    let mut model = Model::new(Engine::builder(path).config(config).device(device));
     let ids: Vec<u32> = (0..40u32).map(|i| (i * i * 7 + 3) % 160).collect();
     ids.chunks(chunk).flat_map(|chunk| model.forward(chunk, chunk.len().min(8)).concat()).collect()
 }
@@ -100,6 +107,28 @@ fn chunks_do_not_show_in_ranks() {
             let rows = |chunk| run(&path, ranks, Numerics::Fast, &CompileOptions::preset(3), 2, chunk);
             // Chunks of 8 give all rows, as chunks of 4 do.
             assert!(rows(8) == rows(4), "{}, {ranks} ranks", path.display());
+        }
+    }
+}
+
+/// The heads of all ranks stand side by side in a block, each with its scales.
+#[test]
+fn ranks_agree_with_the_whole_over_int8_keys_and_values() {
+    for path in [data("fable"), data("fable/gguf/fable-q8_0.gguf")] {
+        let run = |ranks, level, threads, chunk| {
+            let mut config = config(ranks, Numerics::Fast, &CompileOptions::preset(level));
+            config.kv_dtype = Some(KvDType::I8);
+            run_with(&path, config, threads, chunk)
+        };
+        let whole = run(1, 2, 1, 40);
+        for ranks in [2, 4] {
+            let label = format!("{}, {ranks} ranks", path.display());
+            let cut = run(ranks, 2, 1, 40);
+            let error = error(&cut, &whole);
+            println!("{label}: off by {error}");
+            assert!(error <= INT8_BOUND, "{label}: off by {error}");
+            assert!(run(ranks, 3, 2, 40) == cut, "{label}: level 3 on two threads");
+            assert!(run(ranks, 3, 2, 8) == run(ranks, 0, 1, 4), "{label}: chunks");
         }
     }
 }

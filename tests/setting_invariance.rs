@@ -10,6 +10,7 @@ use std::path::Path;
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, Stats};
 use ascend_llm::graph::Numerics;
+use ascend_llm::kv_cache::KvDType;
 use story::{Author, Seen, alone, builder, device, drain, float, plain_config, quantised, quantised_with_offsets};
 
 /// Prompts around the edges of tiles (16), blocks (16, 32, 128), budgets (16, 64) and attention's segments (256).
@@ -46,6 +47,13 @@ fn plain(numerics: Numerics) -> EngineConfig {
     config
 }
 
+/// The same with keys and values in int8, which is an arithmetic of its own.
+fn plain_int8() -> EngineConfig {
+    let mut config = plain(Numerics::Fast);
+    config.kv_dtype = Some(KvDType::I8);
+    config
+}
+
 type Change = (&'static str, fn(&mut EngineConfig));
 
 /// All leave the pool at 2,048 tokens, which holds all requests of the test; small pools are `batch_invariance`'s.
@@ -79,12 +87,12 @@ const CHANGES: [Change; 17] = [
     }),
 ];
 
-fn settings_do_not_show(model: &Path, numerics: Numerics, seed: u64) {
-    let label = format!("{}, {numerics:?}, seed {seed}", model.display());
+fn settings_do_not_show(model: &Path, plain: &EngineConfig, seed: u64) {
+    let label = format!("{}, {:?}, {:?}, seed {seed}", model.display(), plain.numerics, plain.kv_dtype);
     let requests = requests(seed);
-    let expected: Vec<Seen> = requests.iter().map(|request| alone(model, &plain(numerics), request.clone())).collect();
+    let expected: Vec<Seen> = requests.iter().map(|request| alone(model, plain, request.clone())).collect();
     for (name, change) in CHANGES {
-        let mut config = plain(numerics);
+        let mut config = plain.clone();
         config.max_num_seqs = 16;
         change(&mut config);
         let (seen, stats) = together(model, &requests, config.clone(), Isa::detect());
@@ -99,33 +107,39 @@ fn settings_do_not_show(model: &Path, numerics: Numerics, seed: u64) {
 
 #[test]
 fn settings_do_not_show_with_float_weights_and_exact_numerics() {
-    settings_do_not_show(&float(), Numerics::Exact, 11);
+    settings_do_not_show(&float(), &plain(Numerics::Exact), 11);
 }
 
 #[test]
 fn settings_do_not_show_with_float_weights_and_fast_numerics() {
-    settings_do_not_show(&float(), Numerics::Fast, 12);
+    settings_do_not_show(&float(), &plain(Numerics::Fast), 12);
 }
 
 #[test]
 fn settings_do_not_show_with_integer_weights_and_exact_numerics() {
-    settings_do_not_show(&quantised(), Numerics::Exact, 13);
+    settings_do_not_show(&quantised(), &plain(Numerics::Exact), 13);
 }
 
 #[test]
 fn settings_do_not_show_with_integer_weights_and_fast_numerics() {
-    settings_do_not_show(&quantised(), Numerics::Fast, 14);
-    settings_do_not_show(&quantised_with_offsets(), Numerics::Fast, 15);
+    settings_do_not_show(&quantised(), &plain(Numerics::Fast), 14);
+    settings_do_not_show(&quantised_with_offsets(), &plain(Numerics::Fast), 15);
+}
+
+#[test]
+fn settings_do_not_show_with_keys_and_values_in_int8() {
+    settings_do_not_show(&quantised(), &plain_int8(), 16);
 }
 
 /// The same promise on every instruction set that the machine has, with a budget and team that cut differently.
 #[test]
 fn company_does_not_show_on_any_instruction_set() {
     for (isa, seed) in Isa::available().iter().copied().zip(21..) {
-        for model in [float(), quantised()] {
-            let label = format!("{}, {}, seed {seed}", model.display(), isa.name());
+        for (model, mut config) in
+            [(float(), plain(Numerics::Fast)), (quantised(), plain(Numerics::Fast)), (float(), plain_int8())]
+        {
+            let label = format!("{}, {}, {:?}, seed {seed}", model.display(), isa.name(), config.kv_dtype);
             let requests = &requests(seed)[2..8];
-            let mut config = plain(Numerics::Fast);
             let expected: Vec<Seen> = requests
                 .iter()
                 .flat_map(|request| together(&model, std::slice::from_ref(request), config.clone(), isa).0)
@@ -139,6 +153,21 @@ fn company_does_not_show_on_any_instruction_set() {
     }
 }
 
+/// As many bytes hold nearly twice as many tokens in int8 as in f16: 68 bytes instead of 128 a head of 64.
+#[test]
+fn a_budget_in_bytes_counts_the_scales() {
+    let blocks = |dtype| {
+        let mut config = plain(Numerics::Fast);
+        (config.kv_dtype, config.block_size, config.kv_cache) = (Some(dtype), Some(16), CacheBudget::Bytes(2_457_600));
+        let core = builder(&float(), config).build_core().unwrap();
+        let info = core.info();
+        (info.kv_dtype.clone(), info.pool_blocks, info.pool_bytes)
+    };
+    // A token has 2 heads of keys and values in each of 3 layers.
+    assert_eq!(blocks(KvDType::F16), ("f16".to_owned(), 100, 100 * 16 * 2 * 3 * 2 * 128));
+    assert_eq!(blocks(KvDType::I8), ("i8".to_owned(), 188, 188 * 16 * 2 * 3 * 2 * 68));
+}
+
 /// Were the comparison blind, it would also find these equal.
 #[test]
 fn numeric_modes_and_seeds_do_show() {
@@ -148,7 +177,9 @@ fn numeric_modes_and_seeds_do_show() {
     let request = |params: &ascend_llm::sampler::SamplingParams| Request::tokens(vec![5; 40]).sampling(params.clone());
     let exact = alone(&model, &plain(Numerics::Exact), request(&params));
     let fast = alone(&model, &plain(Numerics::Fast), request(&params));
+    let int8 = alone(&model, &plain_int8(), request(&params));
     assert_ne!(exact.choices[0].logprobs, fast.choices[0].logprobs);
+    assert_ne!(int8.choices[0].logprobs, fast.choices[0].logprobs);
     params.seed = Some(2);
     let other = alone(&model, &plain(Numerics::Exact), request(&params));
     assert_ne!(exact.choices[0].ids, other.choices[0].ids);

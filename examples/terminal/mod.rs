@@ -13,6 +13,7 @@ use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
 use ascend_llm::graph::{Graph, Numerics};
+use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, ModelKind};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -39,6 +40,9 @@ pub struct ModelArgs {
     /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
     #[arg(long, value_parser = ["exact", "fast"])]
     pub numerics: Option<String>,
+    /// What keys and values are stored as; f32 with exact numerics and f16 with fast if left out.
+    #[arg(long, value_parser = ["f32", "f16", "bf16", "i8"])]
+    pub kv_dtype: Option<String>,
 }
 
 impl ModelArgs {
@@ -81,6 +85,22 @@ impl ModelArgs {
         if self.numerics.as_deref() == Some("exact") { Numerics::Exact } else { Numerics::Fast }
     }
 
+    /// The type of keys and values asked for.
+    pub fn kv_dtype(&self) -> Option<KvDType> {
+        self.kv_dtype.as_deref().map(|name| match name {
+            "f32" => KvDType::F32,
+            "f16" => KvDType::F16,
+            "bf16" => KvDType::BF16,
+            _ => KvDType::I8,
+        })
+    }
+
+    /// Bytes of an element of keys and values.
+    pub fn kv_element_bytes(&self) -> u64 {
+        let of_numerics = if self.numerics() == Numerics::Exact { KvDType::F32 } else { KvDType::F16 };
+        self.kv_dtype().unwrap_or(of_numerics).bytes() as u64
+    }
+
     /// Loads the model, with a bar if it takes long enough to be seen.
     pub fn load(&self, config: EngineConfig) -> Result<Engine> {
         let (builder, bar) = self.builder(config, self.device()?);
@@ -111,6 +131,7 @@ impl ModelArgs {
             Some(_) => config.numerics = Numerics::Fast,
             None => {}
         }
+        config.kv_dtype = self.kv_dtype().or(config.kv_dtype);
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {

@@ -39,7 +39,8 @@ pub struct EngineConfig {
     pub block_size: Option<u32>,
     /// Memory for keys and values.
     pub kv_cache: CacheBudget,
-    /// Type of stored keys and values; `None` = what `numerics` says.
+    /// Type of stored keys and values; `None` = what `numerics` says. Types other than `f32` go with numerics `fast`; `i8`
+    /// takes about half of `f16`'s memory and has to be asked for.
     pub kv_dtype: Option<KvDType>,
     /// Arithmetic of the device. Results are the same whoever shares the batch in either mode.
     pub numerics: Numerics,
@@ -207,6 +208,22 @@ mod tests {
             }),
             "kv_dtype"
         );
+        assert_eq!(refused(|c| (c.numerics, c.kv_dtype) = (Numerics::Exact, Some(KvDType::I8))), "kv_dtype");
+    }
+
+    #[test]
+    fn types_of_keys_and_values_go_by_their_names() {
+        let read = |name: &str| serde_json::from_str::<EngineConfig>(&format!(r#"{{"kv_dtype": "{name}"}}"#));
+        for (name, dtype) in
+            [("f32", KvDType::F32), ("f16", KvDType::F16), ("bf16", KvDType::BF16), ("i8", KvDType::I8)]
+        {
+            let config = read(name).unwrap();
+            assert_eq!(config.kv_dtype, Some(dtype));
+            config.validate().unwrap();
+            assert_eq!(serde_json::to_value(&config).unwrap()["kv_dtype"], name);
+        }
+        assert_eq!(read("int8").unwrap().kv_dtype, Some(KvDType::I8));
+        assert!(read("u8").is_err());
     }
 
     #[test]

@@ -103,7 +103,7 @@ pub struct CostShape {
     pub attended_tokens: u64,
     /// Keys that each sequence shows to its rows, summed over the sequences: see [`shown_tokens`].
     pub kv_tokens: u64,
-    /// Bytes of a stored key's or value's element.
+    /// Bytes of a stored key's or value's element; the scales of int8 are not counted.
     pub kv_element_bytes: u64,
 }
 

@@ -9,6 +9,9 @@ pub enum KvDType {
     F32,
     F16,
     BF16,
+    /// Whole numbers from -127 to 127 with one f32 scale for a token's key and one for its value under each KV head.
+    #[serde(alias = "int8")]
+    I8,
 }
 
 impl KvDType {
@@ -17,6 +20,15 @@ impl KvDType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
+            Self::I8 => 1,
+        }
+    }
+
+    /// Bytes of the scale that each token's key (or value) under a head has; none for floats.
+    pub const fn scale_bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::BF16 => 0,
+            Self::I8 => 4,
         }
     }
 }
@@ -37,9 +49,9 @@ pub struct KvGeometry {
 }
 
 impl KvGeometry {
-    /// Bytes of one token's keys and values over all layers.
+    /// Bytes of one token's keys and values over all layers, scales included.
     pub const fn bytes_per_token(&self) -> usize {
-        2 * self.layers * self.kv_heads * self.head_dim * self.dtype.bytes()
+        2 * self.layers * self.kv_heads * (self.head_dim * self.dtype.bytes() + self.dtype.scale_bytes())
     }
 
     /// Bytes of one block over all layers, without any padding a device may add.

@@ -83,7 +83,7 @@ impl CpuDevice {
             name: "cpu",
             description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, team.count()),
             target: Target::new(128),
-            kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16],
+            kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16, KvDType::I8],
             block_size_step: 16,
             max_block_size: 1024,
             default_block_size: 16,
@@ -144,8 +144,8 @@ impl CpuDevice {
         if !self.caps.kv_dtypes.contains(&dtype) {
             return Err(invalid(format!("KV type {dtype:?} is not available")));
         }
-        // Two and the type's bytes at most 4: a factor of 8.
-        let product = [layers, kv_heads, head_dim, block_size, 8].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
+        // Two and the type's bytes at most 4, or 8 where one int8 has a scale and padding: a factor of 16.
+        let product = [layers, kv_heads, head_dim, block_size, 16].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
         if product.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) {
             return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
         }

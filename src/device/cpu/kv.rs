@@ -5,7 +5,12 @@
 //! block   [ layer 0 | layer 1 | … ]    layer [ head 0 | head 1 | … ]    head [ K | V ]
 //! K       [ tile = token / 16 ][ d ][ 16 tokens ]                   scores of a tile are the lanes
 //! V       [ token ][ d ]                                            elements of a head are the lanes
+//! int8    [ tile, padded to 64 | 16 × f32 ]                         a tile of K or V, and its tokens' scales
 //! ```
+//! int8 has one scale for the key and one for the value of each token and head: `scale = amax / 127`,
+//! `q = round(x · 127 / amax)`, ties to even, once and for good when the token is written. A row that is not finite has
+//! scale NaN, so that everything that sees it says so; one below 2^-119 counts as zero and has scale 0.
+//!
 //! A block belongs to one sequence while it is written, so writers are split by block and never share a byte. What a
 //! block holds beyond its sequence's length is never read.
 
@@ -15,6 +20,7 @@ use std::ops::Range;
 
 use super::Isa;
 use super::activation::padded;
+use super::quant::TINY;
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 
@@ -55,7 +61,7 @@ impl KvLayout {
 
     /// Bytes of a block; a multiple of 64.
     pub const fn bytes_per_block(&self) -> usize {
-        self.geometry.bytes_per_block()
+        self.geometry.layers * self.bytes_per_layer()
     }
 
     /// Bytes of one layer of a block.
@@ -80,9 +86,15 @@ impl KvLayout {
         self.k_offset(kv_head) + self.part_bytes()
     }
 
-    /// Bytes of one tile's keys (or values) of one head.
+    /// Bytes of one tile's keys (or values) of one head, with their scales if they have any: those are the last ones.
     pub const fn tile_bytes(&self) -> usize {
-        LANES * self.geometry.head_dim * self.geometry.dtype.bytes()
+        self.scales_at() + LANES * self.geometry.dtype.scale_bytes()
+    }
+
+    /// Where the scales of a tile begin.
+    const fn scales_at(&self) -> usize {
+        let elements = LANES * self.geometry.head_dim * self.geometry.dtype.bytes();
+        if self.geometry.dtype.scale_bytes() > 0 { elements.next_multiple_of(64) } else { elements }
     }
 
     /// Bytes of one head (keys and values) of one layer of a block.
@@ -91,7 +103,7 @@ impl KvLayout {
     }
 
     const fn part_bytes(&self) -> usize {
-        self.geometry.block_size * self.geometry.head_dim * self.geometry.dtype.bytes()
+        self.geometry.block_size / LANES * self.tile_bytes()
     }
 }
 
@@ -197,7 +209,8 @@ pub struct KvRows<'a> {
 
 /// Rounds the rows of one write to the stored type and puts them in their block, for KV heads `heads` only.
 /// `bytes` are those heads' bytes in the pool: `heads.len() · head_bytes` from
-/// [`layer_range`](KvLayout::layer_range)` + `[`k_offset`](KvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN.
+/// [`layer_range`](KvLayout::layer_range)` + `[`k_offset`](KvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN, in int8
+/// as the row's scale.
 pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>, rows: KvRows<'_>, bytes: &mut [u8]) {
     struct Body<'a> {
         layout: &'a KvLayout,
@@ -211,16 +224,20 @@ pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>
         #[inline(always)]
         fn run<L: Lanes>(self, l: L) {
             let KvGeometry { head_dim, dtype, .. } = *self.layout.geometry();
-            let row_bytes = head_dim * dtype.bytes();
+            let (tile_bytes, row_bytes) = (self.layout.tile_bytes(), head_dim * dtype.bytes());
             for (head, bytes) in self.heads.zip(self.bytes.chunks_exact_mut(self.layout.head_bytes())) {
                 let (keys, values) = bytes.split_at_mut(self.layout.part_bytes());
                 for index in 0..self.write.rows {
                     let (row, slot) = (self.write.first_row + index, self.write.first_slot + index);
                     let k = &self.rows.k[row * self.rows.k_stride + head * head_dim..][..head_dim];
                     let v = &self.rows.v[row * self.rows.v_stride + head * head_dim..][..head_dim];
-                    let tile = &mut keys[slot / LANES * self.layout.tile_bytes()..][..self.layout.tile_bytes()];
-                    let row = &mut values[slot * row_bytes..][..row_bytes];
-                    let lane = slot % LANES;
+                    let (tile, lane) = (slot / LANES, slot % LANES);
+                    let (tile, k_scales) =
+                        keys[tile * tile_bytes..][..tile_bytes].split_at_mut(self.layout.scales_at());
+                    let tile = &mut tile[..LANES * row_bytes];
+                    let (row, v_scales) =
+                        values[slot / LANES * tile_bytes..][..tile_bytes].split_at_mut(self.layout.scales_at());
+                    let row = &mut row[lane * row_bytes..][..row_bytes];
                     match dtype {
                         KvDType::F32 => {
                             scatter(tile, lane, k, |x| x.map(f32::to_le_bytes));
@@ -234,6 +251,14 @@ pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>
                             scatter(tile, lane, k, |x| half_bytes(l.to_bf16(l.load(x))));
                             copy(row, v, |x| half_bytes(l.to_bf16(l.load(x))));
                         }
+                        KvDType::I8 => {
+                            let (scale, inverse) = scale_of(k);
+                            scatter(tile, lane, k, |x| steps(l, x, inverse));
+                            k_scales.as_chunks_mut().0[lane] = scale.to_le_bytes();
+                            let (scale, inverse) = scale_of(v);
+                            copy(row, v, |x| steps(l, x, inverse));
+                            v_scales.as_chunks_mut().0[lane] = scale.to_le_bytes();
+                        }
                     }
                 }
             }
@@ -246,6 +271,36 @@ pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>
 #[inline(always)]
 fn half_bytes(x: [u16; 16]) -> [[u8; 2]; 16] {
     x.map(u16::to_le_bytes)
+}
+
+/// The scale of an int8 row, and its inverse; that is 0 where all elements are stored as 0.
+#[inline(always)]
+fn scale_of(row: &[f32]) -> (f32, f32) {
+    // As integers, absolute values order like the floats, and NaN is above infinity.
+    let amax = f32::from_bits(row.iter().fold(0, |most, x| (x.to_bits() & 0x7fff_ffff).max(most)));
+    if !amax.is_finite() {
+        (f32::NAN, 0.0)
+    } else if amax < TINY {
+        (0.0, 0.0)
+    } else {
+        (amax / 127.0, 127.0 / amax)
+    }
+}
+
+/// Elements as steps of their row's scale, rounded to nearest even.
+#[inline(always)]
+fn steps<L: Lanes>(l: L, x: &[f32; 16], inverse: f32) -> [[u8; 1]; 16] {
+    // 1.5 · 2^23: adding it leaves the nearest whole number in the low bits, as two's complement.
+    const ROUNDER: f32 = 12_582_912.0;
+    let mut out = [[0]; 16];
+    if inverse > 0.0 {
+        let mut rounded = [0.0; 16];
+        l.store(l.add(l.mul(l.load(x), l.splat(inverse)), l.splat(ROUNDER)), &mut rounded);
+        for (byte, rounded) in out.iter_mut().zip(rounded) {
+            *byte = [rounded.to_bits().to_le_bytes()[0]];
+        }
+    }
+    out
 }
 
 /// Puts a head's keys into lane `lane` of a tile.

@@ -138,18 +138,32 @@ pub fn rope_angles(inv_freq: &[f32], attention_factor: f32, positions: &[u32], o
 pub fn quantise(x: &[f32], width: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
         for (x, y) in x.chunks(32).zip(y.chunks_mut(32)) {
-            let largest = x.iter().fold(0.0f32, |most, x| if x.is_nan() { *x } else { most.max(x.abs()) });
-            let inverse = 127.0 / largest;
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = if x.is_nan() || !largest.is_finite() {
-                    f32::NAN
-                } else if inverse.is_finite() {
-                    (x * inverse).round_ties_even() * (largest / 127.0)
-                } else {
-                    0.0
-                };
-            }
+            quantise_together(x, y);
         }
+    }
+}
+
+/// `out = x` as int8 keys and values have it: each head of `head_dim` rounded to 127 steps each way, ties to even. A head
+/// that is not finite becomes NaN.
+pub fn quantise_heads(x: &[f32], head_dim: usize, out: &mut [f32]) {
+    for (x, y) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+        quantise_together(x, y);
+    }
+}
+
+/// Rounds elements that share a scale.
+fn quantise_together(x: &[f32], out: &mut [f32]) {
+    let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let is_finite = x.iter().all(|x| x.is_finite());
+    let inverse = 127.0 / largest;
+    for (y, x) in out.iter_mut().zip(x) {
+        *y = if !is_finite {
+            f32::NAN
+        } else if inverse.is_finite() {
+            (x * inverse).round_ties_even() * (largest / 127.0)
+        } else {
+            0.0
+        };
     }
 }
 

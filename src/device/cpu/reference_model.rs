@@ -20,7 +20,8 @@ use crate::weights::{DType, WeightError, WeightSource};
 pub struct ReferenceModel {
     graph: Graph,
     weights: Vec<Vec<f32>>,
-    stored_as: DType,
+    stored_as: KvDType,
+    head_dim: usize,
     /// Keys and values of each layer, one row a token.
     stored: Vec<(Vec<f32>, Vec<f32>)>,
     /// Tokens so far.
@@ -52,13 +53,13 @@ impl ReferenceModel {
             Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => Some(layer + 1),
             _ => None,
         });
-        let stored_as = match kv {
-            KvDType::F32 => DType::F32,
-            KvDType::F16 => DType::F16,
-            KvDType::BF16 => DType::BF16,
-        };
+        let head_dims = graph.nodes.iter().filter_map(|node| match &node.op {
+            Op::Attention(shape) => Some(shape.head_dim),
+            _ => None,
+        });
+        let head_dim = head_dims.max().unwrap_or(1);
         let stored = vec![(Vec::new(), Vec::new()); layers.max().unwrap_or(0)];
-        Ok(Self { graph: graph.clone(), weights: weights?, stored_as, stored, len: 0 })
+        Ok(Self { graph: graph.clone(), weights: weights?, stored_as: kv, head_dim, stored, len: 0 })
     }
 
     /// Forgets the sequence.
@@ -219,9 +220,19 @@ impl ReferenceModel {
     }
 
     fn store(&mut self, layer: usize, k: &[f32], v: &[f32]) {
+        let round = |dtype: DType, x: &[f32]| x.iter().map(|&x| reference::round_to(dtype, x)).collect();
+        let stored = |x: &[f32]| -> Vec<f32> {
+            match self.stored_as {
+                KvDType::F32 => x.to_vec(),
+                KvDType::F16 => round(DType::F16, x),
+                KvDType::BF16 => round(DType::BF16, x),
+                KvDType::I8 => map(x, |out| reference::quantise_heads(x, self.head_dim, out)),
+            }
+        };
+        let (k, v) = (stored(k), stored(v));
         let (keys, values) = &mut self.stored[layer];
-        keys.extend(k.iter().map(|&x| reference::round_to(self.stored_as, x)));
-        values.extend(v.iter().map(|&x| reference::round_to(self.stored_as, x)));
+        keys.extend(k);
+        values.extend(v);
     }
 
     fn attention(&self, shape: &AttentionShape, q: &[f32]) -> Vec<f32> {

@@ -18,6 +18,8 @@ pub(super) trait Element: Copy {
     /// Bytes of 16 elements.
     type Chunk: Copy;
     const BYTES: usize;
+    /// Whether elements are steps of their token's scale. A tile's last bytes are then the scales of its 16 tokens.
+    const IS_SCALED: bool;
     fn chunks(bytes: &[u8]) -> &[Self::Chunk];
     fn load<L: Lanes>(l: L, chunk: &Self::Chunk) -> L::F32;
     /// Fewer than 16 elements, zeros behind them.
@@ -25,13 +27,14 @@ pub(super) trait Element: Copy {
 }
 
 macro_rules! element {
-    ($name:ident, $bytes:literal, $load:ident) => {
+    ($name:ident, $bytes:literal, $load:ident, $is_scaled:literal) => {
         #[derive(Clone, Copy)]
         pub(super) struct $name;
 
         impl Element for $name {
             type Chunk = [u8; 16 * $bytes];
             const BYTES: usize = $bytes;
+            const IS_SCALED: bool = $is_scaled;
 
             #[inline(always)]
             fn chunks(bytes: &[u8]) -> &[Self::Chunk] {
@@ -50,9 +53,19 @@ macro_rules! element {
         }
     };
 }
-element!(F32, 4, load_f32_bytes);
-element!(F16, 2, load_f16_bytes);
-element!(BF16, 2, load_bf16_bytes);
+element!(F32, 4, load_f32_bytes, false);
+element!(F16, 2, load_f16_bytes, false);
+element!(BF16, 2, load_bf16_bytes, false);
+element!(I8, 1, load_i8_bytes, true);
+
+/// Bytes of a tile's scales.
+const SCALES: usize = LANES * 4;
+
+/// The scales of a tile's tokens.
+#[inline(always)]
+fn scales<L: Lanes>(l: L, tile: &[u8]) -> L::F32 {
+    l.load_f32_bytes(tile.last_chunk::<SCALES>().expect("a tile ends with its scales"))
+}
 
 /// Tiles scored together.
 pub(super) const TOGETHER: usize = 4;
@@ -196,10 +209,13 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
         let largest = l.max_lane(largest[i]);
         let subtracted = l.splat(largest);
         let mut sums = l.splat(0.0);
-        for chunk in &mut scores[i].as_chunks_mut::<LANES>().0[lo / LANES..hi.div_ceil(LANES)] {
+        let seen_tiles = lo / LANES..hi.div_ceil(LANES);
+        let chunks = &mut scores[i].as_chunks_mut::<LANES>().0[seen_tiles.clone()];
+        for (chunk, values) in chunks.iter_mut().zip(&tiles.v[seen_tiles]) {
             let p = exp(l, l.sub(l.load(chunk), subtracted));
             sums = l.add(sums, p);
-            l.store(p, chunk);
+            // Hidden lanes become what stale scales make of them; they are not weighed.
+            l.store(if E::IS_SCALED { l.mul(p, scales(l, values)) } else { p }, chunk);
         }
         let partial = &mut partials[i * stride..][..stride];
         partial[..padded_head].fill(0.0);
@@ -265,12 +281,20 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
                 }
             }
         }
+        if E::IS_SCALED
+            && let Some((ahead, to_values)) = ahead
+        {
+            let scales = ahead[part].len() - SCALES;
+            l.prefetch(ahead[part], scales);
+            l.prefetch(ahead[part], scales + to_values);
+        }
     }
     let scale = l.splat(shape.scale);
     for i in 0..Q {
         for (t, sum) in sums[i].iter().enumerate() {
             let tile = first_tile + t;
-            let mut score = l.mul(*sum, scale);
+            let sum = if E::IS_SCALED { l.mul(*sum, scales(l, k[t])) } else { *sum };
+            let mut score = l.mul(sum, scale);
             if let Some(cap) = shape.softcap {
                 score = l.mul(l.splat(cap), tanh(l, l.mul(score, l.splat(1.0 / cap))));
             }

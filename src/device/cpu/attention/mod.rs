@@ -3,7 +3,8 @@
 //! A row at position `p` sees tokens `[max(0, p + 1 − window), p]`. Tokens are cut into segments of [`SEGMENT_TOKENS`] and
 //! tiles of 16 at absolute positions. In a segment: scores `q·k` summed over the head in index order, times the scale,
 //! capped; the largest; `exp(score − largest)`; their sum, 16 lanes over the tiles in order and then by halving; values
-//! weighted and summed token by token. Segments are merged strictly in order. Nothing else is ever added, so a row's bits
+//! weighted and summed token by token. Keys and values in int8 are multiplied as the whole numbers they are: sums `q·k` are
+//! multiplied by the key's scale before that, weights by the value's. Segments are merged strictly in order. Nothing else is ever added, so a row's bits
 //! depend on its own sequence only. Hidden tokens are masked lane by lane and their values are never multiplied: what
 //! stale memory holds, NaN included, cannot show.
 //!
@@ -29,7 +30,7 @@ use super::kv::{KvLayout, Rows};
 use super::simd::lanes::{Kernel, LANES, Lanes, dispatch};
 pub use crate::graph::{AttentionSchedules, LoopOrder};
 use crate::kv_cache::{BlockId, KvDType};
-use kernel::{BF16, Element, F16, F32, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
+use kernel::{BF16, Element, F16, F32, I8, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
 pub use schedule::Schedule;
 use schedule::Unit;
 
@@ -309,6 +310,9 @@ impl<'a> Attention<'a> {
             }
             KvDType::BF16 => {
                 dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<BF16> });
+            }
+            KvDType::I8 => {
+                dispatch(self.isa, Pass { shape, tiles, queries, prefetch, scratch, element: PhantomData::<I8> });
             }
         }
     }

@@ -32,6 +32,8 @@ pub trait Lanes: Copy {
     fn load_f16_bytes(self, from: &[u8; 32]) -> Self::F32;
     /// Little-endian bfloat16, widened exactly.
     fn load_bf16_bytes(self, from: &[u8; 32]) -> Self::F32;
+    /// Signed bytes, widened exactly.
+    fn load_i8_bytes(self, from: &[u8; 16]) -> Self::F32;
     /// Rounds to nearest even after clamping to ±[`F16_MAX`]; NaN stays NaN.
     fn to_f16(self, value: Self::F32) -> [u16; 16];
     /// Rounds to nearest even; NaN stays NaN.
@@ -210,6 +212,14 @@ impl Lanes for Plain {
         out
     }
     #[inline(always)]
+    fn load_i8_bytes(self, from: &[u8; 16]) -> [f32; 16] {
+        let mut out = [0.0; 16];
+        for (x, b) in out.iter_mut().zip(from) {
+            *x = f32::from(b.cast_signed());
+        }
+        out
+    }
+    #[inline(always)]
     fn to_f16(self, value: [f32; 16]) -> [u16; 16] {
         let mut out = [0; 16];
         for i in 0..16 {
@@ -300,14 +310,14 @@ mod x86 {
     use super::{F16_MAX, Lanes};
     use std::arch::x86_64::{
         __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
-        _mm_add_ss, _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm256_add_ps,
-        _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_storeu_si256,
-        _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castps512_ps256,
-        _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
-        _mm512_cvtps_ph, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-        _mm512_mask_mov_epi32, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512,
-        _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
-        _mm512_sub_ps,
+        _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch,
+        _mm_shuffle_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256,
+        _mm256_max_ps, _mm256_storeu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512,
+        _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi16,
+        _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_div_ps,
+        _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_mov_epi32, _mm512_mask_mov_ps,
+        _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_scalef_ps, _mm512_set1_epi32,
+        _mm512_set1_ps, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
     };
 
     /// Sixteen lanes in one register. A value proves that the machine has the instructions.
@@ -372,6 +382,10 @@ mod x86 {
                 let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.as_ptr().cast()));
                 _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
             }
+        }
+        #[inline(always)]
+        fn load_i8_bytes(self, from: &[u8; 16]) -> __m512 {
+            vector! { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.as_ptr().cast()))) }
         }
         #[inline(always)]
         fn to_f16(self, value: __m512) -> [u16; 16] {
@@ -516,6 +530,29 @@ mod tests {
                 assert_eq!(pair[16 + lane], bits(bf16::from_bits(stored).to_f32()), "bf16 {stored:#x}");
             }
         }
+    }
+
+    #[derive(Clone)]
+    struct WidenBytes;
+    impl Kernel for WidenBytes {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+            let bytes: Vec<u8> = (0..=u8::MAX).collect();
+            let mut out = vec![];
+            for chunk in bytes.as_chunks().0 {
+                let mut lanes = [0.0; 16];
+                l.store(l.load_i8_bytes(chunk), &mut lanes);
+                out.extend(lanes.map(bits));
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn every_signed_byte_widens_exactly() {
+        let want: Vec<u32> = (0..=u8::MAX).map(|byte| bits(f32::from(byte as i8))).collect();
+        assert_eq!(everywhere(WidenBytes), want);
     }
 
     #[derive(Clone)]
