@@ -1,5 +1,5 @@
 //! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantised) weights: top
-//! logits, prompt log-probabilities, 64 greedy tokens.
+//! logits, prompt log-probabilities, 64 greedy tokens. The story model runs on every instruction set that the machine has.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
@@ -9,7 +9,9 @@ mod model;
 mod smollm2;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::Engine;
 use ascend_llm::graph::Numerics;
 use model::{Model, argmax, log_softmax_at, small_config};
@@ -40,16 +42,29 @@ fn golden(path: &Path) -> Golden {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
+fn device(isa: Isa) -> Arc<CpuDevice> {
+    let mut options = CpuOptions::default();
+    options.isa = Some(isa);
+    Arc::new(CpuDevice::new(options).unwrap())
+}
+
+/// [`compare_on`] every instruction set that this machine has.
+fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) {
+    for &isa in Isa::available() {
+        compare_on(isa, model_path, golden, numerics, bound);
+    }
+}
+
 /// Largest error of the top logits and of the log-probabilities; greedy tokens must agree up to the first step whose two
 /// best logits lie closer than that error could turn.
-fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
+fn compare_on(isa: Isa, model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
     let mut config = small_config();
     config.numerics = numerics;
     config.max_num_batched_tokens = 512;
-    let mut model = Model::new(Engine::builder(model_path).config(config));
+    let mut model = Model::new(Engine::builder(model_path).config(config).device(device(isa)));
     let mut worst = 0.0f32;
     for prompt in &golden.prompts {
-        let label = format!("{} of {}", prompt.name, model_path.display());
+        let label = format!("{} of {}, {isa:?}", prompt.name, model_path.display());
         model.restart();
         let rows = model.forward(&prompt.input_ids, prompt.input_ids.len());
         let tops = &prompt.top20_last_positions;
@@ -114,11 +129,13 @@ fn fast_numerics_stay_within_their_bounds() {
 fn the_story_begins_with_the_64_reference_tokens() {
     let fable = golden(&data("fable.json"));
     let story = fable.prompts.iter().find(|prompt| prompt.greedy64.len() == 64).unwrap();
-    for numerics in [Numerics::Exact, Numerics::Fast] {
-        let mut config = small_config();
-        config.numerics = numerics;
-        let mut model = Model::new(Engine::builder(story_f16()).config(config));
-        assert_eq!(model.greedy(&story.input_ids, 64), story.greedy64);
+    for &isa in Isa::available() {
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            let mut config = small_config();
+            config.numerics = numerics;
+            let mut model = Model::new(Engine::builder(story_f16()).config(config).device(device(isa)));
+            assert_eq!(model.greedy(&story.input_ids, 64), story.greedy64, "{isa:?}");
+        }
     }
 }
 
@@ -126,7 +143,7 @@ fn the_story_begins_with_the_64_reference_tokens() {
 fn smollm2_meets_its_reference() {
     let Some(path) = smollm2() else { return };
     let golden = golden(&data("smollm2-135m-instruct-q4_1.json"));
-    let exact = compare(&path, &golden, Numerics::Exact, 2e-3);
-    let fast = compare(&path, &golden, Numerics::Fast, 3.0);
+    let exact = compare_on(Isa::detect(), &path, &golden, Numerics::Exact, 2e-3);
+    let fast = compare_on(Isa::detect(), &path, &golden, Numerics::Fast, 3.0);
     println!("smollm2 ran: largest error {exact} exact, {fast} fast");
 }

@@ -18,6 +18,7 @@ use super::super::quant::{BLOCK, QuantRows, RECORD_BYTES};
 use super::avx2_words::{HALF, load_columns, minimum, scale, store_columns, word};
 use super::formats::{Format, with_format};
 use super::int_tiles::{Body, Job, all};
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -267,7 +268,17 @@ unsafe fn four_of(x: *const u8) -> __m256i {
 #[inline(always)]
 unsafe fn add_pairs(dots: &mut __m256i, pairs: __m256i) {
     // SAFETY: the caller enables AVX2.
-    *dots = unsafe { _mm256_add_epi32(*dots, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))) };
+    *dots = unsafe { hold(_mm256_add_epi32(*dots, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))) };
+}
+
+/// The same, in a register, after all that was held before. Additions of integers may change places, and without this the
+/// compiler makes one row after the other, with all words of a block in memory because they are too many for registers.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn hold(mut v: __m256i) -> __m256i {
+    // SAFETY: there is no instruction.
+    unsafe { asm!("/* {0} */", inout(ymm_reg) v, options(nomem, nostack, preserves_flags)) };
+    v
 }
 
 /// Adds the integer sums of a 32-block, or of its half `part` where halves have scales of their own, to the rows' sums.

@@ -1,4 +1,4 @@
-//! int8 activations × quantised weights with AVX-512: lanes are output columns, activations are broadcast.
+//! int8 activations × quantised weights with AVX-512 VNNI: lanes are output columns, activations are broadcast.
 //!
 //! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers; at each word all rows come before the
 //! next word, so that no dot product waits for the one before it. Large batches take 12 × 1 (24 accumulators, 4 registers
@@ -23,43 +23,17 @@ use std::ops::Range;
 /// How far ahead of its use a weight is asked for by the rows that bring it in: 4 KiB a panel stream, 16 KiB for four.
 const AHEAD_BYTES: usize = 4096;
 /// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations.
-trait Dot {
-    /// # Safety
-    /// `x` is valid for 4 reads; the caller enables the instruction set.
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i;
-}
-
-struct Vnni;
-
-impl Dot for Vnni {
-    #[inline(always)]
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-        // SAFETY: the caller's.
-        unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
-    }
-}
-
-/// Without VNNI: even and odd bytes as 16-bit integers. (`vpmaddubsw` would saturate: 255 · 127 · 2 > 32,767.)
-struct Widened;
-
-impl Dot for Widened {
-    #[inline(always)]
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-        // SAFETY: the caller's.
-        unsafe {
-            let x = _mm512_set1_epi32(x.cast::<i32>().read_unaligned());
-            let (x_even, x_odd) = (_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)), _mm512_srai_epi16::<8>(x));
-            let w_even = _mm512_and_si512(w, _mm512_set1_epi16(0xff));
-            let w_odd = _mm512_srli_epi16::<8>(w);
-            let acc = _mm512_add_epi32(acc, _mm512_madd_epi16(w_even, x_even));
-            _mm512_add_epi32(acc, _mm512_madd_epi16(w_odd, x_odd))
-        }
-    }
+///
+/// # Safety
+/// `x` is valid for 4 reads; the caller enables AVX-512 VNNI.
+#[inline(always)]
+unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
+    // SAFETY: the caller's.
+    unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
 }
 
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
 pub(super) fn matmul(
-    vnni: bool,
     x: QuantRows<'_>,
     w: &PackedMatrix,
     bias: Option<&[f32]>,
@@ -68,51 +42,23 @@ pub(super) fn matmul(
 ) {
     let Some(job) = Job::new(x, w, bias, &panels, out, (GROUP - 1) * w.panel_bytes()) else { return };
     // SAFETY: `job` covers `x.rows()` rows and `panels.len()` panels; `assert_available` was called for the instruction set.
-    unsafe {
-        if vnni {
-            with_format!(w.dtype(), all_vnni::<_>(job, x.rows(), panels.len()));
-        } else {
-            with_format!(w.dtype(), all_widened::<_>(job, x.rows(), panels.len()));
-        }
-    }
+    unsafe { with_format!(w.dtype(), all_formats::<_>(job, x.rows(), panels.len())) }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn tile_vnni<F: Format, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the caller's.
-    unsafe { tile::<F, Vnni, R, P>(job) }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn tile_widened<F: Format, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the caller's.
-    unsafe { tile::<F, Widened, R, P>(job) }
-}
-
-unsafe fn all_vnni<F: Format>(job: Job, rows: usize, panels: usize) {
+unsafe fn all_formats<F: Format>(job: Job, rows: usize, panels: usize) {
     // Each body is compiled for every format: fewer of them keep the build short.
     let bodies: [(usize, usize, Body, Body); 3] = [
-        (12, 1, tile_vnni::<F, 12, 1>, tile_vnni::<F, 12, 1>),
-        (4, 2, tile_vnni::<F, 4, 2>, tile_vnni::<F, 4, 1>),
-        (1, 4, tile_vnni::<F, 1, 4>, tile_vnni::<F, 1, 1>),
+        (12, 1, tile::<F, 12, 1>, tile::<F, 12, 1>),
+        (4, 2, tile::<F, 4, 2>, tile::<F, 4, 1>),
+        (1, 4, tile::<F, 1, 4>, tile::<F, 1, 1>),
     ];
     // SAFETY: the caller's.
     unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
-unsafe fn all_widened<F: Format>(job: Job, rows: usize, panels: usize) {
-    // Processors with AVX-512 but without VNNI are few and old.
-    let bodies: [(usize, usize, Body, Body); 2] = [
-        (6, 1, tile_widened::<F, 6, 1>, tile_widened::<F, 6, 1>),
-        (1, 1, tile_widened::<F, 1, 1>, tile_widened::<F, 1, 1>),
-    ];
-    // SAFETY: the caller's.
-    unsafe { all::<F>(&bodies, job, rows, panels) }
-}
-
-/// R rows × P panels. Inlined into functions that enable the instruction set.
-#[inline(always)]
-unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
+/// R rows × P panels.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
     let scheme = F::SCHEME;
     let unit_bytes = scheme.unit_bytes();
     // SAFETY: the job covers R rows and P panels of whole units; offsets below stay within a row, a record or a unit.
@@ -166,10 +112,10 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
                     }
                 }
                 let group = unit.add(sub * scheme.group_bytes());
-                word_pair::<F, D, R, P, 0>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 1>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 2>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 3>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 0>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 1>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 2>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 3>(&job, group, x, &mut lo, &mut hi);
                 for p in 0..P {
                     let unit = unit.add(p * job.panel_bytes);
                     let scale_lo = scale::<F>(unit, sub, 0);
@@ -216,7 +162,7 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
 /// Words I and I + 4 of the block: all rows and panels of a word before the next. Where halves have scales of their own
 /// the second word goes to `hi`.
 #[inline(always)]
-unsafe fn word_pair<F: Format, D: Dot, const R: usize, const P: usize, const I: usize>(
+unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
     job: &Job,
     group: *const u8,
     x: *const u8,
@@ -230,16 +176,16 @@ unsafe fn word_pair<F: Format, D: Dot, const R: usize, const P: usize, const I: 
             let (first, later) = words::<F, I>(group.add(p * job.panel_bytes));
             second[p] = later;
             for r in 0..R {
-                lo[p][r] = D::dot(lo[p][r], first, x.add(r * job.row_bytes + 4 * I));
+                lo[p][r] = dot(lo[p][r], first, x.add(r * job.row_bytes + 4 * I));
             }
         }
         for p in 0..P {
             for r in 0..R {
                 let x = x.add(r * job.row_bytes + 16 + 4 * I);
                 if F::SCHEME.sub_scales == 2 {
-                    hi[p][r] = D::dot(hi[p][r], second[p], x);
+                    hi[p][r] = dot(hi[p][r], second[p], x);
                 } else {
-                    lo[p][r] = D::dot(lo[p][r], second[p], x);
+                    lo[p][r] = dot(lo[p][r], second[p], x);
                 }
             }
         }
