@@ -55,6 +55,15 @@ fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) {
     }
 }
 
+/// The same for one of [`QUANTISED`], which plain code takes ten times as long for: one of them does there.
+fn compare_quantised(kind: &str, numerics: Numerics, bound: f32) {
+    let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+    let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
+    for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Plain || kind == "Q4_K_M") {
+        compare_on(isa, &path, &golden, numerics, bound);
+    }
+}
+
 /// Largest error of the top logits and of the log-probabilities; greedy tokens must agree up to the first step whose two
 /// best logits lie closer than that error could turn.
 fn compare_on(isa: Isa, model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
@@ -107,8 +116,7 @@ fn the_story_model_meets_its_reference_exactly() {
 #[test]
 fn the_quantised_story_models_meet_their_references_exactly() {
     for kind in QUANTISED {
-        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
-        compare(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, Numerics::Exact, 2e-4);
+        compare_quantised(kind, Numerics::Exact, 2e-4);
     }
 }
 
@@ -120,8 +128,7 @@ fn fast_numerics_stay_within_their_bounds() {
     compare(&data("fable"), &fable, Numerics::Fast, 0.02);
     compare(&story_f16(), &fable, Numerics::Fast, 0.02);
     for kind in QUANTISED {
-        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
-        compare(&data(&format!("fable/gguf/fable-{kind}.gguf")), &golden, Numerics::Fast, 0.6);
+        compare_quantised(kind, Numerics::Fast, 0.6);
     }
 }
 
