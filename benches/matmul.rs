@@ -106,15 +106,30 @@ impl Weights {
     }
 }
 
+/// What the other paths multiply, for comparison.
+const OTHER_SHAPES: [(usize, usize, &[usize]); 1] = [(1536, 576, &[1, 512])];
+const OTHER_DTYPES: [DType; 5] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::BF16, DType::F32];
+
+/// The fastest path at length, the others for comparison.
 fn products(c: &mut Criterion, elem: Elem) {
-    let (isa, team) = (Isa::detect(), Team::new(None).expect("a team"));
+    for &isa in Isa::available().iter().rev() {
+        if isa == Isa::detect() {
+            products_on(c, isa, elem, &DTYPES, &SHAPES);
+        } else {
+            products_on(c, isa, elem, &OTHER_DTYPES, &OTHER_SHAPES);
+        }
+    }
+}
+
+fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes: &[(usize, usize, &[usize])]) {
+    let team = Team::new(None).expect("a team");
     let name = if elem == Elem::Q8 { "int8" } else { "f32" };
     let mut group = c.benchmark_group(format!("matmul/{name}/{}", isa.name()));
-    for dtype in DTYPES {
-        if elem == Elem::Q8 && !dtype.is_quantised() {
+    for &dtype in dtypes {
+        if dtype.is_quantised() != (elem == Elem::Q8) && (elem == Elem::Q8 || isa != Isa::detect()) {
             continue;
         }
-        for (n, k, batches) in SHAPES {
+        for &(n, k, batches) in shapes {
             // A K-quant's rows are whole blocks of 256: the next shape it can have.
             let k = k.next_multiple_of(dtype.block_len());
             let bytes = dtype.bytes_for(n * k).expect("whole blocks");

@@ -129,7 +129,7 @@ fn read_sweep(path: &Path) -> Result<Line> {
         let load = scenario.strip_prefix("bg").and_then(|load| parse_batch(load).ok());
         if let (Some(load), Some(rate)) = (load, figure["value"].as_f64()) {
             rates.entry(load.seqs).or_default().push(rate);
-            line.name = figure["dtype"].as_str().unwrap_or_default().to_owned();
+            figure["dtype"].as_str().unwrap_or_default().clone_into(&mut line.name);
         }
     }
     line.points = rates.into_iter().map(|(seqs, rates)| (seqs, median(rates))).collect();

@@ -59,8 +59,7 @@ fn run(args: &Args) -> Result<()> {
         format!("--prefill {prefill} --decode {decode}: expected at most the model's {longest} tokens together")
     })?;
     let mut options = CpuOptions::default();
-    options.threads = args.model.threads;
-    options.profile = true;
+    (options.threads, options.isa, options.profile) = (args.model.threads, args.model.isa()?, true);
     let device = Arc::new(CpuDevice::new(options)?);
 
     let compile_options = args.compile.options()?;

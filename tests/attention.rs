@@ -534,14 +534,16 @@ fn threads_do_not_show() {
 }
 
 #[test]
-fn the_plain_twin_has_the_same_bits() {
+fn every_instruction_set_has_the_same_bits() {
     for dtype in DTYPES {
         for dim in [16, 20, 64, 80, 128] {
             let shape = AttentionShape { window: Some(200), softcap: Some(20.0), ..shape(5, 1, dim) };
             let s = [Sequence::new(&shape, 270, 31)];
-            let fast = run(&Setup::plain(shape, dtype), &s);
             let plain = run(&Setup { isa: Isa::Plain, ..Setup::plain(shape, dtype) }, &s);
-            assert_same(&format!("{dtype:?}, {dim}"), &fast[0], &plain[0]);
+            for &isa in Isa::available() {
+                let got = run(&Setup { isa, ..Setup::plain(shape, dtype) }, &s);
+                assert_same(&format!("{dtype:?}, {dim}, {isa:?}"), &got[0], &plain[0]);
+            }
         }
     }
 }
@@ -667,7 +669,7 @@ fn scratch_holds_the_longest_unit_of_the_partial_order() {
 fn stores_round_to_nearest_even_and_clamp() {
     let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 8, block_size: 16, dtype: KvDType::F16 };
     let v = [1e6, -1e6, f32::NAN, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0, 65519.0, f32::INFINITY, 6e-8];
-    for isa in [Isa::detect(), Isa::Plain] {
+    for &isa in Isa::available() {
         for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
             let layout = KvLayout::new(KvGeometry { dtype, ..geometry });
             let mut pool = vec![0; layout.bytes_per_block()];

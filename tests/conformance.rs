@@ -1,5 +1,5 @@
 //! Every conformance model gives the logits, log-probabilities and greedy tokens of its float32 reference, in both
-//! spellings of `config.json`, at the least and the most fusion.
+//! spellings of `config.json`, at the least and the most fusion, on every instruction set that the machine has.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
@@ -7,7 +7,9 @@
 mod model;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{BuildError, Engine};
 use ascend_llm::graph::{CompileOptions, Numerics, Precision};
 use ascend_llm::kv_cache::KvDType;
@@ -67,9 +69,15 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 fn model(folder: &Path, numerics: Numerics, fusion: u8) -> Model {
-    let mut options = CompileOptions::default();
-    options.fusion = Some(fusion);
-    with_options(folder, numerics, options)
+    model_on(Isa::detect(), folder, numerics, fusion)
+}
+
+fn model_on(isa: Isa, folder: &Path, numerics: Numerics, fusion: u8) -> Model {
+    let mut config = small_config();
+    (config.numerics, config.compile.fusion) = (numerics, Some(fusion));
+    let mut options = CpuOptions::default();
+    options.isa = Some(isa);
+    Model::new(Engine::builder(folder).config(config).device(Arc::new(CpuDevice::new(options).unwrap())))
 }
 
 fn with_options(folder: &Path, numerics: Numerics, options: CompileOptions) -> Model {
@@ -82,12 +90,14 @@ fn with_options(folder: &Path, numerics: Numerics, options: CompileOptions) -> M
 fn exact_numerics_meet_the_reference() {
     for folder in models() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-        for (spelling, folder) in [("new", folder.clone()), ("older", older_spelling(&folder))] {
+        // The spelling does not reach the device: the older one runs on one instruction set.
+        let paths = Isa::available().iter().map(|&isa| ("new", folder.clone(), isa));
+        for (spelling, folder, isa) in paths.chain([("older", older_spelling(&folder), Isa::detect())]) {
             for fusion in [0, 3] {
-                let mut model = model(&folder, Numerics::Exact, fusion);
+                let mut model = model_on(isa, &folder, Numerics::Exact, fusion);
                 for case in golden(&folder).cases {
-                    let label =
-                        format!("{name}, {spelling} spelling, fusion {fusion}, {} tokens", case.input_ids.len());
+                    let tokens = case.input_ids.len();
+                    let label = format!("{name}, {spelling} spelling, {isa:?}, fusion {fusion}, {tokens} tokens");
                     model.restart();
                     let rows = model.forward(&case.input_ids, case.input_ids.len());
                     let error = largest_difference(rows.last().unwrap(), &case.last_logits);
@@ -109,12 +119,14 @@ fn exact_numerics_meet_the_reference() {
 #[test]
 fn fast_numerics_stay_within_their_bound() {
     for folder in models() {
-        let mut model = model(&folder, Numerics::Fast, 2);
-        for case in golden(&folder).cases {
-            model.restart();
-            let rows = model.forward(&case.input_ids, 1);
-            let error = largest_difference(&rows[0], &case.last_logits);
-            assert!(error <= FAST_BOUND, "{}: logits differ by {error}", folder.display());
+        for &isa in Isa::available() {
+            let mut model = model_on(isa, &folder, Numerics::Fast, 2);
+            for case in golden(&folder).cases {
+                model.restart();
+                let rows = model.forward(&case.input_ids, 1);
+                let error = largest_difference(&rows[0], &case.last_logits);
+                assert!(error <= FAST_BOUND, "{}, {isa:?}: logits differ by {error}", folder.display());
+            }
         }
     }
 }
@@ -206,6 +218,25 @@ fn fusion_levels_and_chunks_agree_bit_by_bit() {
                     ids.chunks(chunk).flat_map(|chunk| model.forward(chunk, chunk.len())).collect();
                 assert!(rows == reference, "{}: chunks of {chunk}", folder.display());
             }
+        }
+    }
+}
+
+/// The ends of the ladder above on every instruction set, and chunks.
+#[test]
+fn fusion_and_chunks_agree_bit_by_bit_on_every_instruction_set() {
+    for folder in models() {
+        for (&isa, numerics) in Isa::available().iter().flat_map(|isa| [(isa, Numerics::Exact), (isa, Numerics::Fast)])
+        {
+            let case = golden(&folder).cases.pop().unwrap();
+            let ids = &case.input_ids;
+            let label = format!("{}, {isa:?}, {numerics:?}", folder.display());
+            let reference = model_on(isa, &folder, numerics, 0).forward(ids, ids.len());
+            let mut most = model_on(isa, &folder, numerics, 3);
+            assert!(most.forward(ids, ids.len()) == reference, "{label}: fusion 3");
+            most.restart();
+            let rows: Vec<Vec<f32>> = ids.chunks(7).flat_map(|chunk| most.forward(chunk, chunk.len())).collect();
+            assert!(rows == reference, "{label}: chunks of 7");
         }
     }
 }

@@ -264,19 +264,86 @@ fn products_agree_with_the_dequantised_oracle() {
     }
 }
 
-/// With one block, no minimum and scales of one there is nothing to round: all paths must give the integers.
+/// A weight of one row and `k` = 256 whose scales are 1 and minima 0; `quants` gives the bytes that hold quants.
+fn unscaled(dtype: DType, mut quants: impl FnMut() -> u8) -> Vec<u8> {
+    let mut out = Vec::new();
+    for _ in 0..256 / dtype.block_len() {
+        let mut block: Vec<u8> = (0..dtype.block_bytes()).map(|_| quants()).collect();
+        let mut put = |at: usize, bytes: &[u8]| block[at..at + bytes.len()].copy_from_slice(bytes);
+        let (one, zero) = (f16::ONE.to_le_bytes(), [0, 0]);
+        match dtype {
+            DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => put(0, &one),
+            DType::Q6_K => {
+                put(192, &[1; 16]);
+                put(208, &one);
+            }
+            _ => {
+                put(0, &one);
+                put(2, &zero);
+                if dtype.block_len() == 256 {
+                    put(4, &[1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]);
+                }
+            }
+        }
+        out.extend(block);
+    }
+    out
+}
+
+/// Without minima and with scales of one there is nothing to round: all paths must give the integers, also where weights and
+/// activations are as large as they can be. (255 · 127 · 2, two products of 8-bit weights as they are stored, is beyond 16
+/// bits; so are four of 6-bit weights and one more, and eight of 5-bit weights and one more.)
 #[test]
 fn integer_sums_are_exact_at_the_extremes() {
+    type Signs = fn(usize) -> f32;
     let team = Team::new(Some(1)).unwrap();
-    for x in [127.0f32, -127.0] {
-        for q in [-128i8, 127, 0] {
-            let mut block = f16::ONE.to_le_bytes().to_vec();
-            block.extend([q as u8; 32]);
-            let w = PackedMatrix::pack(&team, DType::Q8_0, 1, 32, &block).unwrap();
-            for &isa in Isa::available() {
-                let got = product(&team, isa, Rows::Int8, &[x; 32], &w, None);
-                assert_eq!(got, [32.0 * x * f32::from(q)], "{isa:?} x {x} q {q}");
+    let signs: [(&str, Signs); 4] = [
+        ("all up", |_| 127.0),
+        ("all down", |_| -127.0),
+        ("turns", |k| if k % 2 == 0 { 127.0 } else { -127.0 }),
+        ("pairs", |k| if k % 4 < 2 { 127.0 } else { -127.0 }),
+    ];
+    for dtype in SMALL_BLOCKS.into_iter().chain(SUPER_BLOCKS) {
+        let mut noise = Noise(9);
+        // 0x80 is -128 and 0x7f is 127 to 8 bits; 0xff and 0 are the ends of all others.
+        for (pattern, fill) in [("-128", 0x80), ("127", 0x7f), ("ones", 0xff), ("zeros", 0), ("both ends", 1)] {
+            let data = unscaled(dtype, || match fill {
+                1 => [0x80, 0x7f, 0xff, 0][usize::from((noise.next() >> 62) as u8)],
+                _ => fill,
+            });
+            let w = PackedMatrix::pack(&team, dtype, 1, 256, &data).unwrap();
+            let values = dequantise(dtype, &data);
+            for (name, sign) in signs {
+                // One row, and enough of them for the tallest tile.
+                let row: Vec<f32> = (0..256).map(sign).collect();
+                let exact: f64 = row.iter().zip(&values).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                for &isa in Isa::available() {
+                    for rows in [1, 13] {
+                        let got = product(&team, isa, Rows::Int8, &row.repeat(rows), &w, None);
+                        assert!(
+                            got.iter().all(|got| f64::from(*got) == exact),
+                            "{dtype} {pattern}, {name}, {isa:?}, {rows} rows: {got:?} instead of {exact}"
+                        );
+                    }
+                }
             }
+        }
+    }
+}
+
+/// Not promised, but these paths do the same operations in the same order: a difference is a mistake in one of them.
+#[test]
+fn paths_with_fused_additions_give_the_same_bits() {
+    let team = Team::new(Some(2)).unwrap();
+    for (dtype, k, kind) in combinations() {
+        let (n, rows) = (41, 21);
+        let mut noise = Noise(10 + k as u64);
+        let w = PackedMatrix::pack(&team, dtype, n, k, &noise.weight(dtype, n, k)).unwrap();
+        let (x, bias) = (noise.floats(rows * k), noise.floats(n));
+        let fused: Vec<Isa> = Isa::available().iter().copied().filter(|isa| *isa != Isa::Plain).collect();
+        for pair in fused.windows(2) {
+            let [a, b] = [pair[0], pair[1]].map(|isa| bits(&product(&team, isa, kind, &x, &w, Some(&bias))));
+            assert!(a == b, "{dtype} k {k} {kind:?}: {pair:?}");
         }
     }
 }
@@ -324,16 +391,18 @@ fn a_non_finite_activation_spoils_its_own_row_only() {
     let team = Team::new(Some(2)).unwrap();
     for (dtype, kind) in [(DType::F32, Rows::F32), (DType::Q8_0, Rows::Int8), (DType::Q4_1, Rows::Int8)] {
         let w = PackedMatrix::pack(&team, dtype, 33, 64, &Noise(3).weight(dtype, 33, 64)).unwrap();
-        let mut x = Noise(4).floats(15 * 64);
-        let clean = product(&team, Isa::detect(), kind, &x, &w, None);
-        x[7 * 64 + 5] = f32::NAN;
-        let got = product(&team, Isa::detect(), kind, &x, &w, None);
-        for row in 0..15 {
-            let part = row * 33..(row + 1) * 33;
-            if row == 7 {
-                assert!(got[part].iter().all(|value| value.is_nan()));
-            } else {
-                assert_eq!(got[part.clone()], clean[part]);
+        for &isa in Isa::available() {
+            let mut x = Noise(4).floats(15 * 64);
+            let clean = product(&team, isa, kind, &x, &w, None);
+            x[7 * 64 + 5] = f32::NAN;
+            let got = product(&team, isa, kind, &x, &w, None);
+            for row in 0..15 {
+                let part = row * 33..(row + 1) * 33;
+                if row == 7 {
+                    assert!(got[part].iter().all(|value| value.is_nan()), "{isa:?}");
+                } else {
+                    assert_eq!(got[part.clone()], clean[part], "{isa:?}");
+                }
             }
         }
     }
@@ -346,14 +415,16 @@ fn strided_rows_and_single_panels_work_alike() {
     let w = PackedMatrix::pack(&team, DType::BF16, n, k, &Noise(5).weight(DType::BF16, n, k)).unwrap();
     let padded = Noise(6).floats(6 * stride + k);
     let dense: Vec<f32> = (0..7).flat_map(|row| padded[row * stride..][..k].to_vec()).collect();
-    let expected = product(&team, Isa::detect(), Rows::F32, &dense, &w, None);
-    for panel in 0..w.panels() {
-        let columns = columns_of(&w, &(panel..panel + 1));
-        let mut out = vec![0.0; 7 * columns.len()];
-        let mut tile = Tile::whole(&mut out, columns.len());
-        matmul_f32(Isa::detect(), FloatRows::new(&padded, k, stride), &w, None, panel..panel + 1, &mut tile);
-        for row in 0..7 {
-            assert_eq!(tile.row(row), &expected[row * n..][columns.clone()]);
+    for &isa in Isa::available() {
+        let expected = product(&team, isa, Rows::F32, &dense, &w, None);
+        for panel in 0..w.panels() {
+            let columns = columns_of(&w, &(panel..panel + 1));
+            let mut out = vec![0.0; 7 * columns.len()];
+            let mut tile = Tile::whole(&mut out, columns.len());
+            matmul_f32(isa, FloatRows::new(&padded, k, stride), &w, None, panel..panel + 1, &mut tile);
+            for row in 0..7 {
+                assert_eq!(tile.row(row), &expected[row * n..][columns.clone()], "{isa:?}");
+            }
         }
     }
 }

@@ -41,14 +41,12 @@ fn data(path: &str) -> PathBuf {
 }
 
 fn devices() -> Vec<Arc<CpuDevice>> {
-    let mut isas = vec![Isa::Plain, Isa::detect()];
-    isas.dedup();
     let device = |isa| {
         let mut options = CpuOptions::default();
         (options.isa, options.threads) = (Some(isa), Some(2));
         Arc::new(CpuDevice::new(options).unwrap())
     };
-    isas.into_iter().map(device).collect()
+    Isa::available().iter().copied().map(device).collect()
 }
 
 /// Largest difference, relative to 1 + the largest value.

@@ -18,13 +18,14 @@ fn row() -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec(-8.0f32..8.0, 1..300)
 }
 
-fn both(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
-    let (fast, plain) = (f(Isa::detect()), f(Isa::Plain));
-    assert_eq!(
-        fast.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
-        plain.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
-    );
-    fast
+/// The result, with the same bits on every path that this machine has.
+fn all(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
+    let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let plain = f(Isa::Plain);
+    for &isa in Isa::available() {
+        assert_eq!(bits(&f(isa)), bits(&plain), "{isa:?}");
+    }
+    plain
 }
 
 fn close(got: &[f32], want: &[f32], bound: f32) {
@@ -40,7 +41,7 @@ fn exp_is_within_two_steps_everywhere() {
     let mut worst = 0.0f64;
     let bits = (0..0x42d0_0000u32).step_by(997).flat_map(|b| [b, b | 0x8000_0000]);
     let arguments: Vec<f32> = bits.map(f32::from_bits).collect();
-    let results = both(|isa| {
+    let results = all(|isa| {
         let mut row = arguments.clone();
         exp_row(isa, &mut row);
         row
@@ -61,13 +62,13 @@ fn exp_is_within_two_steps_everywhere() {
 #[test]
 fn exp_at_the_ends() {
     let ends = [f32::NEG_INFINITY, -1e30, -104.0, -0.0, 0.0, 89.0, 1e30, f32::INFINITY];
-    let results = both(|isa| {
+    let results = all(|isa| {
         let mut row = ends.to_vec();
         exp_row(isa, &mut row);
         row
     });
     assert_eq!(results, [0.0, 0.0, 0.0, 1.0, 1.0, f32::INFINITY, f32::INFINITY, f32::INFINITY]);
-    for isa in [Isa::detect(), Isa::Plain] {
+    for &isa in Isa::available() {
         let mut row = [f32::NAN];
         exp_row(isa, &mut row);
         assert!(row[0].is_nan());
@@ -76,7 +77,7 @@ fn exp_at_the_ends() {
 
 #[test]
 fn activations_keep_nan() {
-    for isa in [Isa::detect(), Isa::Plain] {
+    for &isa in Isa::available() {
         for f in [silu_row, gelu_tanh_row, relu_row] {
             let mut row = [f32::NAN; 17];
             f(isa, &mut row);
@@ -96,13 +97,13 @@ proptest! {
         ] {
             let mut want = vec![0.0; x.len()];
             reference::activation(kind, &x, &mut want);
-            let got = both(|isa| {
+            let got = all(|isa| {
                 let mut row = x.clone();
                 alone(isa, &mut row);
                 row
             });
             close(&got, &want, 1e-6);
-            let fused = both(|isa| {
+            let fused = all(|isa| {
                 let mut out = vec![0.0; x.len()];
                 gated(isa, &x, &y, &mut out);
                 out
@@ -120,7 +121,7 @@ proptest! {
         let (mut sum, mut product) = (vec![0.0; x.len()], vec![0.0; x.len()]);
         reference::add(&x, &y, &mut sum);
         reference::mul(&x, &y, &mut product);
-        let three = both(|isa| {
+        let three = all(|isa| {
             let (mut a, mut b, mut c) = (vec![0.0; x.len()], x.clone(), vec![0.0; x.len()]);
             sum_row(isa, &x, &y, &mut a);
             add_row(isa, &mut b, &y);
@@ -132,13 +133,13 @@ proptest! {
 
     #[test]
     fn softcap_and_scale(x in row(), cap in 0.5f32..50.0) {
-        let capped = both(|isa| {
+        let capped = all(|isa| {
             let mut row = x.clone();
             softcap_row(isa, &mut row, cap);
             row
         });
         close(&capped, &x.iter().map(|v| cap * (v / cap).tanh()).collect::<Vec<_>>(), 3e-5);
-        let scaled = both(|isa| {
+        let scaled = all(|isa| {
             let mut row = x.clone();
             scale_row(isa, &mut row, cap);
             row
@@ -151,7 +152,7 @@ proptest! {
         let weight: Vec<f32> = x.iter().map(|v| 1.0 + v / 16.0).collect();
         let mut want = vec![0.0; x.len()];
         reference::rms_norm(&x, &weight, eps, &mut want);
-        let got = both(|isa| {
+        let got = all(|isa| {
             let mut out = vec![0.0; x.len()];
             rms_norm_row(isa, &x, &weight, eps, &mut out);
             out
@@ -160,7 +161,7 @@ proptest! {
 
         // Fused with the residual sum: the same bits as one after the other.
         let residual: Vec<f32> = x.iter().rev().copied().collect();
-        let fused = both(|isa| {
+        let fused = all(|isa| {
             let (mut sum, mut out) = (residual.clone(), vec![0.0; x.len()]);
             add_rms_norm_row(isa, &mut sum, &x, &weight, eps, &mut out);
             [sum, out].concat()
@@ -172,7 +173,7 @@ proptest! {
         prop_assert_eq!(fused, [sum, out].concat());
 
         // Head by head is the norm of each head.
-        let heads = both(|isa| {
+        let heads = all(|isa| {
             let mut row = [x.clone(), residual.clone()].concat();
             qk_norm_row(isa, &mut row, &weight, eps);
             row
@@ -194,7 +195,7 @@ proptest! {
         rope_angles(&inv_freq, position, 1.0, &mut cos, &mut sin);
         let mut want = x.clone();
         reference::rope(&mut want, heads, head_dim, style, pairs, &cos, &sin);
-        let got = both(|isa| {
+        let got = all(|isa| {
             let mut row = x.clone();
             rope_row(isa, &mut row, head_dim, style, &cos, &sin);
             row

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ascend_llm::device::Device;
-use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
 use ascend_llm::graph::{Graph, Numerics};
 use ascend_llm::kv_cache::KvDType;
@@ -34,6 +34,9 @@ pub struct ModelArgs {
     /// Threads; as many as this process may use if left out.
     #[arg(long)]
     pub threads: Option<usize>,
+    /// Instruction-set path of the CPU device; the best this machine has if left out.
+    #[arg(long, value_parser = ["plain", "avx2", "avx512", "avx512_vnni"])]
+    pub isa: Option<String>,
     /// Device to run on.
     #[arg(long, default_value = "cpu")]
     pub device: String,
@@ -54,7 +57,7 @@ impl ModelArgs {
         match self.device.as_str() {
             "cpu" => {
                 let mut options = CpuOptions::default();
-                options.threads = self.threads;
+                (options.threads, options.isa) = (self.threads, self.isa()?);
                 Ok(Arc::new(CpuDevice::new(options)?))
             }
             #[cfg(feature = "ascend")]
@@ -66,6 +69,17 @@ impl ModelArgs {
             "ascend" => Err("device ascend needs a build with --features ascend".into()),
             other => Err(format!("device {other:?}: expected cpu or ascend").into()),
         }
+    }
+
+    /// The instruction sets asked for.
+    pub fn isa(&self) -> Result<Option<Isa>> {
+        let Some(name) = &self.isa else { return Ok(None) };
+        let found = Isa::available().iter().copied().find(|isa| isa.name() == name);
+        if found.is_none() {
+            let names: Vec<_> = Isa::available().iter().map(|isa| isa.name()).collect();
+            return Err(format!("--isa {name}: this machine has {}", names.join(", ")).into());
+        }
+        Ok(found)
     }
 
     /// Reads the model's description and makes its graph; no weight is read.

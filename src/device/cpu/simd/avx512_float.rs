@@ -11,38 +11,20 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
-use super::super::matmul::{FloatRows, columns_of};
+use super::super::matmul::FloatRows;
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::BLOCK;
-use super::avx512_words::{Format, minimum, scale, with_format, words};
+use super::avx512_words::{minimum, scale, words};
+use super::float_tiles::{AllBodies, Bodies, Job, as_stored, widened};
+use super::formats::{Format, with_format};
 use crate::weights::DType;
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Panels that one row passes over side by side: their chains hide the latency of the FMA.
 const WIDE: usize = 4;
-/// Panels widened together. Copying the activations of a tile is shared by all of them.
-const GROUP: usize = 8;
-/// K of a piece: a tile's activations (6 KiB) and two panels (16 KiB) stay in the first-level cache.
-const PIECE: usize = 128;
 /// From this many rows on, float weights are widened once for all of them.
 const BUFFER_FROM_ROWS: usize = 3;
-/// How far ahead of its use a weight is asked for when it is read as stored.
-const AHEAD_BYTES: usize = 4096;
-/// Rows of the tallest tile.
-const TALL: usize = 12;
-/// Values from a row to the next in a copied tile: not a power of two, so that rows do not meet in one set of the cache,
-/// as those of a matrix do when K is a multiple of 1,024.
-const COPY_STRIDE: usize = PIECE + 16;
-
-/// Widened weights: 64 KiB, in the second-level cache. Not initialised: a piece is written before it is read.
-#[repr(align(64))]
-struct Widened(MaybeUninit<[f32; GROUP * PIECE * PANEL]>);
-
-/// Activations of a tile, likewise.
-#[repr(align(64))]
-struct Copied(MaybeUninit<[f32; TALL * COPY_STRIDE]>);
 
 /// How 16 weights are stored.
 trait Load {
@@ -86,51 +68,6 @@ impl Load for Bf16 {
     }
 }
 
-/// What a tile works on: a piece of K, pointers to the tile's first row and panel.
-#[derive(Clone, Copy)]
-struct Job {
-    x: *const f32,
-    x_stride: usize,
-    w: *const u8,
-    /// Bytes from a panel to the next.
-    w_stride: usize,
-    depth: usize,
-    out: *mut f32,
-    stride: usize,
-    /// Output columns from the tile's first on.
-    cols: usize,
-    /// Whether the sums start here, or go on from `out`.
-    start: bool,
-    /// Null, or the tile's first bias, if the sums end here.
-    bias: *const f32,
-    /// Null, or what is to be asked for ahead of time: addresses for the first panel, bytes to the next panel and k.
-    ahead: *const u8,
-    ahead_panel: usize,
-    ahead_step: usize,
-}
-
-impl Job {
-    /// The same, some rows further down and panels further right.
-    unsafe fn at(self, rows: usize, panels: usize) -> Self {
-        // SAFETY: the caller stays within the rows and panels of the job.
-        unsafe {
-            Self {
-                x: self.x.add(rows * self.x_stride),
-                w: self.w.add(panels * self.w_stride),
-                out: self.out.add(rows * self.stride + panels * PANEL),
-                cols: self.cols - panels * PANEL,
-                bias: if self.bias.is_null() { self.bias } else { self.bias.add(panels * PANEL) },
-                ahead: if self.ahead.is_null() {
-                    self.ahead
-                } else {
-                    self.ahead.wrapping_add(panels * self.ahead_panel)
-                },
-                ..self
-            }
-        }
-    }
-}
-
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
 pub(super) fn matmul(
     x: FloatRows<'_>,
@@ -139,141 +76,40 @@ pub(super) fn matmul(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    let columns = columns_of(w, &panels);
     let rows = x.rows();
-    if columns.is_empty() || rows == 0 {
-        return;
-    }
-    let job = Job {
-        x: x.data().as_ptr(),
-        x_stride: x.stride(),
-        w: w.panel(panels.start).as_ptr(),
-        w_stride: w.panel_bytes(),
-        depth: w.k(),
-        stride: out.stride(),
-        out: out.as_mut_ptr(),
-        cols: columns.len(),
-        start: true,
-        bias: bias.map_or(std::ptr::null(), |bias| bias[columns.start..].as_ptr()),
-        ahead: std::ptr::null(),
-        ahead_panel: w.panel_bytes(),
-        ahead_step: w.panel_bytes() / w.k(),
-    };
+    let Some(job) = Job::new(x, w, bias, &panels, out) else { return };
     let panels = panels.len();
     // SAFETY: `job` covers all rows and the panels; `assert_available` was called for the instruction set.
     unsafe {
         match w.dtype() {
-            DType::F32 if rows < BUFFER_FROM_ROWS => as_stored::<F32>(job, rows, panels),
-            DType::F16 if rows < BUFFER_FROM_ROWS => as_stored::<F16>(job, rows, panels),
-            DType::BF16 if rows < BUFFER_FROM_ROWS => as_stored::<Bf16>(job, rows, panels),
-            DType::F32 => widened(job, rows, panels, widen_floats::<F32>),
-            DType::F16 => widened(job, rows, panels, widen_floats::<F16>),
-            DType::BF16 => widened(job, rows, panels, widen_floats::<Bf16>),
+            DType::F32 if rows < BUFFER_FROM_ROWS => as_stored(row::<F32>(), job, rows, panels),
+            DType::F16 if rows < BUFFER_FROM_ROWS => as_stored(row::<F16>(), job, rows, panels),
+            DType::BF16 if rows < BUFFER_FROM_ROWS => as_stored(row::<Bf16>(), job, rows, panels),
+            DType::F32 => widened(BODIES, widen_floats::<F32>, job, rows, panels),
+            DType::F16 => widened(BODIES, widen_floats::<F16>, job, rows, panels),
+            DType::BF16 => widened(BODIES, widen_floats::<Bf16>, job, rows, panels),
             _ => with_format!(w.dtype(), quantised::<_>(job, rows, panels)),
         }
     }
 }
 
+/// The bodies over widened weights.
+const BODIES: &AllBodies = &[
+    (12, (2, tile::<F32, 12, 2>, tile::<F32, 12, 1>)),
+    (6, (2, tile::<F32, 6, 2>, tile::<F32, 6, 1>)),
+    (3, (2, tile::<F32, 3, 2>, tile::<F32, 3, 1>)),
+    (2, (WIDE, tile::<F32, 2, WIDE>, tile::<F32, 2, 1>)),
+    (1, (WIDE, tile::<F32, 1, WIDE>, tile::<F32, 1, 1>)),
+];
+
+/// The bodies of one row over weights as they are stored.
+fn row<L: Load>() -> Bodies {
+    (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
+}
+
 unsafe fn quantised<F: Format>(job: Job, rows: usize, panels: usize) {
     // SAFETY: the caller's.
-    unsafe { widened(job, rows, panels, widen_blocks::<F>) }
-}
-
-/// One row at a time over weights as they are stored, all of K at once.
-unsafe fn as_stored<L: Load>(job: Job, rows: usize, panels: usize) {
-    for first in (0..panels).step_by(WIDE) {
-        for row in 0..rows {
-            // SAFETY: within the rows and panels of the job.
-            unsafe {
-                let mut job = job.at(row, first);
-                if row == 0 {
-                    job.ahead = job.w.wrapping_add(AHEAD_BYTES);
-                }
-                over_panels(job, WIDE.min(panels - first), (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>));
-            }
-        }
-    }
-}
-
-/// Widens a piece of K of a group of panels, then passes all rows over it.
-unsafe fn widened(job: Job, rows: usize, panels: usize, widen: unsafe fn(*const u8, Range<usize>, *mut f32)) {
-    let mut values = Widened(MaybeUninit::uninit());
-    let mut copy = Copied(MaybeUninit::uninit());
-    for first in (0..panels).step_by(GROUP) {
-        let group = GROUP.min(panels - first);
-        for k in (0..job.depth).step_by(PIECE) {
-            let end = (k + PIECE).min(job.depth);
-            // SAFETY: within the rows, panels and depth of the job; `GROUP` panels of `PIECE` fill the buffer exactly.
-            unsafe {
-                let source = job.at(0, first);
-                for p in 0..group {
-                    let panel = source.w.add(p * job.w_stride);
-                    widen(panel, k..end, values.0.as_mut_ptr().cast::<f32>().add(p * PIECE * PANEL));
-                }
-                // The next piece of these panels, or the first of the next group.
-                let next = if end < job.depth { end * job.ahead_step } else { group * job.w_stride };
-                let piece = Job {
-                    x: source.x.add(k),
-                    w: values.0.as_ptr().cast(),
-                    w_stride: PIECE * PANEL * 4,
-                    depth: end - k,
-                    start: k == 0,
-                    bias: if end == job.depth { source.bias } else { std::ptr::null() },
-                    ahead: source.w.wrapping_add(next),
-                    ..source
-                };
-                all_rows(piece, rows, group, &mut copy);
-            }
-        }
-    }
-}
-
-type Body = unsafe fn(Job);
-
-/// All rows over a widened piece, the first of them asking for the next piece.
-unsafe fn all_rows(mut job: Job, rows: usize, panels: usize, copy: &mut Copied) {
-    let bodies: [(usize, (usize, Body, Body)); 5] = [
-        (TALL, (2, tile::<F32, TALL, 2>, tile::<F32, TALL, 1>)),
-        (6, (2, tile::<F32, 6, 2>, tile::<F32, 6, 1>)),
-        (3, (2, tile::<F32, 3, 2>, tile::<F32, 3, 1>)),
-        (2, (WIDE, tile::<F32, 2, WIDE>, tile::<F32, 2, 1>)),
-        (1, (WIDE, tile::<F32, 1, WIDE>, tile::<F32, 1, 1>)),
-    ];
-    let mut row = 0;
-    for (height, body) in bodies {
-        while rows - row >= height {
-            // SAFETY: rows and panels of the tile are within the job's; `height` rows of a piece fit the copy.
-            unsafe {
-                let mut tile = job.at(row, 0);
-                if height > 3 {
-                    for r in 0..height {
-                        let to = copy.0.as_mut_ptr().cast::<f32>().add(r * COPY_STRIDE);
-                        std::ptr::copy_nonoverlapping(tile.x.add(r * tile.x_stride), to, tile.depth);
-                    }
-                    (tile.x, tile.x_stride) = (copy.0.as_ptr().cast(), COPY_STRIDE);
-                }
-                over_panels(tile, panels, body);
-            }
-            row += height;
-            job.ahead = std::ptr::null();
-        }
-    }
-}
-
-/// One tile of rows over some panels.
-unsafe fn over_panels(job: Job, panels: usize, (width, wide, single): (usize, Body, Body)) {
-    let mut panel = 0;
-    // SAFETY: panels of the tile are within the job's.
-    unsafe {
-        while panels - panel >= width {
-            wide(job.at(0, panel));
-            panel += width;
-        }
-        while panel < panels {
-            single(job.at(0, panel));
-            panel += 1;
-        }
-    }
+    unsafe { widened(BODIES, widen_blocks::<F>, job, rows, panels) }
 }
 
 /// R rows × P panels over a piece of K.

@@ -1,4 +1,4 @@
-//! int8 activations × quantised weights with AVX-512: lanes are output columns, activations are broadcast.
+//! int8 activations × quantised weights with AVX-512 VNNI: lanes are output columns, activations are broadcast.
 //!
 //! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers; at each word all rows come before the
 //! next word, so that no dot product waits for the one before it. Large batches take 12 × 1 (24 accumulators, 4 registers
@@ -12,236 +12,53 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
-use super::super::matmul::columns_of;
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::{BLOCK, QuantRows, RECORD_BYTES};
-use super::avx512_words::{Format, minimum, scale, with_format, words};
+use super::avx512_words::{minimum, scale, words};
+use super::formats::{Format, with_format};
+use super::int_tiles::{Body, GROUP, Job, all};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 /// How far ahead of its use a weight is asked for by the rows that bring it in: 4 KiB a panel stream, 16 KiB for four.
 const AHEAD_BYTES: usize = 4096;
-/// Panels over which rows pass together.
-const GROUP: usize = 4;
-/// From this many rows on K is cut into pieces, so that what a tile reads (12 rows: 9 KiB, and 9 KiB a panel) stays in the
-/// first-level cache; between pieces the sums wait in `out`. With fewer rows the weights come from memory anyway, in long
-/// streams.
-const PIECES_FROM_ROWS: usize = 12;
-/// K of a piece: a multiple of every unit.
-const PIECE: usize = 512;
-
 /// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations.
-trait Dot {
-    /// # Safety
-    /// `x` is valid for 4 reads; the caller enables the instruction set.
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i;
-}
-
-struct Vnni;
-
-impl Dot for Vnni {
-    #[inline(always)]
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-        // SAFETY: the caller's.
-        unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
-    }
-}
-
-/// Without VNNI: even and odd bytes as 16-bit integers. (`vpmaddubsw` would saturate: 255 · 127 · 2 > 32,767.)
-struct Widened;
-
-impl Dot for Widened {
-    #[inline(always)]
-    unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-        // SAFETY: the caller's.
-        unsafe {
-            let x = _mm512_set1_epi32(x.cast::<i32>().read_unaligned());
-            let (x_even, x_odd) = (_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)), _mm512_srai_epi16::<8>(x));
-            let w_even = _mm512_and_si512(w, _mm512_set1_epi16(0xff));
-            let w_odd = _mm512_srli_epi16::<8>(w);
-            let acc = _mm512_add_epi32(acc, _mm512_madd_epi16(w_even, x_even));
-            _mm512_add_epi32(acc, _mm512_madd_epi16(w_odd, x_odd))
-        }
-    }
-}
-
-/// What a tile works on: a piece of K, pointers to the tile's first row and panel.
-#[derive(Clone, Copy)]
-struct Job {
-    x: *const u8,
-    record: *const u8,
-    row_bytes: usize,
-    w: *const u8,
-    /// Bytes of the piece in a panel, and from a panel to the next.
-    piece_bytes: usize,
-    panel_bytes: usize,
-    out: *mut f32,
-    stride: usize,
-    /// Output columns from the tile's first on.
-    cols: usize,
-    /// Whether the sums start here, or go on from `out`.
-    start: bool,
-    /// Null, or the tile's first bias, if the sums end here.
-    bias: *const f32,
-    /// Whether these rows bring the weights in, for those behind them.
-    ahead: bool,
-    /// Bytes from the piece's start to the panel's end, and from there to where its stream goes on in the next group.
-    left: usize,
-    skip: usize,
-}
-
-impl Job {
-    /// The same, some rows further down and panels further right.
-    unsafe fn at(self, rows: usize, panels: usize) -> Self {
-        // SAFETY: the caller stays within the rows and panels of the job.
-        unsafe {
-            Self {
-                x: self.x.add(rows * self.row_bytes),
-                record: self.record.add(rows * self.row_bytes),
-                w: self.w.add(panels * self.panel_bytes),
-                out: self.out.add(rows * self.stride + panels * PANEL),
-                cols: self.cols - panels * PANEL,
-                bias: if self.bias.is_null() { self.bias } else { self.bias.add(panels * PANEL) },
-                ..self
-            }
-        }
-    }
-
-    /// The blocks from `k` on, `depth` of K in `bytes` of each panel at `at`; `last` if K ends there.
-    unsafe fn piece(self, k: usize, at: usize, bytes: usize) -> Self {
-        // SAFETY: the caller stays within the depth of the job.
-        unsafe {
-            Self {
-                x: self.x.add(k),
-                record: self.record.add(k / BLOCK * RECORD_BYTES),
-                w: self.w.add(at),
-                piece_bytes: bytes,
-                start: k == 0,
-                bias: if at + bytes == self.panel_bytes { self.bias } else { std::ptr::null() },
-                left: self.panel_bytes - at,
-                ..self
-            }
-        }
-    }
+///
+/// # Safety
+/// `x` is valid for 4 reads; the caller enables AVX-512 VNNI.
+#[inline(always)]
+unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
+    // SAFETY: the caller's.
+    unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
 }
 
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
 pub(super) fn matmul(
-    vnni: bool,
     x: QuantRows<'_>,
     w: &PackedMatrix,
     bias: Option<&[f32]>,
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    let columns = columns_of(w, &panels);
-    if columns.is_empty() || x.rows() == 0 {
-        return;
-    }
-    let job = Job {
-        x: x.bytes().as_ptr(),
-        record: x.bytes()[x.layout().records_at()..].as_ptr(),
-        row_bytes: x.layout().row_bytes(),
-        w: w.panel(panels.start).as_ptr(),
-        piece_bytes: w.panel_bytes(),
-        panel_bytes: w.panel_bytes(),
-        stride: out.stride(),
-        out: out.as_mut_ptr(),
-        cols: columns.len(),
-        start: true,
-        bias: bias.map_or(std::ptr::null(), |bias| bias[columns.start..].as_ptr()),
-        ahead: true,
-        left: w.panel_bytes(),
-        skip: (GROUP - 1) * w.panel_bytes(),
-    };
+    let Some(job) = Job::new(x, w, bias, &panels, out, (GROUP - 1) * w.panel_bytes()) else { return };
     // SAFETY: `job` covers `x.rows()` rows and `panels.len()` panels; `assert_available` was called for the instruction set.
-    unsafe {
-        if vnni {
-            with_format!(w.dtype(), all_vnni::<_>(job, x.rows(), panels.len()));
-        } else {
-            with_format!(w.dtype(), all_widened::<_>(job, x.rows(), panels.len()));
-        }
-    }
+    unsafe { with_format!(w.dtype(), all_formats::<_>(job, x.rows(), panels.len())) }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn tile_vnni<F: Format, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the caller's.
-    unsafe { tile::<F, Vnni, R, P>(job) }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn tile_widened<F: Format, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the caller's.
-    unsafe { tile::<F, Widened, R, P>(job) }
-}
-
-/// One tile's body.
-type Body = unsafe fn(Job);
-
-/// The bodies for some number of rows: over how many panels the wide one goes, the wide one, the one for a single panel.
-type Bodies = [(usize, usize, Body, Body)];
-
-unsafe fn all_vnni<F: Format>(job: Job, rows: usize, panels: usize) {
+unsafe fn all_formats<F: Format>(job: Job, rows: usize, panels: usize) {
     // Each body is compiled for every format: fewer of them keep the build short.
     let bodies: [(usize, usize, Body, Body); 3] = [
-        (12, 1, tile_vnni::<F, 12, 1>, tile_vnni::<F, 12, 1>),
-        (4, 2, tile_vnni::<F, 4, 2>, tile_vnni::<F, 4, 1>),
-        (1, 4, tile_vnni::<F, 1, 4>, tile_vnni::<F, 1, 1>),
+        (12, 1, tile::<F, 12, 1>, tile::<F, 12, 1>),
+        (4, 2, tile::<F, 4, 2>, tile::<F, 4, 1>),
+        (1, 4, tile::<F, 1, 4>, tile::<F, 1, 1>),
     ];
     // SAFETY: the caller's.
-    unsafe { all(&bodies, PIECE / (BLOCK * F::SCHEME.subs) * F::SCHEME.unit_bytes(), job, rows, panels) }
+    unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
-unsafe fn all_widened<F: Format>(job: Job, rows: usize, panels: usize) {
-    // Processors with AVX-512 but without VNNI are few and old.
-    let bodies: [(usize, usize, Body, Body); 2] = [
-        (6, 1, tile_widened::<F, 6, 1>, tile_widened::<F, 6, 1>),
-        (1, 1, tile_widened::<F, 1, 1>, tile_widened::<F, 1, 1>),
-    ];
-    // SAFETY: the caller's.
-    unsafe { all(&bodies, PIECE / (BLOCK * F::SCHEME.subs) * F::SCHEME.unit_bytes(), job, rows, panels) }
-}
-
-/// Panels by groups, K by pieces, then all rows over them: the group's piece stays in the second-level cache.
-unsafe fn all(bodies: &Bodies, piece_bytes: usize, job: Job, rows: usize, panels: usize) {
-    let piece_bytes = if rows < PIECES_FROM_ROWS { job.panel_bytes } else { piece_bytes };
-    for first in (0..panels).step_by(GROUP) {
-        for (i, at) in (0..job.panel_bytes).step_by(piece_bytes).enumerate() {
-            // SAFETY: the group and the piece are within the job's.
-            unsafe {
-                let piece = job.at(0, first).piece(i * PIECE, at, piece_bytes.min(job.panel_bytes - at));
-                all_rows(bodies, piece, rows, GROUP.min(panels - first));
-            }
-        }
-    }
-}
-
-unsafe fn all_rows(bodies: &Bodies, mut job: Job, rows: usize, panels: usize) {
-    let mut row = 0;
-    for &(height, width, wide, single) in bodies {
-        while rows - row >= height {
-            let mut panel = 0;
-            // SAFETY: rows and panels of the tile are within the job's.
-            unsafe {
-                while panels - panel >= width {
-                    wide(job.at(row, panel));
-                    panel += width;
-                }
-                while panel < panels {
-                    single(job.at(row, panel));
-                    panel += 1;
-                }
-            }
-            row += height;
-            job.ahead = false;
-        }
-    }
-}
-
-/// R rows × P panels. Inlined into functions that enable the instruction set.
-#[inline(always)]
-unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
+/// R rows × P panels.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
     let scheme = F::SCHEME;
     let unit_bytes = scheme.unit_bytes();
     // SAFETY: the job covers R rows and P panels of whole units; offsets below stay within a row, a record or a unit.
@@ -295,10 +112,10 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
                     }
                 }
                 let group = unit.add(sub * scheme.group_bytes());
-                word_pair::<F, D, R, P, 0>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 1>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 2>(&job, group, x, &mut lo, &mut hi);
-                word_pair::<F, D, R, P, 3>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 0>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 1>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 2>(&job, group, x, &mut lo, &mut hi);
+                word_pair::<F, R, P, 3>(&job, group, x, &mut lo, &mut hi);
                 for p in 0..P {
                     let unit = unit.add(p * job.panel_bytes);
                     let scale_lo = scale::<F>(unit, sub, 0);
@@ -345,7 +162,7 @@ unsafe fn tile<F: Format, D: Dot, const R: usize, const P: usize>(job: Job) {
 /// Words I and I + 4 of the block: all rows and panels of a word before the next. Where halves have scales of their own
 /// the second word goes to `hi`.
 #[inline(always)]
-unsafe fn word_pair<F: Format, D: Dot, const R: usize, const P: usize, const I: usize>(
+unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
     job: &Job,
     group: *const u8,
     x: *const u8,
@@ -359,16 +176,16 @@ unsafe fn word_pair<F: Format, D: Dot, const R: usize, const P: usize, const I: 
             let (first, later) = words::<F, I>(group.add(p * job.panel_bytes));
             second[p] = later;
             for r in 0..R {
-                lo[p][r] = D::dot(lo[p][r], first, x.add(r * job.row_bytes + 4 * I));
+                lo[p][r] = dot(lo[p][r], first, x.add(r * job.row_bytes + 4 * I));
             }
         }
         for p in 0..P {
             for r in 0..R {
                 let x = x.add(r * job.row_bytes + 16 + 4 * I);
                 if F::SCHEME.sub_scales == 2 {
-                    hi[p][r] = D::dot(hi[p][r], second[p], x);
+                    hi[p][r] = dot(hi[p][r], second[p], x);
                 } else {
-                    lo[p][r] = D::dot(lo[p][r], second[p], x);
+                    lo[p][r] = dot(lo[p][r], second[p], x);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Reading quantised panels with AVX-512: one description of each format, from which both matmul bodies are made.
+//! Reading quantised panels with AVX-512, for both matmul bodies.
 //!
 //! A word is a register of 16 columns × 4 consecutive k, unsigned bytes. Everything here is inlined into bodies that
 //! enable the features; the branches are on constants.
@@ -7,48 +7,9 @@
 // One name for each instruction would fill a page.
 #![allow(clippy::wildcard_imports)]
 
-use super::super::pack::{PANEL, Scheme};
-use crate::weights::DType;
+use super::super::pack::PANEL;
+use super::formats::Format;
 use std::arch::x86_64::*;
-
-/// A quantised format, known when compiling.
-pub(super) trait Format {
-    const SCHEME: Scheme;
-}
-
-macro_rules! formats {
-    ($($name:ident)*) => {$(
-        #[allow(non_camel_case_types)]
-        pub(super) struct $name;
-        impl Format for $name {
-            const SCHEME: Scheme = match Scheme::of(DType::$name) {
-                Some(scheme) => scheme,
-                None => panic!("a quantised type"),
-            };
-        }
-    )*};
-}
-formats!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K);
-
-/// Calls a function generic over [`Format`] for the format of a [`DType`].
-macro_rules! with_format {
-    ($dtype:expr, $function:ident::<_ $(, $rest:tt)*>($($argument:expr),*)) => {{
-        use crate::device::cpu::simd::avx512_words as words;
-        use crate::weights::DType;
-        match $dtype {
-            DType::Q8_0 => $function::<words::Q8_0 $(, $rest)*>($($argument),*),
-            DType::Q4_0 => $function::<words::Q4_0 $(, $rest)*>($($argument),*),
-            DType::Q4_1 => $function::<words::Q4_1 $(, $rest)*>($($argument),*),
-            DType::Q5_0 => $function::<words::Q5_0 $(, $rest)*>($($argument),*),
-            DType::Q5_1 => $function::<words::Q5_1 $(, $rest)*>($($argument),*),
-            DType::Q4_K => $function::<words::Q4_K $(, $rest)*>($($argument),*),
-            DType::Q5_K => $function::<words::Q5_K $(, $rest)*>($($argument),*),
-            DType::Q6_K => $function::<words::Q6_K $(, $rest)*>($($argument),*),
-            DType::F32 | DType::F16 | DType::BF16 => unreachable!("float weights have no integer body"),
-        }
-    }};
-}
-pub(super) use with_format;
 
 /// Words `I` (k = 4·I..) and `I + 4` (k = 16 + 4·I..) of a 32-block.
 ///

@@ -1,8 +1,8 @@
-//! Sixteen f32 lanes: one vocabulary of operations with two bodies, AVX-512 and plain arrays.
+//! Sixteen f32 lanes: one vocabulary of operations with three bodies, AVX-512, AVX2 and plain arrays.
 //!
-//! Kernels are written once over [`Lanes`], so the fast path and its plain twin perform the same operations in the same
-//! order by construction; what remains to be tested is that each operation has the same bits in both bodies (NaN
-//! payloads excepted). Multiply-adds are fused in both. A value of a lane type is proof that the machine has the
+//! Kernels are written once over [`Lanes`], so the fast paths and their plain twin perform the same operations in the same
+//! order by construction; what remains to be tested is that each operation has the same bits in all bodies (NaN
+//! payloads excepted). Multiply-adds are fused in all. A value of a lane type is proof that the machine has the
 //! instructions, so the operations are safe; the unsafe blocks are here and nowhere else in attention and norms.
 
 #![allow(unsafe_code)]
@@ -74,11 +74,17 @@ pub trait Kernel {
 pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {
-        if isa != Isa::Plain
+        if matches!(isa, Isa::Avx512 | Isa::Avx512Vnni)
             && let Some(lanes) = Avx512::detect()
         {
             // SAFETY: `detect` has just seen every feature that the function enables.
             return unsafe { run_avx512(lanes, kernel) };
+        }
+        if isa == Isa::Avx2
+            && let Some(lanes) = Avx2::detect()
+        {
+            // SAFETY: as above.
+            return unsafe { run_avx2(lanes, kernel) };
         }
         if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
             // SAFETY: both features have just been seen.
@@ -92,6 +98,12 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn run_avx512<K: Kernel>(lanes: Avx512, kernel: K) -> K::Output {
+    kernel.run(lanes)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn run_avx2<K: Kernel>(lanes: Avx2, kernel: K) -> K::Output {
     kernel.run(lanes)
 }
 
@@ -302,6 +314,8 @@ impl Lanes for Plain {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+pub use super::lanes_avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub use x86::Avx512;
 

@@ -7,6 +7,16 @@
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
+mod avx2_float;
+#[cfg(target_arch = "x86_64")]
+mod avx2_int;
+#[cfg(target_arch = "x86_64")]
+mod avx2_peak;
+#[cfg(target_arch = "x86_64")]
+mod avx2_quant;
+#[cfg(target_arch = "x86_64")]
+mod avx2_words;
+#[cfg(target_arch = "x86_64")]
 mod avx512_float;
 #[cfg(target_arch = "x86_64")]
 mod avx512_int;
@@ -16,7 +26,15 @@ mod avx512_peak;
 mod avx512_quant;
 #[cfg(target_arch = "x86_64")]
 mod avx512_words;
+#[cfg(target_arch = "x86_64")]
+mod float_tiles;
+#[cfg(target_arch = "x86_64")]
+mod formats;
+#[cfg(target_arch = "x86_64")]
+mod int_tiles;
 pub mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod lanes_avx2;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -33,9 +51,11 @@ use std::sync::OnceLock;
 pub enum Isa {
     /// Plain Rust, for any machine.
     Plain,
-    /// AVX-512 F, BW, DQ and VL.
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL; AVX2 for int8 dot products.
     Avx512,
-    /// The same with VNNI: int8 dot products in one instruction.
+    /// AVX-512 with VNNI: int8 dot products in one instruction.
     Avx512Vnni,
 }
 
@@ -52,14 +72,17 @@ impl Isa {
             #[allow(unused_mut)] // on other architectures
             let mut isas = vec![Self::Plain];
             #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-            {
-                isas.push(Self::Avx512);
-                if is_x86_feature_detected!("avx512vnni") {
-                    isas.push(Self::Avx512Vnni);
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
+                isas.push(Self::Avx2);
+                if is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                {
+                    isas.push(Self::Avx512);
+                    if is_x86_feature_detected!("avx512vnni") {
+                        isas.push(Self::Avx512Vnni);
+                    }
                 }
             }
             isas
@@ -70,6 +93,7 @@ impl Isa {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
+            Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512_vnni",
         }
@@ -95,8 +119,14 @@ pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
     match isa {
         Isa::Plain => 0,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni => {
+        Isa::Avx2 => {
             // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
+            unsafe { avx2_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            blocks
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni => {
+            // SAFETY: as above.
             unsafe { avx512_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
@@ -118,8 +148,14 @@ pub(super) fn matmul_q8(
     match isa {
         Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni => {
-            avx512_int::matmul(isa == Isa::Avx512Vnni, x, w, bias, panels, out);
+        // Without VNNI AVX-512 has nothing that would make it faster at this than AVX2.
+        Isa::Avx2 | Isa::Avx512 => {
+            avx2_int::matmul(x, w, bias, panels, out);
+            true
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => {
+            avx512_int::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -140,6 +176,11 @@ pub(super) fn matmul_f32(
     match isa {
         Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => {
+            avx2_float::matmul(x, w, bias, panels, out);
+            true
+        }
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni => {
             avx512_float::matmul(x, w, bias, panels, out);
             true
@@ -156,6 +197,9 @@ pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has the features, asserted above.
+        Isa::Avx2 | Isa::Avx512 => Some(unsafe { avx2_peak::dot_chains(rounds) }),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Isa::Avx512Vnni => Some(unsafe { avx512_peak::dot_chains(rounds) }),
         _ => {
             let _ = rounds;
