@@ -272,7 +272,8 @@ unsafe fn add_pairs(dots: &mut __m256i, pairs: __m256i) {
 }
 
 /// The same, in a register, after all that was held before. Additions of integers may change places, and without this the
-/// compiler makes one row after the other, with all words of a block in memory because they are too many for registers.
+/// compiler makes one row after the other, with all words of a block in memory because they are too many for registers: 3 to
+/// 7 % slower.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn hold(mut v: __m256i) -> __m256i {

@@ -142,6 +142,7 @@ pub(super) unsafe fn as_stored(bodies: Bodies, job: Job, rows: usize, panels: us
 /// # Safety
 /// As [`as_stored`], with weights as `widen` reads them.
 pub(super) unsafe fn widened(bodies: &AllBodies, widen: Widen, job: Job, rows: usize, panels: usize) {
+    assert!(bodies.iter().all(|(height, _)| *height <= TALL), "the copy holds {TALL} rows");
     let mut values = Widened(MaybeUninit::uninit());
     let mut copy = Copied(MaybeUninit::uninit());
     for first in (0..panels).step_by(GROUP) {

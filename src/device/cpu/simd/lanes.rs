@@ -3,7 +3,7 @@
 //! Kernels are written once over [`Lanes`], so the fast paths and their plain twin perform the same operations in the same
 //! order by construction; what remains to be tested is that each operation has the same bits in all bodies (NaN
 //! payloads excepted). Multiply-adds are fused in all. A value of a lane type is proof that the machine has the
-//! instructions, so the operations are safe; the unsafe blocks are here and nowhere else in attention and norms.
+//! instructions, so the operations are safe; the unsafe blocks are in the bodies and nowhere else in attention and norms.
 
 #![allow(unsafe_code)]
 
