@@ -2,8 +2,8 @@
 //!
 //! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers; at each word all rows come before the
 //! next word, so that no dot product waits for the one before it. Large batches take 12 × 1 (24 accumulators, 4 registers
-//! left for words), one row takes 1 × 4 (four independent chains hide the latency; memory is the limit). The additions of
-//! one output value are the same in every tile.
+//! left for words). One row takes one panel after the other, for memory is its limit, and one long stream is what memory
+//! gives fastest. The additions of one output value are the same in every tile.
 
 #![allow(unsafe_code)]
 // Loops over r and p run through several register arrays at once and must unroll completely.
@@ -20,7 +20,7 @@ use super::int_tiles::{Body, GROUP, Job, all};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// How far ahead of its use a weight is asked for by the rows that bring it in: 4 KiB a panel stream, 16 KiB for four.
+/// How far ahead of its use a weight is asked for by the rows that bring it in.
 const AHEAD_BYTES: usize = 4096;
 /// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations.
 ///
@@ -40,7 +40,9 @@ pub(super) fn matmul(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    let Some(job) = Job::new(x, w, bias, &panels, out, (GROUP - 1) * w.panel_bytes()) else { return };
+    // Tall tiles walk pieces of a group's panels side by side; few rows read panel behind panel.
+    let skip = if x.rows() < 4 { 0 } else { (GROUP - 1) * w.panel_bytes() };
+    let Some(job) = Job::new(x, w, bias, &panels, out, skip) else { return };
     // SAFETY: `job` covers `x.rows()` rows and `panels.len()` panels; `assert_available` was called for the instruction set.
     unsafe { with_format!(w.dtype(), all_formats::<_>(job, x.rows(), panels.len())) }
 }
@@ -50,7 +52,7 @@ unsafe fn all_formats<F: Format>(job: Job, rows: usize, panels: usize) {
     let bodies: [(usize, usize, Body, Body); 3] = [
         (12, 1, tile::<F, 12, 1>, tile::<F, 12, 1>),
         (4, 2, tile::<F, 4, 2>, tile::<F, 4, 1>),
-        (1, 4, tile::<F, 1, 4>, tile::<F, 1, 1>),
+        (1, 1, tile::<F, 1, 1>, tile::<F, 1, 1>),
     ];
     // SAFETY: the caller's.
     unsafe { all::<F>(&bodies, job, rows, panels) }
