@@ -175,6 +175,26 @@ fn a_failure_ends_its_own_request_and_names_the_operation() {
     }
 }
 
+/// Failures of an earlier step, in the program of another bucket, are not taken for those of this one.
+#[test]
+fn a_failure_is_told_in_its_own_words() {
+    fn dislike(call: &CustomCall<'_>, _: &[f32], _: &mut [f32]) -> Result<(), CustomOpError> {
+        let bad = call.tokens.iter().find(|token| **token < 100);
+        bad.map_or(Ok(()), |token| Err(CustomOpError(format!("token {token}"))))
+    }
+    let mut config = config(512);
+    config.compile.token_buckets = Some(vec![4]);
+    let mut core = core_with(config, &[(CustomSite::AfterLayer(0), dislike)]);
+    for (token, len) in [(98, 3), (97, 60), (96, 3)] {
+        let mut bad = prompt(3, len);
+        bad[1] = token;
+        match all(&mut core, vec![request(bad)]).remove(0) {
+            Err(RequestError::CustomOp { reason, .. }) => assert_eq!(reason, format!("token {token}")),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// One call a sequence and step, whatever else is in the batch, with the rows' own tokens and positions.
 #[test]
 fn calls_have_one_sequences_rows() {

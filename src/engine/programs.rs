@@ -51,7 +51,10 @@ impl Plans {
     ) -> Result<Self, BuildError> {
         let (target, options) = (device.caps().target, &config.compile);
         let of_ranks = |options: &CompileOptions, bucket: Bucket| {
-            graphs.iter().map(|graph| plan(graph, target, config, options, bucket)).collect::<Result<Vec<_>, _>>()
+            graphs
+                .iter()
+                .map(|graph| compile(graph, target, config.numerics, options, bucket))
+                .collect::<Result<Vec<_>, _>>()
         };
         let buckets = buckets(options, device.caps().static_shapes, largest);
         let by_bucket = buckets.into_iter().map(|bucket| of_ranks(options, bucket)).collect::<Result<Vec<_>, _>>()?;
@@ -113,16 +116,6 @@ impl Plans {
         };
         self.by_bucket.iter().map(info).collect()
     }
-}
-
-fn plan(
-    graph: &Graph,
-    target: Target,
-    config: &EngineConfig,
-    options: &CompileOptions,
-    bucket: Bucket,
-) -> Result<Plan, CompileError> {
-    compile(graph, target, config.numerics, options, bucket)
 }
 
 /// Whether a plan rounds activations anywhere.

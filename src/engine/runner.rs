@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome};
 use super::retry::{Part, Share};
 use crate::device::{
-    Bindings, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
-    StepArgs, StreamId,
+    Bindings, CustomFailure, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId,
+    Span, StepArgs, StreamId,
 };
 use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
@@ -62,6 +62,8 @@ pub struct ModelRunner {
     /// What the batch gave, in its own order, whichever programs ran its parts.
     host: HostRows,
     outcomes: Vec<SequenceOutcome>,
+    /// Custom operations that failed in the batch, by its own rows.
+    custom_failures: Vec<CustomFailure>,
     part: Part,
 }
 
@@ -113,6 +115,7 @@ impl ModelRunner {
                 row_status: vec![0; tokens],
             },
             outcomes: Vec::with_capacity(shape.max_seqs),
+            custom_failures: Vec::new(),
             part: Part::default(),
             stream: device.stream()?,
             padded_rows: 0,
@@ -145,7 +148,7 @@ impl ModelRunner {
     }
 
     /// One launch; what it gives stays on the device, as the bindings say.
-    fn launch(&mut self, share: Share, input: &ForwardInput) -> Result<Bindings, DeviceError> {
+    fn launch(&mut self, share: Share, input: &ForwardInput) -> Result<(Bindings, ProgramId), DeviceError> {
         let seqs = input.q_lens.len();
         self.positions_staged.clear();
         for (q, kv) in input.q_lens.iter().zip(&input.kv_lens) {
@@ -178,14 +181,17 @@ impl ModelRunner {
             self.padded_rows += (bucket_rows - tokens) as u64;
         }
         self.device.launch(program, &args, self.stream)?;
-        Ok(io)
+        Ok((io, program))
     }
 
     /// Runs the batch as it stands.
     fn run_whole(&mut self, share: Share, input: &ForwardInput) -> Result<(), DeviceError> {
         let (tokens, rows) = (input.tokens.len(), input.logit_rows.len());
-        let io = self.launch(share, input)?;
+        let (io, program) = self.launch(share, input)?;
         self.device.read(io.row_status, &mut self.host.row_status[..tokens])?;
+        if self.host.row_status[..tokens].contains(&(RowStatus::CustomOpFailed as u8)) {
+            self.custom_failures.extend(self.device.custom_failures(program));
+        }
         if rows > 0 {
             let logits = &mut self.host.logits[..rows * self.shape.vocab_size];
             self.device.read(io.logits, bytemuck::cast_slice_mut(logits))?;
@@ -206,7 +212,7 @@ impl ModelRunner {
         if part.input.tokens.is_empty() {
             return Ok(());
         }
-        let io = self.launch(share, &part.input)?;
+        let (io, program) = self.launch(share, &part.input)?;
         let piece = |span: Span, index: usize, bytes: usize| Span {
             offset: span.offset + (index * bytes) as u64,
             bytes: bytes as u64,
@@ -214,6 +220,15 @@ impl ModelRunner {
         };
         for (index, &row) in part.rows.iter().enumerate() {
             self.device.read(piece(io.row_status, index, 1), &mut self.host.row_status[row..=row])?;
+        }
+        if part.rows.iter().any(|&row| self.host.row_status[row] == RowStatus::CustomOpFailed as u8) {
+            // A call has the rows of one sequence, which stand together in the whole as well.
+            let place = |row: usize| part.rows.get(row).copied().unwrap_or(usize::MAX);
+            let failures = self.device.custom_failures(program).into_iter();
+            self.custom_failures.extend(failures.map(|failure| {
+                let start = place(failure.rows.start);
+                CustomFailure { rows: start..start.saturating_add(failure.rows.len()), ..failure }
+            }));
         }
         let vocab = self.shape.vocab_size;
         for (index, &row) in part.logit_rows.iter().enumerate() {
@@ -228,6 +243,7 @@ impl ModelRunner {
     /// Runs a batch: all of it in one program, unless some of it needs f32 activations.
     fn run(&mut self, input: &ForwardInput) -> Result<(), DeviceError> {
         self.outcomes.clear();
+        self.custom_failures.clear();
         let f32_from = |index: usize| input.f32_from.get(index).copied().unwrap_or(NEVER);
         let some_f32 = self.programs.f32.is_some() && input.f32_from.iter().any(|from| *from != NEVER);
         if some_f32 {
@@ -289,13 +305,9 @@ impl ModelRunner {
         }
     }
 
-    /// What the device says of a custom operation that failed at this row of its last launch.
-    fn custom_failure(&self, row: usize) -> Option<crate::device::CustomFailure> {
-        let programs = self.programs.by_bucket.iter().map(|(_, program)| program).chain(&self.programs.f32);
-        let failures = programs.flat_map(|program| self.device.custom_failures(program.id()));
-        let mut failures: Vec<_> = failures.collect();
-        let at = failures.iter().position(|failure| failure.rows.contains(&row)).unwrap_or(0);
-        (at < failures.len()).then(|| failures.swap_remove(at))
+    /// What the device said of a custom operation that failed at this row of the batch.
+    fn custom_failure(&self, row: usize) -> Option<CustomFailure> {
+        self.custom_failures.iter().find(|failure| failure.rows.contains(&row)).cloned()
     }
 
     /// Lists that belong together agree, so that staging them cannot go wrong; ids and blocks are the device's to check.
