@@ -13,8 +13,7 @@ use super::runner::Programs;
 use crate::device::{Device, OwnedProgram, OwnedWeights};
 use crate::graph::passes::shard;
 use crate::graph::{
-    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Rank, Target,
-    compile,
+    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Rank, compile,
 };
 use crate::kv_cache::KvGeometry;
 
