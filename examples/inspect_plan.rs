@@ -98,6 +98,7 @@ fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOp
         default: options.resolved_precision(numerics),
         overrides: &options.precision_overrides,
         int8_activations: target.int8_activations,
+        bf16_activations: target.bf16_activations,
     };
     let rounded = apply_precision(&graph, &policy)?;
     println!("precision\n{}", rounded.dump());

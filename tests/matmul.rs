@@ -2,7 +2,8 @@
 //! not on how many rows there are, on the tile, on the range of panels or on the number of threads.
 
 use ascend_llm::device::cpu::arena::{Parts, Tile};
-use ascend_llm::device::cpu::matmul::{FloatRows, columns_of, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::cast::round_bf16_row;
+use ascend_llm::device::cpu::matmul::{FloatRows, columns_of, matmul_bf16, matmul_f32, matmul_q8};
 use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
 use ascend_llm::device::cpu::pool::Team;
 use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
@@ -135,6 +136,7 @@ fn dequantise(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Rows {
     F32,
+    BF16,
     Int8,
 }
 
@@ -146,6 +148,8 @@ fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias:
     if kind == Rows::Int8 {
         quantise_rows(isa, layout, x, &mut quants);
     }
+    let mut halves = vec![0; x.len()];
+    round_bf16_row(isa, x, &mut halves);
     let mut out = vec![f32::NAN; rows * w.n()];
     let parts = Parts::columns(&mut out, w.n(), team.count(), PANEL);
     team.run(&|member| {
@@ -153,6 +157,7 @@ fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias:
         let mut tile = parts.claim(member.index());
         match kind {
             Rows::F32 => matmul_f32(isa, FloatRows::new(x, w.k(), w.k()), w, bias, panels, &mut tile),
+            Rows::BF16 => matmul_bf16(isa, FloatRows::new(&halves, w.k(), w.k()), w, bias, panels, &mut tile),
             Rows::Int8 => matmul_q8(isa, QuantRows::new(layout, &quants), w, bias, panels, &mut tile),
         }
     });
@@ -167,7 +172,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn combinations() -> Vec<(DType, usize, Rows)> {
     let mut all = Vec::new();
     for dtype in FLOATS {
-        all.extend([1, 48, 56, 100, 300].map(|k| (dtype, k, Rows::F32)));
+        let depths = [1, 48, 56, 99, 300, 2100];
+        all.extend(depths.into_iter().flat_map(|k| [(dtype, k, Rows::F32), (dtype, k, Rows::BF16)]));
     }
     for dtype in SMALL_BLOCKS {
         all.extend([32, 96, 576].into_iter().flat_map(|k| [(dtype, k, Rows::F32), (dtype, k, Rows::Int8)]));
@@ -233,6 +239,7 @@ fn products_agree_with_the_dequantised_oracle() {
             // What the kernel was given: for int8 the quantised activations, as f64.
             let seen: Vec<f64> = match kind {
                 Rows::F32 => x.iter().map(|&x| f64::from(x)).collect(),
+                Rows::BF16 => x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect(),
                 Rows::Int8 => x
                     .chunks_exact(32)
                     .flat_map(|block| {
@@ -254,7 +261,7 @@ fn products_agree_with_the_dequantised_oracle() {
                             size += x.abs() * 0.7;
                         }
                     }
-                    let steps = if kind == Rows::F32 { k + 3 } else { k / 32 * 4 + 8 };
+                    let steps = if kind == Rows::Int8 { k / 32 * 4 + 8 } else { k + 3 };
                     let bound = size * steps as f64 / f64::from(1 << 24);
                     let error = (f64::from(got[row * n + column]) - sum).abs();
                     assert!(error <= bound, "{dtype} k {k} {kind:?} {isa:?} [{row}][{column}]: {error} > {bound}");
@@ -342,6 +349,9 @@ fn paths_with_fused_additions_give_the_same_bits() {
         let (x, bias) = (noise.floats(rows * k), noise.floats(n));
         let fused: Vec<Isa> = Isa::available().iter().copied().filter(|isa| *isa != Isa::Plain).collect();
         for pair in fused.windows(2) {
+            if pair[1] == Isa::Avx512Bf16 && kind == Rows::BF16 && dtype == DType::BF16 {
+                continue; // which adds pairs of products, the second of them first
+            }
             let [a, b] = [pair[0], pair[1]].map(|isa| bits(&product(&team, isa, kind, &x, &w, Some(&bias))));
             assert!(a == b, "{dtype} k {k} {kind:?}: {pair:?}");
         }
@@ -378,9 +388,11 @@ fn f32_bodies_see_exactly_the_values_of_the_source() {
         let mut x = vec![0.0; k * k];
         (0..k).for_each(|i| x[i * k + i] = 1.0);
         for &isa in Isa::available() {
-            let got = product(&team, isa, Rows::F32, &x, &w, None);
-            for (i, row) in got.chunks_exact(n).enumerate() {
-                assert!(row.iter().zip(&values).all(|(got, row)| *got == row[i]), "{dtype} k {k} {isa:?} at {i}");
+            for kind in [Rows::F32, Rows::BF16] {
+                let got = product(&team, isa, kind, &x, &w, None);
+                for (i, row) in got.chunks_exact(n).enumerate() {
+                    assert!(row.iter().zip(&values).all(|(got, row)| *got == row[i]), "{dtype} k {k} {isa:?} at {i}");
+                }
             }
         }
     }
@@ -389,7 +401,9 @@ fn f32_bodies_see_exactly_the_values_of_the_source() {
 #[test]
 fn a_non_finite_activation_spoils_its_own_row_only() {
     let team = Team::new(Some(2)).unwrap();
-    for (dtype, kind) in [(DType::F32, Rows::F32), (DType::Q8_0, Rows::Int8), (DType::Q4_1, Rows::Int8)] {
+    let kinds =
+        [(DType::F32, Rows::F32), (DType::BF16, Rows::BF16), (DType::Q8_0, Rows::Int8), (DType::Q4_1, Rows::Int8)];
+    for (dtype, kind) in kinds {
         let w = PackedMatrix::pack(&team, dtype, 33, 64, &Noise(3).weight(dtype, 33, 64)).unwrap();
         for &isa in Isa::available() {
             let mut x = Noise(4).floats(15 * 64);

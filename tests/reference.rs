@@ -135,7 +135,7 @@ impl Case {
     }
 
     /// Makes `out` the logits of every row: for int8 rows through an integer identity, whose 1 is 127 steps of an f16
-    /// that is nearly 1/127; then the rows asked for; then through a float identity, which changes nothing.
+    /// that is nearly 1/127, for bf16 rows through a float one; then the rows asked for; then through a float identity, which changes nothing.
     fn observe(&mut self, out: ValueId, fused_head: bool) {
         let Value { cols, elem, .. } = *self.graph.value(out);
         let mut identity = vec![0.0; cols * cols];
@@ -143,6 +143,10 @@ impl Case {
         let mut x = out;
         if elem == Elem::Q8 {
             let weight = self.weight_of(DType::Q8_0, &[cols, cols], &identity);
+            x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
+        }
+        if elem == Elem::BF16 {
+            let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
             x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
         }
         let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
@@ -276,9 +280,14 @@ impl CustomOp for Halve {
     }
 }
 
-/// The graph with int8 activations in front of integer weights.
-fn int8(graph: &Graph) -> Graph {
-    let policy = PrecisionPolicy { default: Precision::Mix, overrides: &BTreeMap::new(), int8_activations: true };
+/// The graph with int8 activations in front of integer weights, perhaps bf16 ones in front of bf16 weights.
+fn mixed(graph: &Graph, bf16_activations: bool) -> Graph {
+    let policy = PrecisionPolicy {
+        default: Precision::Mix,
+        overrides: &BTreeMap::new(),
+        int8_activations: true,
+        bf16_activations,
+    };
     apply_precision(graph, &policy).unwrap()
 }
 
@@ -548,7 +557,7 @@ fn the_interpreter_runs_fused_graphs_and_chunks_alike() {
             }
             logits
         };
-        for graph in [graph.clone(), int8(&graph)] {
+        for graph in [graph.clone(), mixed(&graph, false)] {
             let expected = run(&graph, 12);
             for (level, chunk) in [(0, 5), (1, 12), (2, 12), (3, 12), (3, 1)] {
                 assert!(
@@ -568,10 +577,13 @@ fn int8_activations_and_half_keys_agree_with_the_interpreter() {
         let (graph, files) = graph(&path);
         let prompt = prompt(&graph, 24);
         let rows: Vec<u32> = (0..24).collect();
-        let graph = int8(&graph);
-        let mut reference = ReferenceModel::new(&graph, files.source.as_ref(), KvDType::F16).unwrap();
-        let expected = reference.forward(&prompt, &rows);
+        let [without, with] = [false, true].map(|bf16_activations| {
+            let graph = mixed(&graph, bf16_activations);
+            let mut reference = ReferenceModel::new(&graph, files.source.as_ref(), KvDType::F16).unwrap();
+            reference.forward(&prompt, &rows)
+        });
         for device in devices() {
+            let expected = if device.caps().target.bf16_activations { &with } else { &without };
             let got = on_device(&path, &device, Numerics::Fast, 2).forward(&prompt, 24).concat();
             let error = error(&got, &expected.logits);
             assert!(error <= FAST_BOUND, "{} on {:?}: off by {error}", path.display(), device.isa());

@@ -45,6 +45,7 @@ const fn align_up(n: usize, to: usize) -> usize {
 pub const fn row_bytes(elem: Elem, cols: usize) -> usize {
     match elem {
         Elem::F32 | Elem::U32 => cols * 4,
+        Elem::BF16 => cols * 2,
         Elem::Q8 => (align_up(cols, 64) + align_up(cols.div_ceil(QUANT_BLOCK) * QUANT_RECORD_BYTES, 64)) | 64,
         Elem::Effect => 0,
     }

@@ -77,7 +77,7 @@ impl Plan {
                 return Err(invalid(format!("{name} of {} columns is too large for the bucket", value.cols)));
             }
             let placed = match value.operand {
-                Operand::Arena { .. } => matches!(value.elem, Elem::F32 | Elem::Q8),
+                Operand::Arena { .. } => matches!(value.elem, Elem::F32 | Elem::BF16 | Elem::Q8),
                 Operand::Io(Io::Logits) => value.elem == Elem::F32,
                 Operand::Io(Io::ArgMax) => value.elem == Elem::U32,
                 Operand::Io(_) => false,

@@ -94,6 +94,8 @@ pub enum Rows {
 pub enum Elem {
     /// 32-bit floats.
     F32,
+    /// bfloat16.
+    BF16,
     /// Rows quantised to int8 in blocks of 32, with a scale and a sum a block.
     Q8,
     /// 32-bit unsigned integers.
@@ -295,6 +297,7 @@ impl Graph {
         };
         match value.elem {
             Elem::F32 => format!("{}[{rows},{}]f32", value.name, value.cols),
+            Elem::BF16 => format!("{}[{rows},{}]bf16", value.name, value.cols),
             Elem::Q8 => format!("{}[{rows},{}]q8", value.name, value.cols),
             Elem::U32 => format!("{}[{rows},{}]u32", value.name, value.cols),
             Elem::Effect => value.name.clone(),

@@ -11,7 +11,7 @@ pub enum ActivationType {
     /// Not rounded.
     #[default]
     F32,
-    /// bfloat16, ties to even; kept in f32 rows.
+    /// bfloat16, ties to even.
     BF16,
     /// Half precision, ties to even, saturating at ±65,504 (which is counted as an overflow); kept in f32 rows.
     F16,
@@ -24,7 +24,8 @@ impl ActivationType {
     pub const fn elem(self) -> Elem {
         match self {
             Self::Int8 => Elem::Q8,
-            Self::F32 | Self::BF16 | Self::F16 => Elem::F32,
+            Self::BF16 => Elem::BF16,
+            Self::F32 | Self::F16 => Elem::F32,
         }
     }
 

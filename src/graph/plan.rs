@@ -21,6 +21,8 @@ pub struct Target {
     pub alignment: usize,
     /// Whether linear operations over integer weights may take int8 activations.
     pub int8_activations: bool,
+    /// Whether bf16 × bf16 products are faster than those of f32: `mix` then rounds in front of bf16 weights.
+    pub bf16_activations: bool,
     /// Operations it runs; fused ones it lacks are not made.
     pub ops: OpSet,
     /// Whether its attention has loop orders of its own for short rows.
@@ -30,7 +32,7 @@ pub struct Target {
 impl Target {
     /// A device that runs every operation.
     pub const fn new(alignment: usize) -> Self {
-        Self { alignment, int8_activations: true, ops: OpSet::ALL, attention_schedules: true }
+        Self { alignment, int8_activations: true, bf16_activations: false, ops: OpSet::ALL, attention_schedules: true }
     }
 }
 
@@ -150,6 +152,7 @@ pub fn compile(
         default: options.resolved_precision(numerics),
         overrides: &options.precision_overrides,
         int8_activations: target.int8_activations,
+        bf16_activations: target.bf16_activations,
     };
     let graph = apply_precision(graph, &policy)?;
     let (graph, fused) = fuse(&graph, fusion, target.ops, options.attention);
@@ -339,6 +342,7 @@ impl Plan {
         };
         let elem = match value.elem {
             Elem::F32 => "f32",
+            Elem::BF16 => "bf16",
             Elem::Q8 => "q8",
             Elem::U32 => "u32",
             Elem::Effect => return value.name.clone(),

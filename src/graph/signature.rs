@@ -228,7 +228,7 @@ impl Operands<'_> {
         let (n, k) = self.matrix(part.weight)?;
         must(x.cols == k, || format!("rows of {} columns for a weight of {k}", x.cols))?;
         let quantised = self.weight(part.weight, WeightRole::Matrix)?.dtype.is_quantised();
-        must(x.elem == Elem::F32 || (x.elem == Elem::Q8 && quantised), || {
+        must(matches!(x.elem, Elem::F32 | Elem::BF16) || (x.elem == Elem::Q8 && quantised), || {
             format!("rows of {:?} for a weight that is not quantised", x.elem)
         })?;
         part.bias.map_or(Ok(()), |bias| self.vector(bias, n))?;

@@ -36,42 +36,56 @@ pub fn count_beyond(isa: Isa, x: &[f32], limit: f32) -> usize {
 
 /// `out = x` rounded to half precision, ties to even, saturating at ±65,504; NaN stays NaN.
 pub fn round_f16_row(isa: Isa, x: &[f32], out: &mut [f32]) {
-    struct Body<'a>(&'a [f32], &'a mut [f32]);
-    impl Kernel for Body<'_> {
-        type Output = ();
+    struct Half;
+    impl Round for Half {
+        type Out = f32;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
-            each_chunk(self.0, self.1, |x| {
-                let mut bytes = [0; 32];
-                for (to, from) in bytes.as_chunks_mut().0.iter_mut().zip(l.to_f16(l.load(x))) {
-                    *to = from.to_le_bytes();
-                }
-                let mut rounded = [0.0; 16];
-                l.store(l.load_f16_bytes(&bytes), &mut rounded);
-                rounded
-            });
+        fn round<L: Lanes>(l: L, x: L::F32) -> [f32; 16] {
+            let mut bytes = [0; 32];
+            for (to, from) in bytes.as_chunks_mut().0.iter_mut().zip(l.to_f16(x)) {
+                *to = from.to_le_bytes();
+            }
+            let mut rounded = [0.0; 16];
+            l.store(l.load_f16_bytes(&bytes), &mut rounded);
+            rounded
         }
     }
-    dispatch(isa, Body(x, out));
+    dispatch(isa, Rounded::<Half>(x, out));
 }
 
-/// `out = x` rounded to bfloat16, ties to even; NaN stays NaN.
-pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [f32]) {
-    struct Body<'a>(&'a [f32], &'a mut [f32]);
-    impl Kernel for Body<'_> {
-        type Output = ();
+/// `out` = the bits of `x` rounded to bfloat16, ties to even; NaN stays NaN.
+pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [u16]) {
+    struct Bf16;
+    impl Round for Bf16 {
+        type Out = u16;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
-            each_chunk(self.0, self.1, |x| l.to_bf16(l.load(x)).map(|bits| f32::from_bits(u32::from(bits) << 16)));
+        fn round<L: Lanes>(l: L, x: L::F32) -> [u16; 16] {
+            l.to_bf16(x)
         }
     }
-    dispatch(isa, Body(x, out));
+    dispatch(isa, Rounded::<Bf16>(x, out));
 }
 
-#[inline(always)]
-fn each_chunk(x: &[f32], out: &mut [f32], body: impl Fn(&[f32; 16]) -> [f32; 16]) {
-    debug_assert_eq!(x.len(), out.len(), "rows of one operation have one length");
-    for (x, out) in x.chunks(16).zip(out.chunks_mut(16)) {
-        out.copy_from_slice(&body(&padded(x))[..x.len()]);
+/// What becomes of 16 values. A trait and no closure: a closure has not the instructions of the kernel around it.
+trait Round {
+    type Out: Copy;
+    fn round<L: Lanes>(l: L, x: L::F32) -> [Self::Out; 16];
+}
+
+struct Rounded<'a, R: Round>(&'a [f32], &'a mut [R::Out]);
+
+impl<R: Round> Kernel for Rounded<'_, R> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        debug_assert_eq!(self.0.len(), self.1.len(), "rows of one operation have one length");
+        let (x, rest) = self.0.as_chunks::<16>();
+        let (out, out_rest) = self.1.as_chunks_mut::<16>();
+        for (x, out) in x.iter().zip(out) {
+            *out = R::round(l, l.load(x));
+        }
+        if !rest.is_empty() {
+            out_rest.copy_from_slice(&R::round(l, l.load(&padded(rest)))[..rest.len()]);
+        }
     }
 }

@@ -79,10 +79,12 @@ impl CpuDevice {
             Some(isa) => return Err(invalid(format!("instruction set {isa:?} is not available on this processor"))),
         };
         let team = Team::new(options.threads)?;
+        let mut target = Target::new(128);
+        target.bf16_activations = isa == Isa::Avx512Bf16;
         let caps = DeviceCaps {
             name: "cpu",
             description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, team.count()),
-            target: Target::new(128),
+            target,
             kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16, KvDType::I8],
             block_size_step: 16,
             max_block_size: 1024,

@@ -13,17 +13,31 @@ use super::quant::{BLOCK, QuantRows};
 use super::simd::{self, Isa};
 use std::ops::Range;
 
-/// Rows of f32 activations, to read.
+/// Rows of activations, to read: `f32`, or `u16` with the bits of bfloat16.
 #[derive(Clone, Copy, Debug)]
-pub struct FloatRows<'a> {
-    data: &'a [f32],
+pub struct FloatRows<'a, T = f32> {
+    data: &'a [T],
     k: usize,
     stride: usize,
 }
 
-impl<'a> FloatRows<'a> {
+/// What rows of floats consist of.
+pub(super) trait Activation: Copy {
+    /// Bits of bfloat16; else f32.
+    const IS_BF16: bool;
+}
+
+impl Activation for f32 {
+    const IS_BF16: bool = false;
+}
+
+impl Activation for u16 {
+    const IS_BF16: bool = true;
+}
+
+impl<'a, T> FloatRows<'a, T> {
     /// Rows of `k` values, `stride` apart.
-    pub fn new(data: &'a [f32], k: usize, stride: usize) -> Self {
+    pub fn new(data: &'a [T], k: usize, stride: usize) -> Self {
         assert!(0 < k && k <= stride, "rows of {k} values, {stride} apart");
         Self { data, k, stride }
     }
@@ -44,11 +58,11 @@ impl<'a> FloatRows<'a> {
     }
 
     /// One row.
-    pub fn row(&self, row: usize) -> &'a [f32] {
+    pub fn row(&self, row: usize) -> &'a [T] {
         &self.data[row * self.stride..][..self.k]
     }
 
-    pub(super) fn data(&self) -> &'a [f32] {
+    pub(super) fn data(&self) -> &'a [T] {
         self.data
     }
 }
@@ -70,7 +84,29 @@ pub fn matmul_f32(
 ) {
     check(w, bias, &panels, x.rows(), x.k(), out);
     if !simd::matmul_f32(isa, x, w, bias, panels.clone(), out) {
-        plain_f32(x, w, bias, panels, out);
+        plain(|row, k, values| values.copy_from_slice(&x.row(row)[k]), w, bias, panels, out);
+    }
+}
+
+/// As [`matmul_f32`], for rows of bfloat16 bits. Sums are f32. With bf16 weights, where the instruction set has a dot product
+/// of such pairs, `k` and `k + 1` are added by one instruction, which takes numbers below 2^-126 for zero; everywhere else
+/// the result is that of [`matmul_f32`] over the same values.
+pub fn matmul_bf16(
+    isa: Isa,
+    x: FloatRows<'_, u16>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    check(w, bias, &panels, x.rows(), x.k(), out);
+    if !simd::matmul_bf16(isa, x, w, bias, panels.clone(), out) {
+        let widen = |row, k: Range<usize>, values: &mut [f32]| {
+            for (value, &bits) in values.iter_mut().zip(&x.row(row)[k]) {
+                *value = f32::from_bits(u32::from(bits) << 16);
+            }
+        };
+        plain(widen, w, bias, panels, out);
     }
 }
 
@@ -102,7 +138,14 @@ fn check(w: &PackedMatrix, bias: Option<&[f32]>, panels: &Range<usize>, rows: us
     assert!(out.rows() == rows && out.cols() == columns_of(w, panels).len(), "the tile covers rows and panels");
 }
 
-fn plain_f32(x: FloatRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: Range<usize>, out: &mut Tile<'_, f32>) {
+/// `x(row, k, values)` gives some values of a row.
+fn plain(
+    x: impl Fn(usize, Range<usize>, &mut [f32]),
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
     let columns = columns_of(w, &panels);
     for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
         let width = PANEL.min(columns.len() - start);
@@ -121,17 +164,18 @@ fn plain_f32(x: FloatRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: R
             } else {
                 for (k, values) in values[..depth].iter_mut().enumerate() {
                     for (column, value) in values.iter_mut().enumerate() {
-                        *value = float_at(w.dtype(), w.panel(panel), (k0 + k) * PANEL + column);
+                        *value = float_at(w.dtype(), w.panel(panel), k0 + k, column);
                     }
                 }
             }
             for row in 0..out.rows() {
-                let x = &x.row(row)[k0..k0 + depth];
+                let mut given = [0.0; BLOCK];
+                x(row, k0..k0 + depth, &mut given[..depth]);
                 let sums = &mut out.row_mut(row)[start..start + width];
                 if k0 == 0 {
                     sums.fill(0.0);
                 }
-                for (x, values) in x.iter().zip(&values) {
+                for (x, values) in given[..depth].iter().zip(&values) {
                     for (sum, value) in sums.iter_mut().zip(values) {
                         *sum += x * value;
                     }

@@ -5,7 +5,7 @@
 //! A last panel that is not full has zero columns.
 //!
 //! ```text
-//! float      panel = k × [16 columns]
+//! float      panel = k × [16 columns]; bf16: k / 2 × [16 columns][2], a zero behind the last of an odd K
 //! quantised  panel = units, one behind the other; a unit is 32 k (256 for K-quants):
 //!              quants      one group for each 32 k: words of 16 columns × 4 consecutive k bytes
 //!                8 bit     8 words of q + 128
@@ -115,6 +115,7 @@ impl PackedMatrix {
             return Err(invalid(format!("a {dtype} weight of {n} × {k}: got {} bytes", data.len())));
         }
         let panel_bytes = match Scheme::of(dtype) {
+            None if dtype == DType::BF16 => k.next_multiple_of(2) * PANEL * 2,
             None => k * PANEL * dtype.block_bytes(),
             Some(scheme) => k / (scheme.subs * BLOCK) * scheme.unit_bytes(),
         };
@@ -179,18 +180,19 @@ impl PackedMatrix {
             }
         } else {
             for (k, out) in out.iter_mut().enumerate() {
-                *out = float_at(self.dtype, panel, k * PANEL + column);
+                *out = float_at(self.dtype, panel, k, column);
             }
         }
     }
 }
 
-/// Element `at` of a float panel.
-pub(crate) fn float_at(dtype: DType, panel: &[u8], at: usize) -> f32 {
+/// One weight of a float panel.
+pub(crate) fn float_at(dtype: DType, panel: &[u8], k: usize, column: usize) -> f32 {
     let half = |at: usize| u16::from_le_bytes([panel[2 * at], panel[2 * at + 1]]);
+    let at = k * PANEL + column;
     match dtype {
         DType::F16 => f16::from_bits(half(at)).to_f32(),
-        DType::BF16 => bf16::from_bits(half(at)).to_f32(),
+        DType::BF16 => bf16::from_bits(half((k / 2 * PANEL + column) * 2 + k % 2)).to_f32(),
         _ => f32::from_le_bytes([panel[4 * at], panel[4 * at + 1], panel[4 * at + 2], panel[4 * at + 3]]),
     }
 }
@@ -247,6 +249,7 @@ fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
             let source = &row[i * piece_of_row..row_bytes.min((i + 1) * piece_of_row)];
             match (Scheme::of(dtype), dtype.block_bytes()) {
                 (Some(scheme), _) => pack_unit(dtype, scheme, column, source, piece),
+                (None, 2) if dtype == DType::BF16 => pack_pairs(column, source, piece),
                 (None, 2) => pack_floats::<2>(column, source, piece),
                 (None, _) => pack_floats::<4>(column, source, piece),
             }
@@ -258,6 +261,13 @@ fn pack_floats<const BYTES: usize>(column: usize, source: &[u8], piece: &mut [u8
     let places = piece.as_chunks_mut::<BYTES>().0.chunks_exact_mut(PANEL);
     for (place, element) in places.zip(source.as_chunks::<BYTES>().0) {
         place[column] = *element;
+    }
+}
+
+/// Elements of two bytes, those of k and k + 1 side by side.
+fn pack_pairs(column: usize, source: &[u8], piece: &mut [u8]) {
+    for (place, pair) in piece.as_chunks_mut::<4>().0.chunks_exact_mut(PANEL).zip(source.chunks(4)) {
+        place[column][..pair.len()].copy_from_slice(pair);
     }
 }
 

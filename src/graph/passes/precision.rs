@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::graph::{ActivationType, CompileError, Graph, LinearPart, Node, Op, Precision, Value, ValueId, id32};
+use crate::weights::DType;
 
 /// One rule for all products, and exceptions by the name of the projection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +17,8 @@ pub struct PrecisionPolicy<'a> {
     pub overrides: &'a BTreeMap<String, Precision>,
     /// Whether `mix` may round to int8 in front of integer weights.
     pub int8_activations: bool,
+    /// Whether `mix` rounds to bfloat16 in front of bf16 weights.
+    pub bf16_activations: bool,
 }
 
 /// Puts one cast in front of the products that want narrower activations, shared by all that read the same value and want
@@ -36,11 +39,14 @@ pub fn apply_precision(graph: &Graph, policy: &PrecisionPolicy<'_>) -> Result<Gr
             // The longest name is the most particular.
             let rule = policy.overrides.keys().filter(matching).max_by_key(|key| key.len());
             let precision = rule.map_or(policy.default, |key| policy.overrides[key]);
-            let integers = graph.weight(part.weight).dtype.is_quantised() && policy.int8_activations;
+            let dtype = graph.weight(part.weight).dtype;
+            let integers = dtype.is_quantised() && policy.int8_activations;
+            let halves = dtype == DType::BF16 && policy.bf16_activations;
             let to = match precision {
                 Precision::BF16 => ActivationType::BF16,
                 Precision::F16 => ActivationType::F16,
                 Precision::Mix if integers => ActivationType::Int8,
+                Precision::Mix if halves => ActivationType::BF16,
                 Precision::Mix | Precision::F32 => ActivationType::F32,
             };
             if to != ActivationType::F32 {

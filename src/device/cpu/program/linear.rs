@@ -6,7 +6,7 @@ use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::arena::{Parts, Tile};
 use crate::device::cpu::arg_max::{Best, NO_ID, arg_max};
-use crate::device::cpu::matmul::{FloatRows, matmul_f32, matmul_q8};
+use crate::device::cpu::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
 use crate::device::cpu::pack::{PANEL, PackedMatrix};
 use crate::device::cpu::pool::split;
 use crate::device::cpu::quant::{QuantLayout, QuantRows};
@@ -16,6 +16,7 @@ use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, RowStatus, 
 #[derive(Clone, Copy)]
 enum Input<'a> {
     F32(FloatRows<'a>),
+    BF16(FloatRows<'a, u16>),
     Q8(QuantRows<'a>),
 }
 
@@ -23,6 +24,7 @@ impl<'a> Input<'a> {
     fn new(elem: Elem, bytes: &'a [u8], k: usize) -> Self {
         match elem {
             Elem::Q8 => Self::Q8(QuantRows::new(QuantLayout::new(k), bytes)),
+            Elem::BF16 => Self::BF16(FloatRows::new(bytemuck::cast_slice(bytes), k, k)),
             _ => Self::F32(FloatRows::new(floats(bytes), k, k)),
         }
     }
@@ -33,6 +35,7 @@ impl<'a> Input<'a> {
         let panels = first..first + out.cols().div_ceil(PANEL);
         match self {
             Self::F32(x) => matmul_f32(isa, x, w, bias, panels, out),
+            Self::BF16(x) => matmul_bf16(isa, x, w, bias, panels, out),
             Self::Q8(x) => matmul_q8(isa, x, w, bias, panels, out),
         }
     }

@@ -51,7 +51,7 @@ impl RowCast<'_> {
         match self.to {
             ActivationType::Int8 => quantise_row(self.isa, QuantLayout::new(x.len()), x, out),
             ActivationType::F32 => floats_mut(out).copy_from_slice(x),
-            ActivationType::BF16 => round_bf16_row(self.isa, x, floats_mut(out)),
+            ActivationType::BF16 => round_bf16_row(self.isa, x, bytemuck::cast_slice_mut(out)),
             ActivationType::F16 => {
                 round_f16_row(self.isa, x, floats_mut(out));
                 let row = self.logit_rows.map_or(row, |rows| rows[row] as usize);

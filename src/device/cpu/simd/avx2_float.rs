@@ -1,4 +1,4 @@
-//! f32 activations × any weight with AVX2: lanes are output columns, two registers a panel; activations are broadcast, K is
+//! Float activations × any weight with AVX2: lanes are output columns, two registers a panel; activations are broadcast, K is
 //! walked in order.
 //!
 //! One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, go over weights
@@ -12,7 +12,7 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
-use super::super::matmul::FloatRows;
+use super::super::matmul::{Activation, FloatRows};
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::BLOCK;
 use super::avx2_words::{HALF, load_columns, minimum, scale, store_columns, word};
@@ -27,12 +27,13 @@ const WIDE: usize = 4;
 /// From this many rows on, float weights are widened once for all of them.
 const BUFFER_FROM_ROWS: usize = 3;
 
-/// How 8 weights are stored.
+/// How the 16 weights of a k are stored.
 trait Load {
-    const BYTES: usize;
+    /// Half of them.
+    ///
     /// # Safety
-    /// `at` is valid for `8 * BYTES` reads; the caller enables AVX2 and F16C.
-    unsafe fn load(at: *const u8) -> __m256;
+    /// `panel` holds `k`; the caller enables AVX2 and F16C.
+    unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256;
 }
 
 struct F32;
@@ -40,38 +41,39 @@ struct F16;
 struct Bf16;
 
 impl Load for F32 {
-    const BYTES: usize = 4;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m256 {
+    unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
         // SAFETY: the caller's.
-        unsafe { _mm256_loadu_ps(at.cast()) }
+        unsafe { _mm256_loadu_ps(panel.add((k * PANEL + half * HALF) * 4).cast()) }
     }
 }
 
 impl Load for F16 {
-    const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m256 {
+    unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
         // SAFETY: the caller's.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(panel.add((k * PANEL + half * HALF) * 2).cast())) }
     }
 }
 
 impl Load for Bf16 {
-    const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m256 {
+    unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
         // SAFETY: the caller's.
         unsafe {
-            let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
+            let pairs = _mm256_loadu_si256(panel.add((k / 2 * PANEL + half * HALF) * 4).cast());
+            _mm256_castsi256_ps(if k.is_multiple_of(2) {
+                _mm256_slli_epi32::<16>(pairs)
+            } else {
+                _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
+            })
         }
     }
 }
 
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
-pub(super) fn matmul(
-    x: FloatRows<'_>,
+pub(super) fn matmul<T: Activation>(
+    x: FloatRows<'_, T>,
     w: &PackedMatrix,
     bias: Option<&[f32]>,
     panels: Range<usize>,
@@ -125,20 +127,27 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
                 }
             }
         }
-        for k in 0..job.depth {
-            if !job.ahead.is_null() {
-                for p in 0..P {
-                    let address = job.ahead.wrapping_add(p * job.ahead_panel + k * job.ahead_step);
-                    _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        let x: *const f32 = job.x.cast();
+        // Pairs, so that a loader knows which of the two it is asked for.
+        for even in (0..job.depth).step_by(2) {
+            for k in [even, even + 1] {
+                if k == job.depth {
+                    break;
                 }
-            }
-            for p in 0..P {
-                let at = job.w.add(p * job.w_stride + k * PANEL * L::BYTES);
-                let w = [L::load(at), L::load(at.add(HALF * L::BYTES))];
-                for r in 0..R {
-                    let x = _mm256_set1_ps(*job.x.add(r * job.x_stride + k));
-                    sums[p][r][0] = _mm256_fmadd_ps(x, w[0], sums[p][r][0]);
-                    sums[p][r][1] = _mm256_fmadd_ps(x, w[1], sums[p][r][1]);
+                if !job.ahead.is_null() {
+                    for p in 0..P {
+                        let address = job.ahead.wrapping_add(p * job.ahead_panel + k * job.ahead_step);
+                        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+                    }
+                }
+                for p in 0..P {
+                    let panel = job.w.add(p * job.w_stride);
+                    let w = [L::load(panel, k, 0), L::load(panel, k, 1)];
+                    for r in 0..R {
+                        let x = _mm256_set1_ps(*x.byte_add(r * job.x_stride).add(k));
+                        sums[p][r][0] = _mm256_fmadd_ps(x, w[0], sums[p][r][0]);
+                        sums[p][r][1] = _mm256_fmadd_ps(x, w[1], sums[p][r][1]);
+                    }
                 }
             }
         }
@@ -166,9 +175,9 @@ unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut
     for (i, k) in ks.enumerate() {
         // SAFETY: the caller's: `ks` lie in the panel, and 16 values for each fit.
         unsafe {
-            let (from, to) = (panel.add(k * PANEL * L::BYTES), values.add(i * PANEL));
-            _mm256_storeu_ps(to, L::load(from));
-            _mm256_storeu_ps(to.add(HALF), L::load(from.add(HALF * L::BYTES)));
+            let to = values.add(i * PANEL);
+            _mm256_storeu_ps(to, L::load(panel, k, 0));
+            _mm256_storeu_ps(to.add(HALF), L::load(panel, k, 1));
         }
     }
 }

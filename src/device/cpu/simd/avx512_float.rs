@@ -1,6 +1,6 @@
-//! f32 activations × any weight with AVX-512: lanes are output columns, activations are broadcast, K is walked in order.
+//! Float activations × any weight with AVX-512: lanes are output columns, activations are broadcast, K is walked in order.
 //!
-//! One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, first widen a
+//! Activations of bfloat16 are widened with the copy of a tile. One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, first widen a
 //! piece of K of some panels into a buffer on the stack, then all rows pass over it (12 × 2: 24 accumulators, 2 weights and
 //! 1 activation in registers); between pieces the sums wait in `out`. All give the same additions in the same order.
 
@@ -11,7 +11,7 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::super::arena::Tile;
-use super::super::matmul::FloatRows;
+use super::super::matmul::{Activation, FloatRows};
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::BLOCK;
 use super::avx512_words::{minimum, scale, words};
@@ -26,12 +26,11 @@ const WIDE: usize = 4;
 /// From this many rows on, float weights are widened once for all of them.
 const BUFFER_FROM_ROWS: usize = 3;
 
-/// How 16 weights are stored.
+/// How the 16 weights of a k are stored.
 trait Load {
-    const BYTES: usize;
     /// # Safety
-    /// `at` is valid for `16 * BYTES` reads; the caller enables AVX-512 F.
-    unsafe fn load(at: *const u8) -> __m512;
+    /// `panel` holds `k`; the caller enables AVX-512 F.
+    unsafe fn load(panel: *const u8, k: usize) -> __m512;
 }
 
 struct F32;
@@ -39,38 +38,39 @@ struct F16;
 struct Bf16;
 
 impl Load for F32 {
-    const BYTES: usize = 4;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m512 {
+    unsafe fn load(panel: *const u8, k: usize) -> __m512 {
         // SAFETY: the caller's.
-        unsafe { _mm512_loadu_ps(at.cast()) }
+        unsafe { _mm512_loadu_ps(panel.add(k * PANEL * 4).cast()) }
     }
 }
 
 impl Load for F16 {
-    const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m512 {
+    unsafe fn load(panel: *const u8, k: usize) -> __m512 {
         // SAFETY: the caller's.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(panel.add(k * PANEL * 2).cast())) }
     }
 }
 
 impl Load for Bf16 {
-    const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load(at: *const u8) -> __m512 {
+    unsafe fn load(panel: *const u8, k: usize) -> __m512 {
         // SAFETY: the caller's.
         unsafe {
-            let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves))
+            let pairs = _mm512_loadu_si512(panel.add(k / 2 * PANEL * 4).cast());
+            _mm512_castsi512_ps(if k.is_multiple_of(2) {
+                _mm512_slli_epi32::<16>(pairs)
+            } else {
+                _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
+            })
         }
     }
 }
 
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
-pub(super) fn matmul(
-    x: FloatRows<'_>,
+pub(super) fn matmul<T: Activation>(
+    x: FloatRows<'_, T>,
     w: &PackedMatrix,
     bias: Option<&[f32]>,
     panels: Range<usize>,
@@ -126,21 +126,28 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
                 }
             }
         }
-        for k in 0..job.depth {
-            if !job.ahead.is_null() {
-                for p in 0..P {
-                    let address = job.ahead.wrapping_add(p * job.ahead_panel + k * job.ahead_step);
-                    _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        let x: *const f32 = job.x.cast();
+        // Pairs, so that a loader knows which of the two it is asked for.
+        for even in (0..job.depth).step_by(2) {
+            for k in [even, even + 1] {
+                if k == job.depth {
+                    break;
                 }
-            }
-            let mut w = [_mm512_setzero_ps(); P];
-            for p in 0..P {
-                w[p] = L::load(job.w.add(p * job.w_stride + k * PANEL * L::BYTES));
-            }
-            for r in 0..R {
-                let x = _mm512_set1_ps(*job.x.add(r * job.x_stride + k));
+                if !job.ahead.is_null() {
+                    for p in 0..P {
+                        let address = job.ahead.wrapping_add(p * job.ahead_panel + k * job.ahead_step);
+                        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+                    }
+                }
+                let mut w = [_mm512_setzero_ps(); P];
                 for p in 0..P {
-                    sums[p][r] = _mm512_fmadd_ps(x, w[p], sums[p][r]);
+                    w[p] = L::load(job.w.add(p * job.w_stride), k);
+                }
+                for r in 0..R {
+                    let x = _mm512_set1_ps(*x.byte_add(r * job.x_stride).add(k));
+                    for p in 0..P {
+                        sums[p][r] = _mm512_fmadd_ps(x, w[p], sums[p][r]);
+                    }
                 }
             }
         }
@@ -163,7 +170,7 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
 unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, k) in ks.enumerate() {
         // SAFETY: the caller's: `ks` lie in the panel, and 16 values for each fit.
-        unsafe { _mm512_storeu_ps(values.add(i * PANEL), L::load(panel.add(k * PANEL * L::BYTES))) };
+        unsafe { _mm512_storeu_ps(values.add(i * PANEL), L::load(panel, k)) };
     }
 }
 

@@ -74,7 +74,7 @@ pub trait Kernel {
 pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {
-        if matches!(isa, Isa::Avx512 | Isa::Avx512Vnni)
+        if matches!(isa, Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16)
             && let Some(lanes) = Avx512::detect()
         {
             // SAFETY: `detect` has just seen every feature that the function enables.
