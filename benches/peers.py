@@ -34,31 +34,37 @@ def run_llama(args):
     if args.peer == "ik_llama.cpp":
         common += ["-rtr", "1"]
 
-    def bench(*extra):
-        command = [f"{args.bin}/llama-bench", *common, "-o", "jsonl", "-r", "1", *map(str, extra)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return [json.loads(line)["avg_ts"] for line in out.splitlines() if line.startswith("{")][0]
+    def lines(scenario, *command):
+        """What a process printed as JSON lines; its peak memory is one more figure."""
+        with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+            out = child.stdout.read()
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise subprocess.CalledProcessError(child.returncode, command)
+        emit(args, f"rss_{scenario}", "MiB", usage.ru_maxrss / 1024)
+        return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+    def bench(scenario, *extra):
+        return lines(scenario, f"{args.bin}/llama-bench", *common, "-o", "jsonl", "-r", 1, *extra)[0]["avg_ts"]
 
     if "load" in args.what:
         start = time.perf_counter()
-        bench("-p", 32, "-n", 0, "--no-warmup")
+        bench("first_token_warm", "-p", 32, "-n", 0, "--no-warmup")
         emit(args, "first_token_warm", "s", time.perf_counter() - start)
     if "pp" in args.what:
-        emit(args, f"pp{PREFILL}", "tok/s", bench("-p", PREFILL, "-n", 0))
+        emit(args, f"pp{PREFILL}", "tok/s", bench(f"pp{PREFILL}", "-p", PREFILL, "-n", 0))
     if "tg" in args.what:
         for context, generated in DECODE:
-            emit(args, f"tg@{context}", "tok/s", bench("-p", 0, "-n", generated, "-d", context))
+            emit(args, f"tg@{context}", "tok/s", bench(f"tg@{context}", "-p", 0, "-n", generated, "-d", context))
     if "bg" in args.what:
         for seqs, prompt, generated in loads(args.batches):
             room = seqs * (prompt + generated + 8)
             command = [f"{args.bin}/llama-batched-bench", *common, "-c", room, "-npp", prompt, "-ntg", generated]
             command += ["-npl", seqs, "-b", 2048, "-ub", 512, "--output-format", "jsonl"]
-            out = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
-            for line in out.splitlines():
-                if line.startswith("{"):
-                    figures = json.loads(line)
-                    emit(args, f"bg{seqs}x{prompt}+{generated}", "tok/s", figures["speed_tg"])
-                    emit(args, f"bgpp{seqs}x{prompt}", "tok/s", figures["speed_pp"])
+            for figures in lines(f"bg{seqs}x{prompt}+{generated}", *command):
+                emit(args, f"bg{seqs}x{prompt}+{generated}", "tok/s", figures["speed_tg"])
+                emit(args, f"bgpp{seqs}x{prompt}", "tok/s", figures["speed_pp"])
 
 
 def run_openvino(args):
@@ -129,12 +135,12 @@ def run_openvino(args):
 
 
 def report(path):
-    """A table a model: our median of each class, the best peer's, and the ratio (of times, for seconds)."""
+    """A table a model: our median of each class, the best peer's, and the ratio: more than 1 is better than they."""
     figures = defaultdict(list)
     with open(path) as lines:
         for line in map(json.loads, lines):
             precision = CLASSES.get(line["dtype"].lower())
-            if precision and line["metric"] in ("tok/s", "s"):
+            if precision:
                 key = (line["model"], line["scen"], precision)
                 figures[key, line["metric"], line["peer"], line["dtype"]].append(line["value"])
     medians = defaultdict(dict)
@@ -142,7 +148,7 @@ def report(path):
         medians[key, metric][peer, dtype] = (statistics.median(values), len(values))
     print("| model | scenario | class | ours | best peer | ratio | runs |\n|---|---|---|---|---|---|---|")
     for (key, metric), by_peer in sorted(medians.items()):
-        less = metric == "s"
+        less = metric != "tok/s"
         pick = min if less else max
         ours = {who: value for who, value in by_peer.items() if who[0] == "ascend-llm"}
         peers = {who: value for who, value in by_peer.items() if who[0] != "ascend-llm"}

@@ -266,8 +266,13 @@ fn pack_floats<const BYTES: usize>(column: usize, source: &[u8], piece: &mut [u8
 
 /// Elements of two bytes, those of k and k + 1 side by side.
 fn pack_pairs(column: usize, source: &[u8], piece: &mut [u8]) {
-    for (place, pair) in piece.as_chunks_mut::<4>().0.chunks_exact_mut(PANEL).zip(source.chunks(4)) {
-        place[column][..pair.len()].copy_from_slice(pair);
+    let (pairs, last) = source.as_chunks::<4>();
+    let mut places = piece.as_chunks_mut::<4>().0.chunks_exact_mut(PANEL);
+    for (pair, place) in pairs.iter().zip(&mut places) {
+        place[column] = *pair;
+    }
+    if let (&[low, high], Some(place)) = (last, places.next()) {
+        place[column] = [low, high, 0, 0];
     }
 }
 

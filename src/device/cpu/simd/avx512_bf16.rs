@@ -32,7 +32,7 @@ const BODIES: &AllBodies = &[
 ];
 
 /// The bodies of one row.
-const ROW: Bodies = (2, tile::<1, 2>, tile::<1, 1>);
+const ROW: Bodies = (4, tile::<1, 4>, tile::<1, 1>);
 
 /// `panels` of `w` times all rows of `x`. Shapes and types were checked by the caller.
 pub(super) fn matmul(

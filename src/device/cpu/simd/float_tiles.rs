@@ -21,7 +21,7 @@ const HALF_PIECE: usize = 2 * PIECE;
 /// K of a piece of a row that is widened by itself: 8 KiB.
 const ROW_PIECE: usize = 2048;
 /// How far ahead of its use a weight is asked for when it is read as stored.
-const AHEAD_BYTES: usize = 4096;
+const AHEAD_BYTES: usize = 8192;
 /// Rows of the tallest tile that any path has.
 const TALL: usize = 12;
 /// Bytes from a row to the next in a copied tile: an odd number of cache lines, so that rows do not meet in one set of the
