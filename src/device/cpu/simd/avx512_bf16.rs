@@ -72,7 +72,7 @@ unsafe fn tile<const R: usize, const P: usize>(job: Job) {
             if !job.ahead.is_null() {
                 for p in 0..P {
                     let address = job.ahead.wrapping_add(p * job.ahead_panel + pair * 2 * job.ahead_step);
-                    _mm_prefetch::<_MM_HINT_T0>(address.cast());
+                    _mm_prefetch::<_MM_HINT_T1>(address.cast());
                 }
             }
             add_pair(&job, pair, &mut sums, |x| x.cast::<i32>().read_unaligned());

@@ -87,7 +87,7 @@ unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
                     for p in 0..P {
                         let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip + sub * share);
                         for line in 0..share.div_ceil(64) {
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
+                            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(64 * line).cast());
                         }
                     }
                 }
