@@ -17,19 +17,26 @@ use super::super::quant::{BLOCK, QuantRows, RECORD_BYTES};
 use super::avx512_words::{minimum, scale, words};
 use super::formats::{Format, with_format};
 use super::int_tiles::{Body, GROUP, Job, all};
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 /// How far ahead of its use a weight is asked for by the rows that bring it in.
 const AHEAD_BYTES: usize = 4096;
-/// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations.
+/// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations. Dot products stay in the order in which
+/// they are written: the compiler would rather have one row's eight in a chain, each waiting for the one before.
 ///
 /// # Safety
 /// `x` is valid for 4 reads; the caller enables AVX-512 VNNI.
-#[inline(always)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
 unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-    // SAFETY: the caller's.
-    unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    // SAFETY: the caller's; the assembly is empty, and what it may do to the sum nobody knows but its place.
+    unsafe {
+        let mut sum = _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned()));
+        asm!("/* {0} */", inout(zmm_reg) sum, options(nomem, nostack, preserves_flags));
+        sum
+    }
 }
 
 /// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
@@ -163,7 +170,8 @@ unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
 
 /// Words I and I + 4 of the block: all rows and panels of a word before the next. Where halves have scales of their own
 /// the second word goes to `hi`.
-#[inline(always)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
 unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
     job: &Job,
     group: *const u8,
