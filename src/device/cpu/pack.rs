@@ -122,7 +122,7 @@ impl PackedMatrix {
         let panels = n.div_ceil(PANEL);
         let mut bytes = AlignedBytes::zeroed(panel_bytes * panels)?;
         let parts = Parts::rows(bytes.as_mut_slice(), panel_bytes, team.count(), 1);
-        team.run(&|member| {
+        team.share(&|member| {
             let mut tile = parts.claim(member.index());
             for local in 0..tile.rows() {
                 let first = (tile.first() + local) * PANEL;

@@ -1,14 +1,21 @@
 //! A fixed team of threads that runs one closure at a time, the caller being member 0.
 //!
 //! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
-//! every run (no stealing, so a result cannot depend on timing), and that a panic in one member ends the run on all of
-//! them and comes out of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs,
-//! then give their time slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
+//! every run (a result cannot depend on timing), and that a panic in one member ends the run on all of them and comes out
+//! of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
+//! slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
+//!
+//! In a run without barriers ([`Team::share`]) it is open which thread does a member's part: one that has done its own takes
+//! those that nobody has begun. So nobody waits for a thread that has no processor, because another program has it, or that
+//! is slower to hear of a short run than the run takes.
 //!
 //! ```text
-//! run:   caller  job ─ epoch+1 ─ body(0) ─ left+1 ─ wait left == count ─ raise a panic, if any
-//!        member  wait epoch ─── body(i) ─ left+1 ─ wait epoch …
+//! run:   caller  job ─ epoch+1 ─ part(0) ─ left+1 ─ (parts not begun) ─ wait left == count ─ raise a panic, if any
+//!        member  wait epoch ─── part(i) ─ left+1 ─ (parts not begun) ─ wait epoch …
 //! ```
+//!
+//! A part of run `e` is begun by moving its counter from `e - 1` to `e`. Every run moves every counter, so that succeeds once,
+//! in run `e` only, and the run does not end before what was begun has ended.
 
 #![allow(unsafe_code)]
 
@@ -36,6 +43,20 @@ const SPINS_PER_LOOK: u32 = 128;
 type Body<'a> = dyn Fn(&Member<'_>) + Sync + 'a;
 type Payload = Box<dyn Any + Send>;
 
+/// What a run does.
+#[derive(Clone, Copy)]
+struct Job {
+    body: &'static Body<'static>,
+    /// Whether each member's part runs on a thread of its own, so that they can wait for each other.
+    together: bool,
+}
+
+impl std::fmt::Debug for Job {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Job").field("together", &self.together).finish_non_exhaustive()
+    }
+}
+
 /// Keeps what members spin on away from what others write.
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -45,7 +66,9 @@ struct Line<T>(T);
 struct Shared {
     count: u32,
     /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `count`.
-    job: UnsafeCell<Option<&'static Body<'static>>>,
+    job: UnsafeCell<Option<Job>>,
+    /// The last run in which each member's part was begun.
+    begun: Box<[Line<AtomicU32>]>,
     /// Number of runs so far; moving it starts one.
     epoch: Line<AtomicU32>,
     /// Members that ended the current run.
@@ -63,8 +86,9 @@ struct Shared {
     uneven: AtomicBool,
 }
 
-// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no member runs (before `epoch`
-// moves and after all have left) and members only read it in between; `epoch` and `left` order the two.
+// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no part runs (before `epoch`
+// moves and after all have left) and members read it only behind a part that they have begun; `epoch` and `left` order the
+// two.
 unsafe impl Sync for Shared {}
 // SAFETY: the reference in `job` is to a `Sync` closure.
 unsafe impl Send for Shared {}
@@ -133,9 +157,34 @@ impl Shared {
         }
     }
 
+    /// Begins a member's part of a run, unless somebody has.
+    fn begin(&self, index: u32, epoch: u32) -> bool {
+        let begun = &self.begun[index as usize].0;
+        begun.compare_exchange(epoch.wrapping_sub(1), epoch, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    /// Runs a member's part of a run if nobody has begun it, and then, if it may be anybody's, those behind it.
+    fn take_part(&self, index: u32, epoch: u32) {
+        if !self.begin(index, epoch) {
+            return;
+        }
+        // SAFETY: a part of the run is begun and has not ended, so the run has not; the caller wrote `job` before it
+        // moved `epoch`.
+        let Some(job) = (unsafe { *self.job.get() }) else { return };
+        self.part(index, job);
+        if !job.together {
+            for other in (index + 1..self.count).chain(0..index) {
+                if self.begin(other, epoch) {
+                    self.part(other, job);
+                }
+            }
+        }
+    }
+
     /// Runs the body for one member and reports its end, panic or not.
-    fn member(&self, index: u32, body: &Body<'_>) {
-        let outcome = catch_unwind(AssertUnwindSafe(|| body(&Member { shared: Some(self), index, count: self.count })));
+    fn part(&self, index: u32, job: Job) {
+        let shared = job.together.then_some(self);
+        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&Member { shared, index, count: self.count })));
         if let Err(payload) = outcome {
             if payload.is::<Abandoned>() {
                 self.uneven.store(true, Ordering::Relaxed);
@@ -156,12 +205,9 @@ impl Shared {
             if self.stop.load(Ordering::SeqCst) {
                 return;
             }
-            seen = seen.wrapping_add(1);
-            // SAFETY: `epoch` moved, so the caller has written `job` and does not touch it until this member has left.
-            let body = unsafe { *self.job.get() };
-            if let Some(body) = body {
-                self.member(index, body);
-            }
+            // Runs that others ended meanwhile are gone.
+            seen = self.epoch.0.load(Ordering::SeqCst);
+            self.take_part(index, seen);
         }
     }
 
@@ -190,7 +236,7 @@ pub struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// This member, `0..count`; 0 is the thread that called [`Team::run`].
+    /// This member, `0..count`; in [`Team::run`] 0 is the thread that called it.
     pub fn index(&self) -> usize {
         self.index as usize
     }
@@ -202,9 +248,13 @@ impl Member<'_> {
 
     /// Waits until every member is here; what any wrote before, all see after. All members must meet the same number of
     /// barriers in a run: otherwise the run ends in a panic on the caller.
+    ///
+    /// # Panics
+    /// In [`Team::share`], whose members may be one thread.
     pub fn barrier(&self) {
-        if let Some(shared) = self.shared {
-            shared.barrier();
+        match self.shared {
+            Some(shared) => shared.barrier(),
+            None => assert!(self.count == 1, "a barrier between parts that may be one thread's"),
         }
     }
 
@@ -248,6 +298,7 @@ impl Team {
             shared: Arc::new(Shared {
                 count,
                 job: UnsafeCell::new(None),
+                begun: (0..count).map(|_| Line::default()).collect(),
                 epoch: Line::default(),
                 left: Line::default(),
                 arrived: Line::default(),
@@ -282,12 +333,25 @@ impl Team {
         self.shared.count as usize
     }
 
-    /// Runs `body` once in every member and returns when all have ended. A second caller waits its turn.
+    /// Runs `body` once in every member, each on a thread of its own, and returns when all have ended. A second caller waits
+    /// its turn.
     ///
     /// # Panics
     /// With the first member's panic, after all have ended; if members met different numbers of barriers; or if called from
     /// within a run of the same team.
     pub fn run(&self, body: &Body<'_>) {
+        self.start(body, true);
+    }
+
+    /// The same for parts that do not wait for each other: one thread may do those of several members, one after the other.
+    ///
+    /// # Panics
+    /// As [`run`](Self::run).
+    pub fn share(&self, body: &Body<'_>) {
+        self.start(body, false);
+    }
+
+    fn start(&self, body: &Body<'_>, together: bool) {
         let shared = &*self.shared;
         if shared.count == 1 {
             return body(&Member { shared: None, index: 0, count: 1 });
@@ -299,15 +363,16 @@ impl Team {
         shared.left.0.store(0, Ordering::Relaxed);
         shared.arrived.0.store(0, Ordering::Relaxed);
         // SAFETY: only the lifetime is changed. Members use the reference before they leave, and this function does not
-        // return or unwind before all have left: `Shared::member` catches every panic.
-        let job = unsafe { std::mem::transmute::<&Body<'_>, &'static Body<'static>>(body) };
-        // SAFETY: all members wait for `epoch`, so none reads `job` now; `turn` keeps other callers out.
-        unsafe { *shared.job.get() = Some(job) };
-        shared.epoch.0.fetch_add(1, Ordering::SeqCst);
+        // return or unwind before all have left: `Shared::part` catches every panic.
+        let body = unsafe { std::mem::transmute::<&Body<'_>, &'static Body<'static>>(body) };
+        // SAFETY: all parts of the runs before were begun and have ended, so nobody begins one and reads `job` now; `turn`
+        // keeps other callers out.
+        unsafe { *shared.job.get() = Some(Job { body, together }) };
+        let epoch = shared.epoch.0.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
         shared.notify();
 
         let outer = INSIDE.replace(this);
-        shared.member(0, body);
+        shared.take_part(0, epoch);
         shared.wait(|| shared.left.0.load(Ordering::SeqCst) == shared.count);
         INSIDE.set(outer);
 
@@ -391,6 +456,63 @@ mod tests {
         }));
         assert!(uneven.is_err());
         assert!(catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| {})))).is_err());
+        team.run(&|member| member.barrier());
+    }
+
+    #[test]
+    fn shared_parts_run_once_each_whoever_does_them() {
+        for count in [1, 2, 3, 7] {
+            let team = Team::new(Some(count)).unwrap();
+            let ran: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            for round in 1..2000 {
+                // Runs that wait for each other in between must find every part unbegun, too.
+                if round % 5 == 0 {
+                    team.run(&|member| {
+                        member.barrier();
+                        ran[member.index()].fetch_add(1, Ordering::Relaxed);
+                    });
+                } else {
+                    team.share(&|member| _ = ran[member.index()].fetch_add(1, Ordering::Relaxed));
+                }
+                assert!(ran.iter().all(|ran| ran.load(Ordering::Relaxed) == round), "{ran:?} in round {round}");
+            }
+        }
+    }
+
+    /// A member whose thread does not come is nobody's loss: the caller, held up until another thread has taken a part of its
+    /// own and waits in it, must do all the others.
+    #[test]
+    fn parts_of_threads_that_are_busy_are_done_by_others() {
+        let team = Team::new(Some(4)).unwrap();
+        let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        team.share(&|member| {
+            if begun.fetch_add(1, Ordering::SeqCst) == 0 {
+                // The first part lasts until the other three are done, so three threads at most do these.
+                while done.load(Ordering::SeqCst) < 3 {
+                    std::thread::yield_now();
+                }
+            } else {
+                done.fetch_add(1, Ordering::SeqCst);
+            }
+            assert!(member.index() < 4);
+        });
+        assert_eq!((begun.into_inner(), done.into_inner()), (4, 3));
+    }
+
+    #[test]
+    fn barriers_between_shared_parts_and_panics_in_them_come_out() {
+        let team = Team::new(Some(2)).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| team.share(&|member| member.barrier()))).is_err());
+        for bad in 0..2 {
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                team.share(&|member| {
+                    if member.index() == bad {
+                        resume_unwind(Box::new(bad));
+                    }
+                });
+            }));
+            assert_eq!(*outcome.unwrap_err().downcast::<usize>().unwrap(), bad);
+        }
         team.run(&|member| member.barrier());
     }
 

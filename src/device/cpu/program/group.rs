@@ -126,7 +126,7 @@ impl Frame<'_> {
     pub(super) fn start(&self, work: &Work<'_>) -> Result<(), DeviceError> {
         let mut members = self.scratch.members.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
         let rooms = Parts::rows(&mut members, 1, self.members(), 1);
-        self.launch.team.run(&|member| {
+        self.launch.team.share(&|member| {
             let mut room = rooms.claim(member.index());
             work(member, &mut room.row_mut(0)[0]);
         });

@@ -209,7 +209,7 @@ pub(super) fn meet(
     let (first, others) = results[..count].split_at_mut(1);
     let whole = if operand == Operand::Io(Io::Logits) { floats_mut(logits) } else { &mut *first[0] };
     let rows = Parts::rows(&mut *whole, cols, launch.team.count(), 1);
-    launch.team.run(&|member| {
+    launch.team.share(&|member| {
         let mut tile = rows.claim(member.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
