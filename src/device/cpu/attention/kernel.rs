@@ -145,8 +145,14 @@ pub(super) fn segment<L: Lanes, E: Element>(
     scratch: &mut PassScratch<'_>,
 ) {
     if !L::HAS_32_REGISTERS {
-        for query in 0..queries.count {
-            pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
+        // Two queries by two tiles: 8 registers of sums, 4 of keys, 2 broadcasts.
+        let mut query = 0;
+        while query + 2 <= queries.count {
+            pass::<L, E, 2, 2>(l, shape, tiles, queries, query, false, scratch);
+            query += 2;
+        }
+        if query < queries.count {
+            pass::<L, E, 1, 2>(l, shape, tiles, queries, query, false, scratch);
         }
         return;
     }
@@ -337,9 +343,13 @@ fn weigh<L: Lanes, E: Element, const Q: usize>(
 ) {
     let vectors = head_dim / LANES;
     let mut vector = 0;
-    while vector + 4 <= vectors {
+    while L::HAS_32_REGISTERS && vector + 4 <= vectors {
         weigh_columns::<L, E, Q, 4>(l, head_dim, vector, tiles, weights, tokens, partials, stride);
         vector += 4;
+    }
+    while vector + 2 <= vectors {
+        weigh_columns::<L, E, Q, 2>(l, head_dim, vector, tiles, weights, tokens, partials, stride);
+        vector += 2;
     }
     while vector < head_dim.div_ceil(LANES) {
         weigh_columns::<L, E, Q, 1>(l, head_dim, vector, tiles, weights, tokens, partials, stride);
