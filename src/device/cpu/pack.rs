@@ -18,7 +18,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::arena::{AlignedBytes, Parts};
+use super::arena::{AlignedBytes, Parts, Slab};
 use super::pool::Team;
 use super::quant::BLOCK;
 use crate::device::DeviceError;
@@ -107,6 +107,23 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// Packs `data`, `n` rows of `k` elements as stored in a file, by all members of the team.
     pub fn pack(team: &Team, dtype: DType, n: usize, k: usize, data: &[u8]) -> Result<Self, DeviceError> {
+        Self::pack_into(&mut Slab::new(0)?, team, dtype, n, k, data)
+    }
+
+    /// Bytes of all panels; none if there are more than can be counted.
+    pub fn packed_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
+        n.div_ceil(PANEL).checked_mul(panel_bytes(dtype, k)?)
+    }
+
+    /// The same in memory of the slab.
+    pub(super) fn pack_into(
+        slab: &mut Slab,
+        team: &Team,
+        dtype: DType,
+        n: usize,
+        k: usize,
+        data: &[u8],
+    ) -> Result<Self, DeviceError> {
         let invalid = |what: String| DeviceError::Invalid { what };
         let row_bytes = dtype.bytes_for(k).filter(|&row_bytes| row_bytes > 0 && n > 0).ok_or_else(|| {
             invalid(format!("a {dtype} weight of {n} × {k}: expected rows of whole blocks, at least one"))
@@ -114,13 +131,9 @@ impl PackedMatrix {
         if row_bytes.checked_mul(n) != Some(data.len()) {
             return Err(invalid(format!("a {dtype} weight of {n} × {k}: got {} bytes", data.len())));
         }
-        let panel_bytes = match Scheme::of(dtype) {
-            None if dtype == DType::BF16 => k.next_multiple_of(2) * PANEL * 2,
-            None => k * PANEL * dtype.block_bytes(),
-            Some(scheme) => k / (scheme.subs * BLOCK) * scheme.unit_bytes(),
-        };
-        let panels = n.div_ceil(PANEL);
-        let mut bytes = AlignedBytes::zeroed(panel_bytes * panels)?;
+        let too_large = || invalid(format!("a {dtype} weight of {n} × {k} has more bytes than can be counted"));
+        let panel_bytes = panel_bytes(dtype, k).ok_or_else(too_large)?;
+        let mut bytes = slab.take(Self::packed_bytes(dtype, n, k).ok_or_else(too_large)?)?;
         let parts = Parts::rows(bytes.as_mut_slice(), panel_bytes, team.count(), 1);
         team.share(&|member| {
             let mut tile = parts.claim(member.index());
@@ -183,6 +196,14 @@ impl PackedMatrix {
                 *out = float_at(self.dtype, panel, k, column);
             }
         }
+    }
+}
+
+fn panel_bytes(dtype: DType, k: usize) -> Option<usize> {
+    match Scheme::of(dtype) {
+        None if dtype == DType::BF16 => k.checked_next_multiple_of(2)?.checked_mul(PANEL * 2),
+        None => k.checked_mul(PANEL * dtype.block_bytes()),
+        Some(scheme) => (k / (scheme.subs * BLOCK)).checked_mul(scheme.unit_bytes()),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use super::arena::{ALIGNMENT, Slab};
 use super::pack::PackedMatrix;
 use super::pool::Team;
 use crate::device::DeviceError;
@@ -25,6 +26,7 @@ impl WeightSet {
     /// stands in memory.
     pub(super) fn pack(team: &Team, source: &dyn WeightSource, weights: &[Weight]) -> Result<Self, DeviceError> {
         let mut packed = Vec::with_capacity(weights.len());
+        let mut slab = Slab::new(slab_bytes(weights))?;
         for weight in weights {
             let name = &weight.name;
             let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
@@ -38,7 +40,9 @@ impl WeightSet {
             }
             let data = sliced(&tensor, weight).ok_or_else(|| invalid("cannot be cut there"))?;
             packed.push(match (weight.role, weight.shape.as_slice()) {
-                (WeightRole::Matrix, &[n, k]) => Packed::Matrix(PackedMatrix::pack(team, tensor.dtype, n, k, &data)?),
+                (WeightRole::Matrix, &[n, k]) => {
+                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, tensor.dtype, n, k, &data)?)
+                }
                 (WeightRole::Vector, &[len]) => {
                     let mut values = vec![0.0; len];
                     convert::dequantise(tensor.dtype, &data, &mut values);
@@ -80,6 +84,17 @@ impl WeightSet {
                 _ => false,
             })
     }
+}
+
+/// What all matrices take. Whatever cannot be counted is refused when it is packed.
+fn slab_bytes(weights: &[Weight]) -> usize {
+    let bytes = |weight: &Weight| match (weight.role, weight.shape.as_slice()) {
+        (WeightRole::Matrix, &[n, k]) => {
+            PackedMatrix::packed_bytes(weight.dtype, n, k)?.checked_next_multiple_of(ALIGNMENT)
+        }
+        _ => Some(0),
+    };
+    weights.iter().try_fold(0usize, |sum, weight| sum.checked_add(bytes(weight)?)).unwrap_or(0)
 }
 
 /// The part of a tensor that a weight is.

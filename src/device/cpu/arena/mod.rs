@@ -21,6 +21,7 @@ pub use pieces::Pieces;
 use crate::device::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 /// A cache line and an AVX-512 register.
 pub const ALIGNMENT: usize = 64;
@@ -33,8 +34,8 @@ const HUGE_PAGE: usize = 2 << 20;
 pub struct AlignedBytes {
     start: NonNull<u8>,
     len: usize,
-    /// What to give back; the mapping of a large buffer is longer than the buffer.
-    mapping: Option<(NonNull<u8>, usize)>,
+    /// What `start` points into; other buffers may have other parts of it. None if there are no bytes.
+    memory: Option<Arc<Memory>>,
 }
 
 // SAFETY: the buffer is owned memory without interior mutability.
@@ -45,45 +46,10 @@ unsafe impl Sync for AlignedBytes {}
 impl AlignedBytes {
     /// `len` zero bytes, or a typed error if the system has no room for them.
     pub fn zeroed(len: usize) -> Result<Self, DeviceError> {
-        if len == 0 {
-            return Ok(Self { start: NonNull::<Aligned>::dangling().cast(), len, mapping: None });
-        }
-        let refused =
-            || DeviceError::OutOfMemory { kind: "host", asked_bytes: len as u64, free_bytes: available_bytes() };
-        #[cfg(target_os = "linux")]
-        if len >= HUGE_PAGE {
-            return Self::mapped(len).ok_or_else(refused);
-        }
-        let layout = Layout::from_size_align(len, ALIGNMENT).map_err(|_| refused())?;
-        // SAFETY: the layout's size is not zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
-        Ok(Self { start, len, mapping: None })
-    }
-
-    #[cfg(target_os = "linux")]
-    fn mapped(len: usize) -> Option<Self> {
-        let mapped = len.checked_add(HUGE_PAGE)?.checked_next_multiple_of(4096)?;
-        // SAFETY: an anonymous private mapping at an address of the system's choice touches no memory of ours.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapped,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
+        let Some((start, memory)) = (len > 0).then(|| Memory::zeroed(len)).transpose()? else {
+            return Ok(Self { start: NonNull::<Aligned>::dangling().cast(), len, memory: None });
         };
-        if base == libc::MAP_FAILED {
-            return None;
-        }
-        let base = NonNull::new(base.cast::<u8>())?;
-        let skip = base.as_ptr().align_offset(HUGE_PAGE);
-        // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes lie within the mapping.
-        let start = unsafe { base.add(skip) };
-        // SAFETY: the range lies within the mapping. Huge pages are a wish: a refusal changes speed only.
-        unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
-        Some(Self { start, len, mapping: Some((base, mapped)) })
+        Ok(Self { start, len, memory: Some(Arc::new(memory)) })
     }
 
     /// Bytes.
@@ -113,19 +79,97 @@ impl AlignedBytes {
 #[repr(align(64))]
 struct Aligned;
 
-impl Drop for AlignedBytes {
+/// Many buffers in one: such as are too small to have huge pages of their own share some.
+#[derive(Debug)]
+pub struct Slab {
+    rest: AlignedBytes,
+}
+
+impl Slab {
+    /// Room for buffers of `len` bytes together, each rounded up to [`ALIGNMENT`].
+    pub fn new(len: usize) -> Result<Self, DeviceError> {
+        Ok(Self { rest: AlignedBytes::zeroed(len)? })
+    }
+
+    /// The next `len` bytes, zeroed; a buffer of its own where there is no room left.
+    pub fn take(&mut self, len: usize) -> Result<AlignedBytes, DeviceError> {
+        let Some(taken) = len.checked_next_multiple_of(ALIGNMENT).filter(|&taken| taken <= self.rest.len) else {
+            return AlignedBytes::zeroed(len);
+        };
+        let buffer = AlignedBytes { start: self.rest.start, len, memory: self.rest.memory.clone() };
+        // SAFETY: at most the end of the rest, and from now on none of its bytes are the buffer's.
+        self.rest.start = unsafe { self.rest.start.add(taken) };
+        self.rest.len -= taken;
+        Ok(buffer)
+    }
+}
+
+/// Memory that is given back when the last of its buffers is gone.
+#[derive(Debug)]
+enum Memory {
+    /// Base and length of a mapping, which is longer than what is used of it.
+    #[cfg(target_os = "linux")]
+    Mapped(NonNull<u8>, usize),
+    Allocated(NonNull<u8>, Layout),
+}
+
+// SAFETY: it is only owned here; what it points to is reached through buffers.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// `len` > 0 zero bytes and where they start.
+    fn zeroed(len: usize) -> Result<(NonNull<u8>, Self), DeviceError> {
+        let refused =
+            || DeviceError::OutOfMemory { kind: "host", asked_bytes: len as u64, free_bytes: available_bytes() };
+        #[cfg(target_os = "linux")]
+        if len >= HUGE_PAGE {
+            return Self::mapped(len).ok_or_else(refused);
+        }
+        let layout = Layout::from_size_align(len, ALIGNMENT).map_err(|_| refused())?;
+        // SAFETY: the layout's size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        Ok((start, Self::Allocated(start, layout)))
+    }
+
+    #[cfg(target_os = "linux")]
+    fn mapped(len: usize) -> Option<(NonNull<u8>, Self)> {
+        let mapped = len.checked_add(HUGE_PAGE)?.checked_next_multiple_of(4096)?;
+        // SAFETY: an anonymous private mapping at an address of the system's choice touches no memory of ours.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return None;
+        }
+        let base = NonNull::new(base.cast::<u8>())?;
+        let skip = base.as_ptr().align_offset(HUGE_PAGE);
+        // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes lie within the mapping.
+        let start = unsafe { base.add(skip) };
+        // SAFETY: the range lies within the mapping. Huge pages are a wish: a refusal changes speed only.
+        unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+        Some((start, Self::Mapped(base, mapped)))
+    }
+}
+
+impl Drop for Memory {
     fn drop(&mut self) {
-        match self.mapping {
+        match *self {
             #[cfg(target_os = "linux")]
-            Some((base, mapped)) => {
+            Self::Mapped(base, mapped) => {
                 // SAFETY: exactly the mapping made in `mapped`; nothing borrows it any more.
                 unsafe { libc::munmap(base.as_ptr().cast(), mapped) };
             }
-            _ if self.len > 0 => {
-                // SAFETY: allocated in `zeroed` with this layout, whose validity was checked there.
-                unsafe { dealloc(self.start.as_ptr(), Layout::from_size_align_unchecked(self.len, ALIGNMENT)) };
-            }
-            _ => {}
+            // SAFETY: allocated in `zeroed` with this layout.
+            Self::Allocated(start, layout) => unsafe { dealloc(start.as_ptr(), layout) },
         }
     }
 }
@@ -150,6 +194,24 @@ mod tests {
             assert!(bytes.len() == len && bytes.as_slice().iter().all(|&byte| byte == 0));
             bytes.as_mut_slice().fill(7);
             assert!(bytes.as_slice().iter().all(|&byte| byte == 7));
+        }
+    }
+
+    #[test]
+    fn buffers_of_a_slab_are_their_own_and_outlive_it() {
+        for len in [1000, 2 * HUGE_PAGE] {
+            let mut slab = Slab::new(len).unwrap();
+            let lens = [0, 1, 64, 65, len / 2, 7, len, 1];
+            let mut buffers = lens.map(|len| slab.take(len).unwrap());
+            drop(slab);
+            for (i, bytes) in buffers.iter_mut().enumerate() {
+                assert!(bytes.as_slice().iter().all(|&byte| byte == 0) && bytes.len() == lens[i]);
+                assert_eq!(bytes.as_slice().as_ptr().align_offset(ALIGNMENT), 0);
+                bytes.as_mut_slice().fill(i as u8 + 1);
+            }
+            for (i, bytes) in buffers.into_iter().enumerate() {
+                assert!(bytes.as_slice().iter().all(|&byte| usize::from(byte) == i + 1), "{i} of {len}");
+            }
         }
     }
 
