@@ -26,15 +26,29 @@ mod avx512_peak;
 mod avx512_quant;
 #[cfg(target_arch = "x86_64")]
 mod avx512_words;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod float_tiles;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod formats;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod int_tiles;
 pub mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod lanes_avx2;
+#[cfg(target_arch = "aarch64")]
+mod lanes_neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_asm;
+#[cfg(target_arch = "aarch64")]
+mod neon_float;
+#[cfg(target_arch = "aarch64")]
+mod neon_int;
+#[cfg(target_arch = "aarch64")]
+mod neon_peak;
+#[cfg(target_arch = "aarch64")]
+mod neon_quant;
+#[cfg(target_arch = "aarch64")]
+mod neon_words;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -57,6 +71,10 @@ pub enum Isa {
     Avx512,
     /// AVX-512 with VNNI: int8 dot products in one instruction.
     Avx512Vnni,
+    /// NEON, which every aarch64 machine has; int8 products by widening multiplications.
+    Neon,
+    /// NEON with int8 dot products in one instruction (`sdot`).
+    NeonDot,
 }
 
 impl Isa {
@@ -85,6 +103,14 @@ impl Isa {
                     }
                 }
             }
+            // Panels and rows are read as little-endian machines see them.
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            if std::arch::is_aarch64_feature_detected!("neon") {
+                isas.push(Self::Neon);
+                if std::arch::is_aarch64_feature_detected!("dotprod") {
+                    isas.push(Self::NeonDot);
+                }
+            }
             isas
         })
     }
@@ -96,6 +122,8 @@ impl Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512_vnni",
+            Self::Neon => "neon",
+            Self::NeonDot => "neon_dot",
         }
     }
 
@@ -117,7 +145,6 @@ pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
     let blocks = x.len() / super::quant::BLOCK;
     assert!(quants.len() >= blocks * super::quant::BLOCK && records.len() >= blocks * super::quant::RECORD_BYTES);
     match isa {
-        Isa::Plain => 0,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
@@ -130,7 +157,13 @@ pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
             unsafe { avx512_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonDot => {
+            // SAFETY: as above.
+            unsafe { neon_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            blocks
+        }
+        // Plain, and those of other architectures.
         _ => 0,
     }
 }
@@ -146,7 +179,6 @@ pub(super) fn matmul_q8(
 ) -> bool {
     isa.assert_available();
     match isa {
-        Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
         // Without VNNI AVX-512 has nothing that would make it faster at this than AVX2.
         Isa::Avx2 | Isa::Avx512 => {
@@ -158,7 +190,16 @@ pub(super) fn matmul_q8(
             avx512_int::matmul(x, w, bias, panels, out);
             true
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => {
+            neon_int::matmul(x, w, bias, panels, out);
+            true
+        }
+        #[cfg(target_arch = "aarch64")]
+        Isa::NeonDot => {
+            neon_int::matmul_dot(x, w, bias, panels, out);
+            true
+        }
         _ => false,
     }
 }
@@ -174,7 +215,6 @@ pub(super) fn matmul_f32(
 ) -> bool {
     isa.assert_available();
     match isa {
-        Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             avx2_float::matmul(x, w, bias, panels, out);
@@ -185,7 +225,11 @@ pub(super) fn matmul_f32(
             avx512_float::matmul(x, w, bias, panels, out);
             true
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonDot => {
+            neon_float::matmul(x, w, bias, panels, out);
+            true
+        }
         _ => false,
     }
 }
@@ -201,6 +245,12 @@ pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Isa::Avx512Vnni => Some(unsafe { avx512_peak::dot_chains(rounds) }),
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Isa::Neon => Some(unsafe { neon_peak::widening_chains(rounds) }),
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Isa::NeonDot => Some(unsafe { neon_peak::dot_chains(rounds) }),
         _ => {
             let _ = rounds;
             None
@@ -216,5 +266,13 @@ mod tests {
     fn plain_is_always_there_and_detection_gives_the_best() {
         assert_eq!(Isa::available()[0], Isa::Plain);
         assert!(Isa::available().is_sorted() && Isa::available().contains(&Isa::detect()));
+    }
+
+    /// Tests go over what is available: they would pass without NEON.
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    #[test]
+    fn neon_is_always_there_and_dot_products_are_where_the_machine_says_so() {
+        let with_dot = std::arch::is_aarch64_feature_detected!("dotprod");
+        assert_eq!(Isa::available()[1..], [Isa::Neon, Isa::NeonDot][..=usize::from(with_dot)]);
     }
 }
