@@ -146,7 +146,11 @@ pub(super) fn segment<L: Lanes, E: Element>(
 ) {
     if !L::HAS_32_REGISTERS {
         for query in 0..queries.count {
-            pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
+            if L::HAS_ROOM_FOR_FOUR {
+                pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, query, false, scratch);
+            } else {
+                pass::<L, E, 1, 1>(l, shape, tiles, queries, query, false, scratch);
+            }
         }
         return;
     }
