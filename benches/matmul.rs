@@ -9,7 +9,8 @@ use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::matmul::{FloatRows, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::cast::round_bf16_row;
+use ascend_llm::device::cpu::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
 use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
 use ascend_llm::device::cpu::pool::Team;
 use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
@@ -39,7 +40,27 @@ struct Rows {
 #[derive(Clone, Copy, PartialEq)]
 enum Elem {
     F32,
+    BF16,
     Q8,
+}
+
+impl Elem {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::BF16 => "bf16",
+            Self::Q8 => "int8",
+        }
+    }
+
+    /// Whether a path has a product of its own for these rows and weights, or is shown in whatever it has.
+    fn multiplies(self, dtype: DType, isa: Isa) -> bool {
+        match self {
+            Self::F32 => !dtype.is_quantised() || isa == Isa::detect(),
+            Self::BF16 => dtype == DType::BF16 && isa == Isa::Avx512Bf16,
+            Self::Q8 => dtype.is_quantised(),
+        }
+    }
 }
 
 impl Rows {
@@ -48,10 +69,12 @@ impl Rows {
         let layout = QuantLayout::new(k);
         let mut bytes = aligned(match elem {
             Elem::F32 => size_of_val(x.as_slice()),
+            Elem::BF16 => x.len() * size_of::<u16>(),
             Elem::Q8 => rows * layout.row_bytes(),
         });
         match elem {
             Elem::F32 => bytes.as_mut_slice().copy_from_slice(bytemuck::cast_slice(&x)),
+            Elem::BF16 => round_bf16_row(isa, &x, bytemuck::cast_slice_mut(bytes.as_mut_slice())),
             Elem::Q8 => quantise_rows(isa, layout, &x, bytes.as_mut_slice()),
         }
         Self { elem, k, bytes }
@@ -87,7 +110,7 @@ impl Weights {
     fn multiply(&self, team: &Team, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
         let first = index * self.n / PANEL;
         let parts = Parts::columns(out, self.n, team.count(), PANEL);
-        team.run(&|member| {
+        team.share(&|member| {
             let mut tile = parts.claim(member.index());
             let start = first + tile.first() / PANEL;
             let panels = start..start + tile.cols().div_ceil(PANEL);
@@ -96,6 +119,10 @@ impl Weights {
                 Elem::F32 => {
                     let rows = FloatRows::new(bytemuck::cast_slice(bytes), x.k, x.k);
                     matmul_f32(isa, rows, &self.matrix, None, panels, &mut tile);
+                }
+                Elem::BF16 => {
+                    let rows = FloatRows::new(bytemuck::cast_slice(bytes), x.k, x.k);
+                    matmul_bf16(isa, rows, &self.matrix, None, panels, &mut tile);
                 }
                 Elem::Q8 => {
                     let rows = QuantRows::new(QuantLayout::new(x.k), bytes);
@@ -123,10 +150,9 @@ fn products(c: &mut Criterion, elem: Elem) {
 
 fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes: &[(usize, usize, &[usize])]) {
     let team = Team::new(None).expect("a team");
-    let name = if elem == Elem::Q8 { "int8" } else { "f32" };
-    let mut group = c.benchmark_group(format!("matmul/{name}/{}", isa.name()));
+    let mut group = c.benchmark_group(format!("matmul/{}/{}", elem.name(), isa.name()));
     for &dtype in dtypes {
-        if dtype.is_quantised() != (elem == Elem::Q8) && (elem == Elem::Q8 || isa != Isa::detect()) {
+        if !elem.multiplies(dtype, isa) {
             continue;
         }
         for &(n, k, batches) in shapes {
@@ -162,6 +188,7 @@ fn int8(c: &mut Criterion) {
 
 fn float(c: &mut Criterion) {
     products(c, Elem::F32);
+    products(c, Elem::BF16);
 }
 
 /// Activations to int8, on one thread.

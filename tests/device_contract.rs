@@ -163,7 +163,7 @@ fn events_grow_and_foreign_ones_are_invalid() {
 
 #[test]
 fn an_instruction_set_that_is_missing_is_refused() {
-    for isa in [Isa::Plain, Isa::Avx2, Isa::Avx512, Isa::Avx512Vnni, Isa::Avx512Bf16] {
+    for isa in [Isa::Plain, Isa::Avx2, Isa::Avx512, Isa::Avx512Vnni, Isa::Avx512Bf16, Isa::Neon, Isa::NeonDot] {
         let mut options = CpuOptions::default();
         (options.isa, options.threads) = (Some(isa), Some(1));
         match CpuDevice::new(options) {

@@ -35,7 +35,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub threads: Option<usize>,
     /// Instruction-set path of the CPU device; the best this machine has if left out.
-    #[arg(long, value_parser = ["plain", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])]
+    #[arg(long, value_parser = ["plain", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dot"])]
     pub isa: Option<String>,
     /// Device to run on.
     #[arg(long, default_value = "cpu")]

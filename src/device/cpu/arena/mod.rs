@@ -204,13 +204,13 @@ mod tests {
             let lens = [0, 1, 64, 65, len / 2, 7, len, 1];
             let mut buffers = lens.map(|len| slab.take(len).unwrap());
             drop(slab);
-            for (i, bytes) in buffers.iter_mut().enumerate() {
-                assert!(bytes.as_slice().iter().all(|&byte| byte == 0) && bytes.len() == lens[i]);
+            for ((bytes, len), fill) in buffers.iter_mut().zip(lens).zip(1..) {
+                assert!(bytes.as_slice().iter().all(|&byte| byte == 0) && bytes.len() == len);
                 assert_eq!(bytes.as_slice().as_ptr().align_offset(ALIGNMENT), 0);
-                bytes.as_mut_slice().fill(i as u8 + 1);
+                bytes.as_mut_slice().fill(fill);
             }
-            for (i, bytes) in buffers.into_iter().enumerate() {
-                assert!(bytes.as_slice().iter().all(|&byte| usize::from(byte) == i + 1), "{i} of {len}");
+            for (bytes, fill) in buffers.into_iter().zip(1..) {
+                assert!(bytes.as_slice().iter().all(|&byte| byte == fill), "{fill} of {len}");
             }
         }
     }

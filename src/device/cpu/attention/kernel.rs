@@ -145,14 +145,19 @@ pub(super) fn segment<L: Lanes, E: Element>(
     scratch: &mut PassScratch<'_>,
 ) {
     if !L::HAS_32_REGISTERS {
-        // Two queries by two tiles: 8 registers of sums, 4 of keys, 2 broadcasts.
         let mut query = 0;
-        while query + 2 <= queries.count {
+        // Two queries by two tiles: 8 registers of sums, 4 of keys, 2 broadcasts.
+        while !L::HAS_ROOM_FOR_FOUR && query + 2 <= queries.count {
             pass::<L, E, 2, 2>(l, shape, tiles, queries, query, false, scratch);
             query += 2;
         }
-        if query < queries.count {
-            pass::<L, E, 1, 2>(l, shape, tiles, queries, query, false, scratch);
+        while query < queries.count {
+            if L::HAS_ROOM_FOR_FOUR {
+                pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, query, false, scratch);
+            } else {
+                pass::<L, E, 1, 2>(l, shape, tiles, queries, query, false, scratch);
+            }
+            query += 1;
         }
         return;
     }

@@ -17,6 +17,7 @@ const GROUP: usize = 8;
 /// K of a widened piece: a tile's activations (6 KiB) and two panels (16 KiB) stay in the first-level cache.
 const PIECE: usize = 128;
 /// K of a piece that is read as stored, two bytes a value.
+#[cfg(target_arch = "x86_64")]
 const HALF_PIECE: usize = 2 * PIECE;
 /// K of a piece of a row that is widened by itself: 8 KiB.
 const ROW_PIECE: usize = 2048;
@@ -43,6 +44,7 @@ pub(super) enum Given {
     /// bfloat16, read as f32: through a copy.
     Widened,
     /// bfloat16, read as it is.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     Pairs,
 }
 
@@ -61,7 +63,7 @@ pub(super) struct Job {
     pub(super) x: *const u8,
     /// Bytes from a row to the next.
     pub(super) x_stride: usize,
-    given: Given,
+    pub(super) given: Given,
     pub(super) w: *const u8,
     /// Bytes from a panel to the next.
     pub(super) w_stride: usize,
@@ -114,6 +116,7 @@ impl Job {
     }
 
     /// The same for bodies that read pairs of bfloat16.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn pairs(self) -> Self {
         debug_assert!(self.given == Given::Widened, "rows of bfloat16");
         Self { given: Given::Pairs, ..self }
@@ -152,6 +155,7 @@ impl Job {
     }
 
     /// Writes some rows of the piece, as bodies read them, to `copy`, and makes them the job's.
+    #[allow(clippy::cast_ptr_alignment)] // rows of bfloat16 are slices of u16, and copies begin at cache lines or floats
     unsafe fn copied(mut self, rows: usize, copy: *mut u8) -> Self {
         for r in 0..rows {
             // SAFETY: the rows are the job's; the caller has room for them.
@@ -234,6 +238,7 @@ pub(super) unsafe fn widened(bodies: &AllBodies, widen: Widen, job: Job, rows: u
 ///
 /// # Safety
 /// As [`as_stored`].
+#[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn halves(bodies: &AllBodies, job: Job, rows: usize, panels: usize) {
     let mut in_place = |source: Job, _: usize, k: Range<usize>| {
         // SAFETY: within the depth of the job.

@@ -1,4 +1,4 @@
-//! Sixteen f32 lanes: one vocabulary of operations with three bodies, AVX-512, AVX2 and plain arrays.
+//! Sixteen f32 lanes: one vocabulary of operations with four bodies, AVX-512, AVX2, NEON and plain arrays.
 //!
 //! Kernels are written once over [`Lanes`], so the fast paths and their plain twin perform the same operations in the same
 //! order by construction; what remains to be tested is that each operation has the same bits in all bodies (NaN
@@ -22,6 +22,9 @@ pub trait Lanes: Copy {
     type F32: Copy;
     /// Whether a few dozen vectors fit in registers, so that blocking over them pays.
     const HAS_32_REGISTERS: bool;
+    /// Where they do not: whether one row of sums over four vectors does, which hides more of a multiply-add's latency than a
+    /// single vector.
+    const HAS_ROOM_FOR_FOUR: bool = false;
 
     fn splat(self, value: f32) -> Self::F32;
     fn load(self, from: &[f32; 16]) -> Self::F32;
@@ -90,6 +93,12 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
             // SAFETY: both features have just been seen.
             return unsafe { run_plain_fma(kernel) };
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if matches!(isa, Isa::Neon | Isa::NeonDot)
+        && let Some(lanes) = Neon::detect()
+    {
+        return kernel.run(lanes);
     }
     let _ = isa;
     kernel.run(Plain)
@@ -316,6 +325,8 @@ impl Lanes for Plain {
 
 #[cfg(target_arch = "x86_64")]
 pub use super::lanes_avx2::Avx2;
+#[cfg(target_arch = "aarch64")]
+pub use super::lanes_neon::Neon;
 #[cfg(target_arch = "x86_64")]
 pub use x86::Avx512;
 

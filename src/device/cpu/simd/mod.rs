@@ -28,15 +28,29 @@ mod avx512_peak;
 mod avx512_quant;
 #[cfg(target_arch = "x86_64")]
 mod avx512_words;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod float_tiles;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod formats;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod int_tiles;
 pub mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod lanes_avx2;
+#[cfg(target_arch = "aarch64")]
+mod lanes_neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_asm;
+#[cfg(target_arch = "aarch64")]
+mod neon_float;
+#[cfg(target_arch = "aarch64")]
+mod neon_int;
+#[cfg(target_arch = "aarch64")]
+mod neon_peak;
+#[cfg(target_arch = "aarch64")]
+mod neon_quant;
+#[cfg(target_arch = "aarch64")]
+mod neon_words;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -44,7 +58,6 @@ use super::arena::Tile;
 use super::matmul::{Activation, FloatRows};
 use super::pack::PackedMatrix;
 use super::quant::QuantRows;
-use crate::weights::DType;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -62,6 +75,10 @@ pub enum Isa {
     Avx512Vnni,
     /// The same with dot products of bfloat16 pairs.
     Avx512Bf16,
+    /// NEON, which every aarch64 machine has; int8 products by widening multiplications.
+    Neon,
+    /// NEON with int8 dot products in one instruction (`sdot`).
+    NeonDot,
 }
 
 impl Isa {
@@ -100,6 +117,14 @@ impl Isa {
                     }
                 }
             }
+            // Panels and rows are read as little-endian machines see them.
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            if std::arch::is_aarch64_feature_detected!("neon") {
+                isas.push(Self::Neon);
+                if std::arch::is_aarch64_feature_detected!("dotprod") {
+                    isas.push(Self::NeonDot);
+                }
+            }
             isas
         })
     }
@@ -112,6 +137,8 @@ impl Isa {
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512_vnni",
             Self::Avx512Bf16 => "avx512_bf16",
+            Self::Neon => "neon",
+            Self::NeonDot => "neon_dot",
         }
     }
 
@@ -133,7 +160,6 @@ pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
     let blocks = x.len() / super::quant::BLOCK;
     assert!(quants.len() >= blocks * super::quant::BLOCK && records.len() >= blocks * super::quant::RECORD_BYTES);
     match isa {
-        Isa::Plain => 0,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
@@ -146,7 +172,13 @@ pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
             unsafe { avx512_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonDot => {
+            // SAFETY: as above.
+            unsafe { neon_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            blocks
+        }
+        // Plain, and those of other architectures.
         _ => 0,
     }
 }
@@ -162,7 +194,6 @@ pub(super) fn matmul_q8(
 ) -> bool {
     isa.assert_available();
     match isa {
-        Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
         // Without VNNI AVX-512 has nothing that would make it faster at this than AVX2.
         Isa::Avx2 | Isa::Avx512 => {
@@ -174,7 +205,16 @@ pub(super) fn matmul_q8(
             avx512_int::matmul(x, w, bias, panels, out);
             true
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => {
+            neon_int::matmul(x, w, bias, panels, out);
+            true
+        }
+        #[cfg(target_arch = "aarch64")]
+        Isa::NeonDot => {
+            neon_int::matmul_dot(x, w, bias, panels, out);
+            true
+        }
         _ => false,
     }
 }
@@ -201,7 +241,7 @@ pub(super) fn matmul_bf16(
     out: &mut Tile<'_, f32>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512Bf16 && w.dtype() == DType::BF16 {
+    if isa == Isa::Avx512Bf16 && w.dtype() == crate::weights::DType::BF16 {
         isa.assert_available();
         avx512_bf16::matmul(x, w, bias, panels, out);
         return true;
@@ -219,7 +259,6 @@ fn matmul_floats<T: Activation>(
 ) -> bool {
     isa.assert_available();
     match isa {
-        Isa::Plain => false,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             avx2_float::matmul(x, w, bias, panels, out);
@@ -230,7 +269,11 @@ fn matmul_floats<T: Activation>(
             avx512_float::matmul(x, w, bias, panels, out);
             true
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonDot => {
+            neon_float::matmul(x, w, bias, panels, out);
+            true
+        }
         _ => false,
     }
 }
@@ -246,6 +289,12 @@ pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Isa::Avx512Vnni | Isa::Avx512Bf16 => Some(unsafe { avx512_peak::dot_chains(rounds) }),
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Isa::Neon => Some(unsafe { neon_peak::widening_chains(rounds) }),
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Isa::NeonDot => Some(unsafe { neon_peak::dot_chains(rounds) }),
         _ => {
             let _ = rounds;
             None
@@ -262,5 +311,13 @@ mod tests {
         assert_eq!(Isa::available()[0], Isa::Plain);
         assert!(Isa::available().is_sorted() && Isa::available().contains(&Isa::detect()));
         assert_eq!(Isa::detect(), Isa::detect());
+    }
+
+    /// Tests go over what is available: they would pass without NEON.
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    #[test]
+    fn neon_is_always_there_and_dot_products_are_where_the_machine_says_so() {
+        let with_dot = std::arch::is_aarch64_feature_detected!("dotprod");
+        assert_eq!(Isa::available()[1..], [Isa::Neon, Isa::NeonDot][..=usize::from(with_dot)]);
     }
 }
