@@ -126,12 +126,17 @@ fn the_quantised_story_models_meet_their_references_exactly() {
     }
 }
 
-/// With `numerics: fast` float weights see keys and values rounded to f16, integer weights int8 activations as well. The
-/// logits of this model reach 15; 127 steps an activation block and three layers leave errors of some tenths.
+/// With `numerics: fast` float weights see keys and values rounded to f16, integer weights int8 activations as well, bf16
+/// weights bf16 activations where these are faster. The logits of this model reach 15; 8 bits an activation and three layers
+/// leave errors of some hundredths, 127 steps an activation block some tenths.
 #[test]
 fn fast_numerics_stay_within_their_bounds() {
     let fable = golden(&data("fable.json"));
-    compare(&data("fable"), &fable, Numerics::Fast, 0.02);
+    for &isa in Isa::available() {
+        let bound = if isa == Isa::Avx512Bf16 { 0.1 } else { 0.02 };
+        let worst = compare_on(isa, &data("fable"), &fable, Numerics::Fast, bound);
+        println!("bf16 weights on {isa:?}: largest error {worst}");
+    }
     compare(&story_f16(), &fable, Numerics::Fast, 0.02);
     for kind in QUANTISED {
         compare_quantised(kind, Numerics::Fast, 0.6);

@@ -308,9 +308,7 @@ fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &m
     match dtype {
         DType::Q8_0 => {
             f16_at(unit, scheme.scales_at(), 0);
-            for i in 0..8 {
-                word(unit, 64 * i, four(block, 2 + 4 * i).map(|q| q ^ 0x80));
-            }
+            each_word(column, &block[2..], unit, |q| q ^ 0x8080_8080);
         }
         DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => {
             // ggml keeps k and k + 16 in the nibbles of a byte, as the panel does.
@@ -325,9 +323,7 @@ fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &m
                 word(unit, 256, plane(|k| (bits >> k & 1) as u8));
                 at += 4;
             }
-            for i in 0..4 {
-                word(unit, 64 * i, four(block, at + 4 * i));
-            }
+            each_word(column, &block[at..], unit, |q| q);
         }
         _ => {
             let raw = super_block(dtype, block);
@@ -361,6 +357,14 @@ fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &m
                 }
             }
         }
+    }
+}
+
+/// Moves the quants of one column, four at a time, to its places in the words of a group. Most of packing a file is this.
+#[inline(always)]
+fn each_word(column: usize, quants: &[u8], group: &mut [u8], change: impl Fn(u32) -> u32) {
+    for (word, quants) in group.as_chunks_mut::<{ 4 * PANEL }>().0.iter_mut().zip(quants.as_chunks::<4>().0) {
+        word.as_chunks_mut::<4>().0[column] = change(u32::from_le_bytes(*quants)).to_le_bytes();
     }
 }
 
