@@ -31,8 +31,7 @@ def run_llama(args):
     """llama.cpp and its fork: their own benches, one process a scenario."""
     file = f"{args.models}/{args.model}/{args.weights}.gguf"
     common = ["-m", file, "-t", str(args.threads), "-fa", "0"]
-    if args.peer == "ik_llama.cpp":
-        common += ["-rtr", "1"]
+    is_ik = args.peer == "ik_llama.cpp"
 
     def lines(scenario, *command):
         """What a process printed as JSON lines; its peak memory is one more figure."""
@@ -43,21 +42,23 @@ def run_llama(args):
         if child.returncode:
             raise subprocess.CalledProcessError(child.returncode, command)
         emit(args, f"rss_{scenario}", "MiB", usage.ru_maxrss / 1024)
-        return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        return json.loads(out) if out.startswith("[") else [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
     def bench(scenario, *extra):
-        return lines(scenario, f"{args.bin}/llama-bench", *common, "-o", "jsonl", "-r", 1, *extra)[0]["avg_ts"]
+        extra = ["-rtr", 1, "-o", "json", *extra] if is_ik else ["-o", "jsonl", *extra]
+        return lines(scenario, f"{args.bin}/llama-bench", *common, "-r", 1, *extra)[0]["avg_ts"]
 
     if "load" in args.what:
         start = time.perf_counter()
-        bench("first_token_warm", "-p", 32, "-n", 0, "--no-warmup")
+        bench("first_token_warm", "-p", 32, "-n", 0, *(["-w", 0] if is_ik else ["--no-warmup"]))
         emit(args, "first_token_warm", "s", time.perf_counter() - start)
     if "pp" in args.what:
         emit(args, f"pp{PREFILL}", "tok/s", bench(f"pp{PREFILL}", "-p", PREFILL, "-n", 0))
     if "tg" in args.what:
         for context, generated in DECODE:
-            emit(args, f"tg@{context}", "tok/s", bench(f"tg@{context}", "-p", 0, "-n", generated, "-d", context))
-    if "bg" in args.what:
+            emit(args, f"tg@{context}", "tok/s", bench(f"tg@{context}", "-p", 0, "-n", *([0, "-gp", f"{context},{generated}"] if is_ik else [generated, "-d", context])))
+    # The fork's batched bench has no output that a program could read.
+    if "bg" in args.what and not is_ik:
         for seqs, prompt, generated in loads(args.batches):
             room = seqs * (prompt + generated + 8)
             command = [f"{args.bin}/llama-batched-bench", *common, "-c", room, "-npp", prompt, "-ntg", generated]
