@@ -27,6 +27,9 @@ const DESCRIPTORS: &CStr = c"aclCreateTensor";
 /// Libraries of operations by repository, from CANN 8.5 on.
 const SPLIT_OPS: [&str; 3] = ["libopapi_math.so", "libopapi_nn.so", "libopapi_transformer.so"];
 
+/// The driver's library of a card's own figures; a program works without it.
+const TELEMETRY: &str = "/usr/local/dcmi/libdcmi.so";
+
 /// Variables that the toolkit's `set_env.sh` sets; the second is that of older versions.
 const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
@@ -121,6 +124,13 @@ impl Library {
                 Err(reason) if folder.is_some() => return Err(LoadError::Unloadable { path: file, reason }),
                 Err(_) => {}
             }
+        }
+        let telemetry = Path::new(TELEMETRY);
+        if telemetry.exists()
+            && let Ok(handle) = Handle::open(telemetry)
+        {
+            self.handles.push(handle);
+            self.companions.push(telemetry.to_owned());
         }
         Ok(())
     }
