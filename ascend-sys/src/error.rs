@@ -8,6 +8,13 @@
 use std::fmt;
 use std::path::PathBuf;
 
+/// Code of the kernel shim: the libraries lack the operation.
+pub const SHIM_NO_SYMBOL: i32 = -1;
+/// Code of the kernel shim: a descriptor could not be made.
+pub const SHIM_NO_DESCRIPTOR: i32 = -2;
+/// Code of the kernel shim: it was used against its rules.
+pub const SHIM_MISUSE: i32 = -3;
+
 /// Why `AscendCL` could not be loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -69,13 +76,13 @@ impl fmt::Display for List<'_> {
 /// A call of the runtime that failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with code {code} ({kind}){}{message}", if message.is_empty() { "" } else { ": " })]
-pub struct AclError {
+pub struct AscendError {
     /// The call.
     pub call: &'static str,
     /// The runtime's code.
     pub code: i32,
     /// What sort of failure the code is.
-    pub kind: AclErrorKind,
+    pub kind: AscendErrorKind,
     /// The runtime's own words, empty if it had none.
     pub message: String,
 }
@@ -83,7 +90,7 @@ pub struct AclError {
 /// Sorts of failures, by what can be done about them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum AclErrorKind {
+pub enum AscendErrorKind {
     /// No memory: free some and try again, nothing was launched.
     OutOfMemory,
     /// No streams, events or the like: destroy graphs or streams and try again.
@@ -108,6 +115,8 @@ pub enum AclErrorKind {
     Aborted,
     /// The caller's mistake: no context on the thread, a stale handle, a bad argument.
     Usage,
+    /// The operation does not take these shapes, types or attributes: nothing ran, another operation may do it.
+    Refused,
     /// The chip or the installed version does not have this.
     Unsupported,
     /// Initialised before: as good as success.
@@ -116,10 +125,11 @@ pub enum AclErrorKind {
     Other,
 }
 
-impl AclErrorKind {
-    /// The kind of a runtime code.
+impl AscendErrorKind {
+    /// The kind of a code of the runtime, of an operation, or of the kernel shim (below zero).
     pub fn of(code: i32) -> Self {
         match code {
+            161_002 | 561_001 | 561_002 => Self::Refused,
             200_000 | 207_001 | 207_018 => Self::OutOfMemory,
             207_005 | 207_007..=207_011 => Self::ResourceExhausted,
             207_003 | 207_016 | 207_017 => Self::Overflow,
@@ -141,15 +151,39 @@ impl AclErrorKind {
             507_056 | 507_904 => Self::Link,
             107_024..=107_034 | 107_036..=107_041 | 107_045 | 507_903 => Self::Capture,
             107_022 | 107_023 | 107_035 => Self::Aborted,
-            100_000 | 100_001 | 107_000..=107_003 | 107_008 | 107_017 => Self::Usage,
-            200_001 | 207_000 | 207_019 | 507_009 => Self::Unsupported,
+            SHIM_NO_DESCRIPTOR
+            | SHIM_MISUSE
+            | 100_000
+            | 100_001
+            | 107_000..=107_003
+            | 107_008
+            | 107_017
+            | 161_001
+            | 561_103 => Self::Usage,
+            SHIM_NO_SYMBOL | 200_001 | 207_000 | 207_019 | 507_009 | 561_003 | 561_107 | 561_108 | 561_112 => {
+                Self::Unsupported
+            }
             100_002 => Self::AlreadyInitialised,
+            _ => Self::Other,
+        }
+    }
+
+    /// The kind of a collective's result.
+    pub fn of_hccl(code: i32) -> Self {
+        match code {
+            1 | 2 => Self::Usage,
+            3 | 24 => Self::OutOfMemory,
+            5 | 6 => Self::Unsupported,
+            7 | 16 => Self::DeviceLost,
+            9 => Self::WaitTimeout,
+            11..=14 | 19 | 21 | 23 => Self::Link,
+            20 | 22 => Self::Aborted,
             _ => Self::Other,
         }
     }
 }
 
-impl fmt::Display for AclErrorKind {
+impl fmt::Display for AscendErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::OutOfMemory => "out of memory",
@@ -164,6 +198,7 @@ impl fmt::Display for AclErrorKind {
             Self::Capture => "capture rule broken",
             Self::Aborted => "aborted",
             Self::Usage => "wrong use",
+            Self::Refused => "operation refused",
             Self::Unsupported => "unsupported",
             Self::AlreadyInitialised => "already initialised",
             Self::Other => "unclassified",

@@ -1,24 +1,54 @@
-//! Raw declarations and run-time loader of `AscendCL`, the runtime of Huawei's Ascend NPUs.
+//! `AscendCL`, the runtime of Huawei's Ascend NPUs, for programs that find it when they run.
 //!
-//! Nothing is linked: the crate builds on any machine, and [`Library::open`] looks for the vendor's library when the
-//! program runs. A missing library or symbol is a typed error that says what was tried and what to do. Three levels:
-//! [`Library`] opens and looks up, [`Symbols`] holds the declared functions, [`Runtime`] calls them and turns codes into
-//! [`AclError`]. The library stays loaded until the process ends, since it leaves threads and exit handlers behind.
+//! Nothing is linked: the crate builds on any machine, and [`Library::open`] looks for the vendor's libraries when the
+//! program runs. A missing library or function is a typed error that says what was tried and what to do. From below:
+//!
+//! - [`abi`] and [`Symbols`]: constants, structs and functions as C declares them;
+//! - [`Runtime`], [`Context`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Graph`]: each call a `Result`
+//!   with the runtime's own words, each object destroyed in its own context;
+//! - [`Ops`]: the operations of a decoder over the kernel shim, a small C library that is compiled in.
+//!
+//! Libraries stay loaded until the process ends, since they leave threads and exit handlers behind. Host memory stays
+//! safe whatever is passed: a wrong device address is a failure of its stream. Queued copies to and from host memory are
+//! the one thing that is `unsafe`.
 //!
 //! ```no_run
-//! let runtime = ascend_sys::Runtime::load(&ascend_sys::Library::open(None)?)?;
+//! use ascend_sys::{Context, Library, Runtime, Stream};
+//!
+//! let runtime = Runtime::load(&Library::open(None)?)?;
 //! runtime.init()?;
 //! println!("{} NPUs, {:?}", runtime.device_count()?, runtime.soc_name());
+//! let context = Context::create(&runtime, 0)?;
+//! let stream = Stream::new(&context)?;
+//! stream.synchronize(None)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub mod abi;
+mod attention;
+mod context;
 mod dl;
 mod error;
+mod graph;
 mod loader;
+mod memory;
+mod ops;
 mod runtime;
+mod shim;
+mod shim_functions;
+mod stream;
 mod symbols;
+mod tensor;
 
-pub use error::{AclError, AclErrorKind, Attempt, LoadError};
+pub use attention::{Attention, MASK_SIDE, Mask, QueryLayout};
+pub use context::Context;
+pub use error::{AscendError, AscendErrorKind, Attempt, LoadError, SHIM_MISUSE, SHIM_NO_DESCRIPTOR, SHIM_NO_SYMBOL};
+pub use graph::{Capture, CaptureMode, Graph, TaskGroup, TaskUpdate};
 pub use loader::Library;
-pub use runtime::Runtime;
-pub use symbols::{ACL_ERROR_REPEAT_INITIALIZE, ACL_SUCCESS, Symbols};
+pub use memory::{DeviceAddress, DeviceBuffer, Pages, PinnedBuffer};
+pub use ops::Ops;
+pub use runtime::{Capabilities, Runtime};
+pub use shim::Op;
+pub use stream::{Event, EventKind, Stream, is_wait_timeout};
+pub use symbols::{DcmiSymbols, HcclSymbols, Symbols};
+pub use tensor::{ElemType, MAX_RANK, TensorDesc};

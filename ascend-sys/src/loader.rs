@@ -5,6 +5,10 @@
 //! `libascendcl.so`, from CANN 8.5 on also in `libacl_rt.so`: both are opened where both are, and a symbol is looked up
 //! in both. Libraries are opened globally and for good, since the vendor's other libraries resolve against them and
 //! unloading is not supported.
+//!
+//! Beside the runtime stand its companions: descriptors (`libnnopbase.so`), operations, collectives. From CANN 8.5 on the
+//! operations are split over several `libopapi_*.so`; where one of those exists the old `libopapi.so` is left alone, since
+//! the two must not be mixed. A runtime that has the descriptors itself (the simulator) has no companions.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +21,15 @@ use std::ptr::NonNull;
 /// Names the runtime's library goes by, the usual one first.
 const NAMES: [&str; 2] = ["libascendcl.so", "libacl_rt.so"];
 
+/// Function that tells whether a library has the descriptors of `aclnn`.
+const DESCRIPTORS: &CStr = c"aclCreateTensor";
+
+/// Libraries of operations by repository, from CANN 8.5 on.
+const SPLIT_OPS: [&str; 3] = ["libopapi_math.so", "libopapi_nn.so", "libopapi_transformer.so"];
+
+/// The driver's library of a card's own figures; a program works without it.
+const TELEMETRY: &str = "/usr/local/dcmi/libdcmi.so";
+
 /// Variables that the toolkit's `set_env.sh` sets; the second is that of older versions.
 const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
@@ -25,6 +38,7 @@ const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 pub struct Library {
     handles: Vec<Handle>,
     path: PathBuf,
+    companions: Vec<PathBuf>,
 }
 
 impl Library {
@@ -40,12 +54,17 @@ impl Library {
         &self.path
     }
 
+    /// Libraries opened beside the runtime: descriptors, operations, collectives.
+    pub fn companions(&self) -> &[PathBuf] {
+        &self.companions
+    }
+
     /// Address of a function; `symbol` is its name once more, for the error.
     pub(crate) fn address(&self, name: &CStr, symbol: &'static str) -> Result<NonNull<c_void>, LoadError> {
         self.find(name).ok_or_else(|| LoadError::MissingSymbol { library: self.path.clone(), symbol })
     }
 
-    fn find(&self, name: &CStr) -> Option<NonNull<c_void>> {
+    pub(crate) fn find(&self, name: &CStr) -> Option<NonNull<c_void>> {
         self.handles.iter().find_map(|handle| handle.find(name))
     }
 
@@ -62,10 +81,10 @@ impl Library {
                     continue;
                 }
                 match Handle::open(file) {
-                    Ok(handle) => match &mut opened {
-                        Some(library) => library.handles.push(handle),
-                        None => opened = Some(Self { handles: vec![handle], path: file.clone() }),
-                    },
+                    Ok(handle) => opened
+                        .get_or_insert_with(|| Self { handles: Vec::new(), path: file.clone(), companions: Vec::new() })
+                        .handles
+                        .push(handle),
                     Err(reason) if place.known => {
                         return Err(LoadError::Unloadable { path: file.clone(), reason });
                     }
@@ -77,6 +96,9 @@ impl Library {
                 }
             }
             if let Some(mut library) = opened {
+                if library.find(DESCRIPTORS).is_none() {
+                    library.open_companions(place.folder())?;
+                }
                 if let Some(path) = library.find(c"aclInit").and_then(dl::file_of) {
                     library.path = path;
                 }
@@ -84,6 +106,33 @@ impl Library {
             }
         }
         Err(LoadError::NotFound { tried })
+    }
+
+    /// Opens what stands in the runtime's folder, or by name where the system's loader found the runtime. What is absent
+    /// shows when its first function is looked up; what is there must load.
+    fn open_companions(&mut self, folder: Option<&Path>) -> Result<(), LoadError> {
+        for name in companion_names(folder) {
+            let file = folder.map_or_else(|| PathBuf::from(&name), |folder| folder.join(&name));
+            if folder.is_some() && !file.exists() {
+                continue;
+            }
+            match Handle::open(&file) {
+                Ok(handle) => {
+                    self.handles.push(handle);
+                    self.companions.push(file);
+                }
+                Err(reason) if folder.is_some() => return Err(LoadError::Unloadable { path: file, reason }),
+                Err(_) => {}
+            }
+        }
+        let telemetry = Path::new(TELEMETRY);
+        if telemetry.exists()
+            && let Ok(handle) = Handle::open(telemetry)
+        {
+            self.handles.push(handle);
+            self.companions.push(telemetry.to_owned());
+        }
+        Ok(())
     }
 }
 
@@ -93,6 +142,29 @@ struct Place {
     files: Vec<PathBuf>,
     /// Whether the files are paths, not names for the system loader to search.
     known: bool,
+}
+
+impl Place {
+    /// Folder of the files, none where the system's loader searches.
+    fn folder(&self) -> Option<&Path> {
+        self.files.first().filter(|_| self.known).and_then(|file| file.parent())
+    }
+}
+
+/// Companions in the order opened: a library resolves against those before it.
+fn companion_names(folder: Option<&Path>) -> Vec<String> {
+    let mut split: Vec<String> = match folder {
+        None => SPLIT_OPS.map(String::from).into(),
+        Some(folder) => std::fs::read_dir(folder)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|name| name.starts_with("libopapi_") && Path::new(name).extension().is_some_and(|end| end == "so"))
+            .collect(),
+    };
+    split.sort();
+    let ops = if split.is_empty() { vec!["libopapi.so".to_owned()] } else { split };
+    [vec!["libnnopbase.so".to_owned()], ops, vec!["libhccl.so".to_owned()]].concat()
 }
 
 fn places(path: Option<&Path>, variable: impl Fn(&str) -> Option<OsString>) -> Vec<Place> {
@@ -128,6 +200,19 @@ mod tests {
         assert_eq!(places(Some(Path::new("/x/y.so")), both), [Place { files: vec!["/x/y.so".into()], known: true }]);
         assert_eq!(places(None, |_| Some(OsString::new())).len(), 1);
         assert_eq!(places(None, |_| None).len(), 1);
+    }
+
+    #[test]
+    fn split_operations_stand_in_for_the_old_library() {
+        let folder = std::env::temp_dir().join(format!("ascend-companions-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("folder");
+        assert_eq!(companion_names(Some(&folder)), ["libnnopbase.so", "libopapi.so", "libhccl.so"]);
+        for name in ["libopapi.so", "libopapi_nn.so", "libopapi_cv.so", "libopapi_nn.so.bak"] {
+            std::fs::write(folder.join(name), "").expect("file");
+        }
+        let names = companion_names(Some(&folder));
+        std::fs::remove_dir_all(&folder).expect("removed");
+        assert_eq!(names, ["libnnopbase.so", "libopapi_cv.so", "libopapi_nn.so", "libhccl.so"]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Promise: without a usable library there is a typed error that names the file and the way out, never a crash.
 
-use ascend_sys::{AclErrorKind, Library, LoadError, Runtime};
+use ascend_sys::{AscendErrorKind, Library, LoadError, Runtime};
 use std::path::Path;
 
 #[test]
@@ -60,20 +60,20 @@ fn another_library_lacks_the_first_symbol() {
 #[test]
 fn codes_are_sorted_as_documented() {
     let kind = |class: &str| match class {
-        "oom" => AclErrorKind::OutOfMemory,
-        "resource-exhausted" => AclErrorKind::ResourceExhausted,
-        "overflow" => AclErrorKind::Overflow,
-        "wait-timeout" => AclErrorKind::WaitTimeout,
-        "kernel-timeout" => AclErrorKind::KernelTimeout,
-        "kernel-exception" => AclErrorKind::KernelException,
-        "device-lost" => AclErrorKind::DeviceLost,
-        "hardware-memory" => AclErrorKind::HardwareMemory,
-        "link" => AclErrorKind::Link,
-        "capture" => AclErrorKind::Capture,
-        "aborted" => AclErrorKind::Aborted,
-        "usage" => AclErrorKind::Usage,
-        "unsupported" => AclErrorKind::Unsupported,
-        "already-initialised" => AclErrorKind::AlreadyInitialised,
+        "oom" => AscendErrorKind::OutOfMemory,
+        "resource-exhausted" => AscendErrorKind::ResourceExhausted,
+        "overflow" => AscendErrorKind::Overflow,
+        "wait-timeout" => AscendErrorKind::WaitTimeout,
+        "kernel-timeout" => AscendErrorKind::KernelTimeout,
+        "kernel-exception" => AscendErrorKind::KernelException,
+        "device-lost" => AscendErrorKind::DeviceLost,
+        "hardware-memory" => AscendErrorKind::HardwareMemory,
+        "link" => AscendErrorKind::Link,
+        "capture" => AscendErrorKind::Capture,
+        "aborted" => AscendErrorKind::Aborted,
+        "usage" => AscendErrorKind::Usage,
+        "unsupported" => AscendErrorKind::Unsupported,
+        "already-initialised" => AscendErrorKind::AlreadyInitialised,
         other => panic!("unknown class {other}"),
     };
     let mut documented = std::collections::HashMap::new();
@@ -83,7 +83,7 @@ fn codes_are_sorted_as_documented() {
     }
     assert_eq!(documented.len(), 82);
     for code in (0..1000).flat_map(|n| [100_000, 107_000, 148_000, 200_000, 207_000, 500_000, 507_000].map(|b| b + n)) {
-        let want = documented.get(&code).copied().unwrap_or(AclErrorKind::Other);
-        assert_eq!(AclErrorKind::of(code), want, "{code}");
+        let want = documented.get(&code).copied().unwrap_or(AscendErrorKind::Other);
+        assert_eq!(AscendErrorKind::of(code), want, "{code}");
     }
 }

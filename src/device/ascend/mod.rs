@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-pub use ascend_sys::{AclError, Library, LoadError, Runtime};
+pub use ascend_sys::{AscendError, Library, LoadError, Runtime};
 
 /// Loads AscendCL from `path` (the library or a folder that holds it), or from where CANN puts it.
 ///

@@ -1,0 +1,11 @@
+//! The exported C functions, by library. Each keeps to the frame of [`crate::ffi::call`].
+
+mod aclnn;
+mod capture;
+mod control;
+mod dcmi;
+mod descriptors;
+mod hccl;
+mod memory;
+mod process;
+mod streams;

@@ -1,0 +1,167 @@
+//! The border to C: pointer types that check themselves, and the frame around every call.
+//!
+//! A caller keeps to the header: a pointer is null or points to what the header says, for the time the header says. All
+//! `unsafe` that rests on this promise stands here. Nothing unwinds over the border.
+
+#![allow(unsafe_code)]
+
+use crate::codes::{Done, Fail, INTERNAL_ERROR, RT_PARAM_INVALID, rule};
+use crate::control;
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+/// A pointer through which a call answers.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct Out<T>(*mut T);
+
+impl<T> Out<T> {
+    /// Writes the answer; a null place is the caller's mistake.
+    pub(crate) fn put(self, value: T) -> Done {
+        rule!(!self.0.is_null(), RT_PARAM_INVALID, "a place for an answer is null");
+        // SAFETY: not null, hence a valid place by the header.
+        unsafe { self.0.write(value) };
+        Ok(())
+    }
+
+    /// Writes the answer if it is asked for.
+    pub(crate) fn put_if_asked(self, value: T) {
+        if !self.0.is_null() {
+            // SAFETY: as above.
+            unsafe { self.0.write(value) };
+        }
+    }
+
+    pub(crate) fn is_null(&self) -> bool {
+        self.0.is_null()
+    }
+}
+
+/// A pointer to values that a call reads.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct In<T>(*const T);
+
+impl<T: Copy> In<T> {
+    /// Copies `count` values.
+    pub(crate) fn values(self, count: u64) -> Option<Vec<T>> {
+        let count = usize::try_from(count).ok()?;
+        if count == 0 {
+            return Some(Vec::new());
+        }
+        if self.0.is_null() {
+            return None;
+        }
+        // SAFETY: not null, hence `count` values by the header.
+        Some((0..count).map(|i| unsafe { self.0.add(i).read() }).collect())
+    }
+}
+
+/// A C string that a call reads.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct Text(*const c_char);
+
+impl Text {
+    pub(crate) fn get(self) -> Option<String> {
+        if self.0.is_null() {
+            return None;
+        }
+        // SAFETY: not null, hence a C string by the header.
+        Some(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
+    }
+}
+
+/// Host memory that a call reads or writes, now or when its stream comes to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostBytes {
+    address: usize,
+    bytes: usize,
+}
+
+impl HostBytes {
+    pub(crate) const fn new(address: usize, bytes: usize) -> Self {
+        Self { address, bytes }
+    }
+
+    pub(crate) fn copy_to(self, dst: &mut [u8]) {
+        // SAFETY: the caller keeps this memory alive until the copy is done, as the real runtime needs it to.
+        unsafe { ptr::copy_nonoverlapping(self.address as *const u8, dst.as_mut_ptr(), self.bytes.min(dst.len())) };
+    }
+
+    pub(crate) fn copy_from(self, src: &[u8]) {
+        // SAFETY: as above.
+        unsafe { ptr::copy_nonoverlapping(src.as_ptr(), self.address as *mut u8, self.bytes.min(src.len())) };
+    }
+
+    pub(crate) fn fill(self, byte: u8) {
+        // SAFETY: as above.
+        unsafe { ptr::write_bytes(self.address as *mut u8, byte, self.bytes) };
+    }
+}
+
+thread_local! {
+    /// The words of the latest failure; given out once.
+    static RECENT: RefCell<Option<CString>> = const { RefCell::new(None) };
+    /// What was given out last: it lives until the next time.
+    static SHOWN: RefCell<Option<CString>> = const { RefCell::new(None) };
+}
+
+/// The latest failure's words on this thread, null if there are none.
+pub(crate) fn recent_message() -> *const c_char {
+    let text = RECENT.take();
+    let shown = text.as_ref().map_or(ptr::null(), |text| text.as_ptr());
+    SHOWN.set(text);
+    shown
+}
+
+/// What the call log keeps of a call beside its name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Note {
+    /// Direction of a copy, kind of a thing.
+    pub(crate) kind: &'static str,
+    /// Bytes moved or allocated.
+    pub(crate) bytes: u64,
+}
+
+/// The frame around a call: counts it, logs it, fails it on demand, keeps the words of its failure.
+pub(crate) fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) -> i32 {
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let demanded = control::enter(name);
+        match demanded {
+            // What gives something back does so even when it is to fail, or no caller could ever be free of leaks.
+            Some(fail) if gives_back(name) => body().and(Err(fail)),
+            Some(fail) => Err(fail),
+            None => body(),
+        }
+    }));
+    let result = outcome.unwrap_or_else(|_| Err(Fail::new(INTERNAL_ERROR, "the simulator failed inside")));
+    let code = match result {
+        Ok(()) => 0,
+        Err(fail) => {
+            let words = format!("EZ9999: {name}: {}", fail.message).replace('\0', " ");
+            RECENT.set(CString::new(words).ok());
+            // Codes of operations are not the runtime's.
+            if !matches!(fail.code, 161_000..162_000 | 361_000..362_000 | 561_000..562_000) {
+                control::note_error(fail.code);
+            }
+            fail.code
+        }
+    };
+    control::leave(name, note, code);
+    code
+}
+
+/// As [`call`], for calls with nothing to note.
+pub(crate) fn plain(name: &'static str, body: impl FnOnce() -> Done) -> i32 {
+    call(name, Note::default(), body)
+}
+
+fn gives_back(name: &str) -> bool {
+    ["aclDestroy", "aclrtDestroy", "aclrtFree", "aclrtReset", "aclmdlRIDestroy", "HcclCommDestroy"]
+        .iter()
+        .any(|start| name.starts_with(start))
+        && name != "aclrtResetEvent"
+}

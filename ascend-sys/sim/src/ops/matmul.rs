@@ -1,0 +1,156 @@
+//! Products of matrices, and weights in tiles.
+
+use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
+use crate::bench::Bench;
+use crate::codes::{Done, OP_INVALID, rule};
+use crate::executor::{Prepared, input, maybe, output};
+use crate::memory::memory;
+use crate::tensor::{Elem, View};
+
+const FLOATS: [Elem; 3] = [Elem::F32, Elem::F16, Elem::BF16];
+
+/// `out[M,N] = x[M,K] · weight[K,N] (+ bias)`; the weight may be a transposition of stored rows, or tiled.
+pub(crate) fn mm(x: &View, weight: &View, bias: Option<&View>, out: &View, cube_math_type: i8) -> Done<Prepared> {
+    rule!(x.dims.len() == 2 && weight.dims.len() == 2, OP_INVALID, "matrices have two dimensions");
+    let (m, k, n) = (x.dims[0], x.dims[1], weight.dims[1]);
+    rule!(weight.dims[0] == k, OP_INVALID, "[{m},{k}] times {:?}", weight.dims);
+    is_one_of(x, &FLOATS, "self")?;
+    same_elem(x, weight, "mat2")?;
+    same_elem(x, out, "out")?;
+    has_dims(out, &[m, n], "out")?;
+    rule!(!x.is_nz() && !out.is_nz(), OP_INVALID, "only the weight may be tiled");
+    rule!((0..=4).contains(&cube_math_type), OP_INVALID, "cubeMathType {cube_math_type}");
+    rule!(cube_math_type != 2 || x.elem != Elem::BF16, OP_INVALID, "cubeMathType 2 (f16) does not go with bf16");
+    if weight.is_nz() {
+        check_tiles(weight)?;
+        rule!(bias.is_none(), OP_INVALID, "a tiled weight takes no bias");
+    }
+    if let Some(bias) = bias {
+        same_elem(x, bias, "self (bias)")?;
+        let fits = bias.dims == [n] || bias.dims == [1, n] || bias.dims == [m, n];
+        rule!(fits, OP_INVALID, "bias {:?} for [{m},{n}]", bias.dims);
+    }
+    // Inputs are numbered as the operation has them: Addmm has the bias first.
+    let shift = usize::from(bias.is_some());
+    let operands = vec![input(shift, x), input(shift + 1, weight), maybe(0, bias), output(0, out)];
+    let kernel = move |bench: &mut Bench<'_>| {
+        let rows = bench.floats(0)?;
+        let bias = if bench.has(2) { bench.floats(2)? } else { Vec::new() };
+        let mut sums = vec![0.0; m * n];
+        let weight = columns(bench, 1)?;
+        let mut column = Vec::with_capacity(k);
+        for c in 0..n {
+            column.clear();
+            weight.column(bench, c, &mut column)?;
+            for r in 0..m {
+                let sum = dot(&rows[r * k..][..k], &column);
+                let added = match bias.len() {
+                    0 => 0.0,
+                    len if len == n => bias[c],
+                    _ => bias[r * n + c],
+                };
+                sums[r * n + c] = sum + added;
+            }
+        }
+        bench.store(3, &sums)
+    };
+    let rate = if x.elem == Elem::F32 { 4 } else { 1 };
+    Ok(Prepared::new(operands, kernel).cube(2 * m * n * k * rate))
+}
+
+/// A weight `[K,N]` of which whole columns are read.
+pub(crate) struct Columns {
+    view: View,
+    /// All elements, where columns do not lie in one piece.
+    all: Vec<f32>,
+}
+
+pub(crate) fn columns(bench: &Bench<'_>, i: usize) -> Done<Columns> {
+    let view = bench.view(i);
+    let all = if view.is_nz() {
+        let mut all = Vec::new();
+        bench.stretch(&view, view.offset, view.storage.iter().product(), &mut all)?;
+        all
+    } else if view.is_transposed() {
+        Vec::new()
+    } else {
+        bench.floats(i)?
+    };
+    Ok(Columns { view, all })
+}
+
+impl Columns {
+    pub(crate) fn column(&self, bench: &Bench<'_>, c: usize, into: &mut Vec<f32>) -> Done {
+        let (k, n) = (self.view.dims[0], self.view.dims[1]);
+        if self.view.is_nz() {
+            let is_turned = self.view.is_transposed();
+            into.extend((0..k).map(|r| {
+                let place = if is_turned { self.view.tiled_place(c, r) } else { self.view.tiled_place(r, c) };
+                self.all[place]
+            }));
+            Ok(())
+        } else if self.all.is_empty() {
+            bench.stretch(&self.view, self.view.offset + c * self.view.strides[1], k, into)
+        } else {
+            into.extend((0..k).map(|r| self.all[r * n + c]));
+            Ok(())
+        }
+    }
+}
+
+/// The storage shape of a tiled matrix fits its view.
+fn check_tiles(weight: &View) -> Done {
+    let (rows, cols) =
+        if weight.is_transposed() { (weight.dims[1], weight.dims[0]) } else { (weight.dims[0], weight.dims[1]) };
+    let width = tile_width(weight.elem);
+    let wanted = [cols.div_ceil(width), rows.div_ceil(16), 16, width];
+    rule!(weight.storage == wanted, OP_INVALID, "tiles {:?} for {rows} rows of {cols}, not {wanted:?}", weight.storage);
+    rule!(rows > 1 && cols > 1, OP_INVALID, "a matrix with a dimension of 1 cannot be tiled");
+    Ok(())
+}
+
+/// Elements of a tile's row: 32 bytes.
+fn tile_width(elem: Elem) -> usize {
+    32 * 8 / elem.bits()
+}
+
+/// Elements of a tiled matrix.
+pub(crate) fn tiled_elements(rows: usize, cols: usize, elem: Elem) -> Done<usize> {
+    rule!(matches!(elem, Elem::F16 | Elem::BF16 | Elem::I8), OP_INVALID, "{elem:?} cannot be tiled");
+    Ok(rows.next_multiple_of(16) * cols.next_multiple_of(tile_width(elem)))
+}
+
+pub(crate) fn mm_tiled(x: &View, weight: &View, out: &View, cube_math_type: i8) -> Done<Prepared> {
+    rule!(weight.is_nz(), OP_INVALID, "the weight must be tiled");
+    rule!(matches!(cube_math_type, 0 | 2), OP_INVALID, "cubeMathType {cube_math_type}; 0 or 2 with tiles");
+    mm(x, weight, None, out, cube_math_type)
+}
+
+/// Brings stored rows into tiles, in place.
+pub(crate) fn tile(weight: &View) -> Done<Prepared> {
+    rule!(weight.dims.len() == 2, OP_INVALID, "a weight has two dimensions");
+    is_contiguous(weight, "mmWeightRef")?;
+    let (rows, cols) = (weight.dims[0], weight.dims[1]);
+    let elements = tiled_elements(rows, cols, weight.elem)?;
+    let bytes = elements * weight.elem.bits() / 8;
+    if let Err(fail) = memory().check(weight.address, bytes) {
+        crate::codes::fail!(OP_INVALID, "the buffer does not hold {elements} elements: {}", fail.message);
+    }
+    let width = tile_width(weight.elem);
+    let kernel = move |bench: &mut Bench<'_>| {
+        let view = bench.view(0);
+        let size = view.elem.bits() / 8;
+        let raw = bench.memory.bytes_mut(view.address, bytes)?;
+        let plain = raw[..rows * cols * size].to_vec();
+        let tiled = View { storage: vec![cols.div_ceil(width), rows.div_ceil(16), 16, width], ..view };
+        raw.fill(0);
+        for r in 0..rows {
+            for c in 0..cols {
+                let (from, to) = ((r * cols + c) * size, tiled.tiled_place(r, c) * size);
+                raw[to..to + size].copy_from_slice(&plain[from..from + size]);
+            }
+        }
+        Ok(())
+    };
+    Ok(Prepared::new(vec![input(0, weight)], kernel).once())
+}

@@ -1,0 +1,94 @@
+//! What a stream runs: a body over device memory, with its modelled cost.
+
+use crate::codes::Done;
+use crate::control::Fault;
+use crate::memory::DeviceMemory;
+use crate::settings::Setting;
+use crate::stream::Stream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What a task does to memory.
+pub(crate) type Body = Arc<dyn Fn(&mut DeviceMemory) -> Done + Send + Sync>;
+
+/// What a task waits for before its body, on its stream's thread and without the memory.
+pub(crate) type Before = Arc<dyn Fn(&Stream) -> Done + Send + Sync>;
+
+/// Work that a task stands for.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Cost {
+    /// Bytes of device memory read and written.
+    pub(crate) bytes: u64,
+    /// Operations of the cube at f16 rate; int8 counts half.
+    pub(crate) cube: u64,
+    /// Operations of the vector units.
+    pub(crate) vector: u64,
+    /// Bytes between host and device.
+    pub(crate) host_bytes: u64,
+}
+
+impl Cost {
+    /// Modelled nanoseconds: the slowest of what runs side by side.
+    pub(crate) fn ns(self) -> u64 {
+        let over = |amount: u64, per_ns: f64| if amount == 0 { 0.0 } else { amount as f64 / per_ns };
+        let rate = |setting: Setting| setting.get().max(1) as f64;
+        // GB/s are bytes a ns; TFLOP/s are 1000 operations a ns; GFLOP/s are operations a ns.
+        let slowest = over(self.bytes, rate(Setting::hbm_gb_per_s))
+            .max(over(self.cube, rate(Setting::cube_tflops) * 1e3))
+            .max(over(self.vector, rate(Setting::vector_gflops)))
+            .max(over(self.host_bytes, rate(Setting::pcie_gb_per_s)));
+        #[allow(clippy::cast_possible_truncation)]
+        let ns = slowest.ceil() as u64;
+        ns
+    }
+}
+
+/// One task.
+pub(crate) struct Task {
+    pub(crate) name: &'static str,
+    pub(crate) before: Option<Before>,
+    pub(crate) body: Body,
+    pub(crate) cost: Cost,
+    pub(crate) fault: Option<(Fault, i32)>,
+    /// Whether it is a single operation: what a task group may hold.
+    pub(crate) is_op: bool,
+    /// Workspace it was given.
+    pub(crate) workspace_bytes: u64,
+}
+
+/// Modelled time of the host, in ns.
+static HOST_NS: AtomicU64 = AtomicU64::new(0);
+/// Modelled time the device was busy, in ns.
+static BUSY_NS: AtomicU64 = AtomicU64::new(0);
+/// The latest moment any stream has come to, in ns.
+static DEVICE_NS: AtomicU64 = AtomicU64::new(0);
+
+/// The host works; answers when it has.
+pub(crate) fn host_works(setting: Setting) -> u64 {
+    let ns = setting.size();
+    HOST_NS.fetch_add(ns, Ordering::Relaxed) + ns
+}
+
+/// The host waits until a moment of the device.
+pub(crate) fn host_waits_until(ns: u64) {
+    HOST_NS.fetch_max(ns, Ordering::Relaxed);
+}
+
+/// A stream has been busy up to a moment.
+pub(crate) fn device_worked(ns: u64, until: u64) {
+    BUSY_NS.fetch_add(ns, Ordering::Relaxed);
+    DEVICE_NS.fetch_max(until, Ordering::Relaxed);
+}
+
+/// Modelled (host, device, busy) time in ns.
+pub(crate) fn clocks() -> (u64, u64, u64) {
+    let read = |clock: &AtomicU64| clock.load(Ordering::Relaxed);
+    (read(&HOST_NS), read(&DEVICE_NS), read(&BUSY_NS))
+}
+
+/// All clocks at 0, for tests.
+pub(crate) fn reset() {
+    for clock in [&HOST_NS, &DEVICE_NS, &BUSY_NS] {
+        clock.store(0, Ordering::Relaxed);
+    }
+}
