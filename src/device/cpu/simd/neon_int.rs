@@ -1,10 +1,9 @@
 //! int8 activations × quantised weights with NEON: lanes are output columns, activations are broadcast.
 //!
-//! A tile is R rows × V registers of a panel, 4 columns each. With the dot product instruction a register of 4 columns × 4 k
-//! is added to 4 sums at once. Without it products are added in 16 bits, two registers for 4 columns; `smlal` wraps, so what
-//! is added there must fit: a word's product a lane for each of 8 words with weights of up to 6 bits, of 2 words with 8 bits.
-//! Either way all words of a lane's sum are whole numbers of one 32-block, exact in any order; the float additions of one
-//! output value are those of the AVX-512 bodies.
+//! A tile is R rows × V registers of a panel, 4 columns each. A dot product adds a register of 4 columns × 4 k to 4 sums at
+//! once. Without the instruction for it products are added in 16 bits, in two registers for 4 columns. That wraps, so sums
+//! must fit: 8 words of weights of up to 6 bits do, and 2 words of 8 bits. The integer sums of a 32-block are exact in any
+//! order; the float additions of one output value are those of the AVX-512 bodies.
 //!
 //! There is no body for `smmla`: it multiplies pairs of rows with pairs of columns over 8 k, so that operands would have to be
 //! stored, or turned in each tile, for it.
@@ -66,7 +65,7 @@ fn skip(x: QuantRows<'_>, w: &PackedMatrix) -> usize {
 // Each body is compiled for every format: few of them keep the build short.
 
 unsafe fn widening_bodies<F: Format>(job: Job, rows: usize, panels: usize) {
-    /// A sum takes two registers: 6 rows are 12 of them, 6 f32 sums and 6 activations.
+    // A sum takes two registers: 6 rows are 12 of them, 6 f32 sums and 6 activations.
     unsafe fn tall<F: Format>(job: Job) {
         // SAFETY: the caller's.
         unsafe { parts::<F, Widening, 6, 1>(job, tall::<F>) }
@@ -81,7 +80,7 @@ unsafe fn widening_bodies<F: Format>(job: Job, rows: usize, panels: usize) {
 }
 
 unsafe fn dot_bodies<F: Format>(job: Job, rows: usize, panels: usize) {
-    /// 8 rows are 8 sums, 8 f32 sums and 8 activations.
+    // 8 rows are 8 sums, 8 f32 sums and 8 activations.
     #[target_feature(enable = "neon,dotprod")]
     unsafe fn tall<F: Format>(job: Job) {
         // SAFETY: the caller's.
@@ -161,8 +160,7 @@ impl Products for DotProduct {
 struct Widening;
 
 impl Products for Widening {
-    /// The first two columns and the last two: a half of each lane's 4 k in 32 bits, or with weights of up to 6 bits a
-    /// quarter of them in 16 bits.
+    /// Two columns each. A column is two lanes of 32 bits, or with weights of up to 6 bits four lanes of 16 bits.
     type Sums = [int32x4_t; 2];
 
     #[inline(always)]
