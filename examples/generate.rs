@@ -78,12 +78,15 @@ fn run(args: &Args) -> Result<()> {
     if args.chat.is_none() {
         out.write_all(args.prompt.as_bytes())?;
     }
-    let (mut generated, mut first) = (0, None);
+    // A reader that comes late gets several tokens at once: only those behind the first delta took the time behind it.
+    let (mut generated, mut at_first, mut first) = (0, 0, None);
     for delta in handle {
         let delta = delta?;
         if !delta.token_ids.is_empty() {
-            first.get_or_insert_with(|| start.elapsed());
             generated += delta.token_ids.len();
+            if first.is_none() {
+                (first, at_first) = (Some(start.elapsed()), generated);
+            }
         }
         out.write_all(delta.text.as_bytes())?;
         out.flush()?;
@@ -97,9 +100,9 @@ fn run(args: &Args) -> Result<()> {
          decode {}, peak memory {}]",
         first.as_secs_f64() * 1e3,
         prompt_tokens as f64 / first.as_secs_f64(),
-        match generated {
-            0 | 1 => "none".to_owned(),
-            n => format!("{:.0} tokens/s", (n - 1) as f64 / decode),
+        match generated - at_first {
+            0 => "not measured".to_owned(),
+            n => format!("{:.0} tokens/s", n as f64 / decode),
         },
         match peak_memory_bytes() {
             Some(bytes) => format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20)),
