@@ -94,7 +94,14 @@ unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
                     for p in 0..P {
                         let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip + sub * share);
                         for line in 0..share.div_ceil(64) {
-                            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(64 * line).cast());
+                            let line = ahead.wrapping_add(64 * line).cast();
+                            // The first-level cache has fewer slots for misses than memory can serve; at half the bytes a
+                            // product they are enough, and lines are nearer when they are needed.
+                            if scheme.bits == 8 {
+                                _mm_prefetch::<_MM_HINT_T1>(line);
+                            } else {
+                                _mm_prefetch::<_MM_HINT_T0>(line);
+                            }
                         }
                     }
                 }
