@@ -16,7 +16,7 @@ use super::super::matmul::{Activation, FloatRows};
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::BLOCK;
 use super::avx2_words::{HALF, load_columns, minimum, scale, store_columns, word};
-use super::float_tiles::{AllBodies, Bodies, Job, as_stored, widened};
+use super::float_tiles::{AllBodies, Bodies, Job, Kernels, Widen, multiply};
 use super::formats::{Format, with_format};
 use crate::weights::DType;
 use std::arch::x86_64::*;
@@ -24,8 +24,6 @@ use std::ops::Range;
 
 /// Panels that one row passes over side by side: their chains hide the latency of the FMA.
 const WIDE: usize = 4;
-/// From this many rows on, float weights are widened once for all of them.
-const BUFFER_FROM_ROWS: usize = 3;
 
 /// How the 16 weights of a k are stored.
 trait Load {
@@ -79,21 +77,14 @@ pub(super) fn matmul<T: Activation>(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    let rows = x.rows();
-    let Some(job) = Job::new(x, w, bias, &panels, out) else { return };
-    let panels = panels.len();
-    // SAFETY: `job` covers all rows and the panels; `assert_available` was called for the instruction set.
-    unsafe {
-        match w.dtype() {
-            DType::F32 if rows < BUFFER_FROM_ROWS => as_stored(row::<F32>(), job, rows, panels),
-            DType::F16 if rows < BUFFER_FROM_ROWS => as_stored(row::<F16>(), job, rows, panels),
-            DType::BF16 if rows < BUFFER_FROM_ROWS => as_stored(row::<Bf16>(), job, rows, panels),
-            DType::F32 => widened(BODIES, widen_floats::<F32>, job, rows, panels),
-            DType::F16 => widened(BODIES, widen_floats::<F16>, job, rows, panels),
-            DType::BF16 => widened(BODIES, widen_floats::<Bf16>, job, rows, panels),
-            _ => with_format!(w.dtype(), quantised::<_>(job, rows, panels)),
-        }
-    }
+    let (row, widen): (Option<Bodies>, Widen) = match w.dtype() {
+        DType::F32 => (Some(row::<F32>()), widen_floats::<F32>),
+        DType::F16 => (Some(row::<F16>()), widen_floats::<F16>),
+        DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
+        quantised => (None, with_format!(quantised, widen_quantised::<_>())),
+    };
+    // SAFETY: the kernels are those of the weights' type; `assert_available` was called for the instruction set.
+    unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
 }
 
 /// The bodies over widened weights.
@@ -105,9 +96,8 @@ fn row<L: Load>() -> Bodies {
     (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
 }
 
-unsafe fn quantised<F: Format>(job: Job, rows: usize, panels: usize) {
-    // SAFETY: the caller's.
-    unsafe { widened(BODIES, widen_blocks::<F>, job, rows, panels) }
+fn widen_quantised<F: Format>() -> Widen {
+    widen_blocks::<F>
 }
 
 /// R rows × P panels over a piece of K.

@@ -16,12 +16,9 @@
 use super::super::arena::Tile;
 use super::super::matmul::FloatRows;
 use super::super::pack::{PANEL, PackedMatrix};
-use super::float_tiles::{AllBodies, Bodies, Job, as_stored, halves};
+use super::float_tiles::{AllBodies, Bodies, Job, PIECES_FROM_ROWS, as_stored, halves};
 use std::arch::x86_64::*;
 use std::ops::Range;
-
-/// From this many rows on a piece of K is passed over by all of them.
-const PIECES_FROM_ROWS: usize = 3;
 
 /// The bodies over pieces.
 const BODIES: &AllBodies = &[

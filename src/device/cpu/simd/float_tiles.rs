@@ -188,6 +188,40 @@ pub(super) type AllBodies = [(usize, Bodies)];
 /// Widens some k of a panel to 16 values each.
 pub(super) type Widen = unsafe fn(*const u8, Range<usize>, *mut f32);
 
+/// From this many rows on a piece of K is passed over by all of them: float weights are then widened once for all.
+pub(super) const PIECES_FROM_ROWS: usize = 3;
+
+/// What a path has for one type of weights.
+pub(super) struct Kernels {
+    /// Bodies over widened weights.
+    pub(super) bodies: &'static AllBodies,
+    /// Those of one row over weights as they are stored, if there are any.
+    pub(super) row: Option<Bodies>,
+    pub(super) widen: Widen,
+}
+
+/// `panels` of `w` times all rows of `x`, shapes as the caller has checked them.
+///
+/// # Safety
+/// The kernels are for the type of `w`; the machine has what they need.
+pub(super) unsafe fn multiply<T: Activation>(
+    kernels: &Kernels,
+    x: FloatRows<'_, T>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    let (rows, Some(job)) = (x.rows(), Job::new(x, w, bias, &panels, out)) else { return };
+    // SAFETY: `job` covers all rows and the panels; the rest is the caller's.
+    unsafe {
+        match kernels.row {
+            Some(row) if rows < PIECES_FROM_ROWS => as_stored(row, job, rows, panels.len()),
+            _ => widened(kernels.bodies, kernels.widen, job, rows, panels.len()),
+        }
+    }
+}
+
 /// One row at a time over weights as they are stored, all of K at once.
 ///
 /// # Safety
@@ -220,7 +254,7 @@ pub(super) unsafe fn as_stored(bodies: Bodies, job: Job, rows: usize, panels: us
 ///
 /// # Safety
 /// As [`as_stored`], with weights as `widen` reads them.
-pub(super) unsafe fn widened(bodies: &AllBodies, widen: Widen, job: Job, rows: usize, panels: usize) {
+unsafe fn widened(bodies: &AllBodies, widen: Widen, job: Job, rows: usize, panels: usize) {
     let mut values = Widened(MaybeUninit::uninit());
     let mut widen_group = |source: Job, group: usize, k: Range<usize>| {
         let to = values.0.as_mut_ptr().cast::<f32>();

@@ -17,7 +17,7 @@ use super::super::arena::Tile;
 use super::super::matmul::{Activation, FloatRows};
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::quant::BLOCK;
-use super::float_tiles::{AllBodies, Bodies, Job, as_stored, widened};
+use super::float_tiles::{AllBodies, Bodies, Job, Kernels, Widen, multiply};
 use super::formats::{Format, with_format};
 use super::neon_asm::{prefetch, widen_f16};
 use super::neon_words::{QUARTER, minimum, over_part, scale, word};
@@ -27,8 +27,6 @@ use std::ops::Range;
 
 /// Panels that one row passes over side by side: their chains hide the latency of the FMA.
 const WIDE: usize = 4;
-/// From this many rows on, float weights are widened once for all of them.
-const BUFFER_FROM_ROWS: usize = 3;
 /// Registers of a panel.
 const WHOLE: usize = PANEL / QUARTER;
 
@@ -84,21 +82,14 @@ pub(super) fn matmul<T: Activation>(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    let rows = x.rows();
-    let Some(job) = Job::new(x, w, bias, &panels, out) else { return };
-    let panels = panels.len();
-    // SAFETY: `job` covers all rows and the panels.
-    unsafe {
-        match w.dtype() {
-            DType::F32 if rows < BUFFER_FROM_ROWS => as_stored(row::<F32>(), job, rows, panels),
-            DType::F16 if rows < BUFFER_FROM_ROWS => as_stored(row::<F16>(), job, rows, panels),
-            DType::BF16 if rows < BUFFER_FROM_ROWS => as_stored(row::<Bf16>(), job, rows, panels),
-            DType::F32 => widened(BODIES, widen_floats::<F32>, job, rows, panels),
-            DType::F16 => widened(BODIES, widen_floats::<F16>, job, rows, panels),
-            DType::BF16 => widened(BODIES, widen_floats::<Bf16>, job, rows, panels),
-            _ => with_format!(w.dtype(), quantised::<_>(job, rows, panels)),
-        }
-    }
+    let (row, widen): (Option<Bodies>, Widen) = match w.dtype() {
+        DType::F32 => (Some(row::<F32>()), widen_floats::<F32>),
+        DType::F16 => (Some(row::<F16>()), widen_floats::<F16>),
+        DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
+        quantised => (None, with_format!(quantised, widen_quantised::<_>())),
+    };
+    // SAFETY: the kernels are those of the weights' type; every machine of this architecture has it.
+    unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
 }
 
 /// The bodies over widened weights.
@@ -113,9 +104,8 @@ fn row<L: Load>() -> Bodies {
     (WIDE, whole::<L, 1, WIDE>, whole::<L, 1, 1>)
 }
 
-unsafe fn quantised<F: Format>(job: Job, rows: usize, panels: usize) {
-    // SAFETY: the caller's.
-    unsafe { widened(BODIES, widen_blocks::<F>, job, rows, panels) }
+fn widen_quantised<F: Format>() -> Widen {
+    widen_blocks::<F>
 }
 
 /// Many rows: one half of the panel, then the other.
