@@ -64,8 +64,11 @@ impl Device for Lesser {
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
         self.cpu.write(dst, src, on)
     }
-    fn read(&self, src: Span, dst: &mut [u8]) -> Result<(), DeviceError> {
-        self.cpu.read(src, dst)
+    fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
+        self.cpu.read(src, dst, after)
+    }
+    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+        self.cpu.feed(ids, best, rows, on)
     }
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
         self.cpu.copy(dst, src, on)

@@ -53,7 +53,7 @@ fn whole(device: &CpuDevice, bytes: u64) -> Span {
 
 fn bytes_of(device: &CpuDevice, span: Span) -> Vec<u8> {
     let mut bytes = vec![0; span.bytes as usize];
-    device.read(span, &mut bytes).unwrap();
+    device.read(span, &mut bytes, None).unwrap();
     bytes
 }
 
@@ -95,6 +95,27 @@ fn copies_move_exactly_their_spans() {
 }
 
 #[test]
+fn feeding_moves_drawn_tokens_to_the_next_ids() {
+    let device = device();
+    let stream = device.stream().unwrap();
+    let (ids, best) = (whole(&device, 16), whole(&device, 12));
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    device.write(ids, &words(&[1, 2, 3, 4]), stream).unwrap();
+    device.write(best, &words(&[70, u32::MAX, 90]), stream).unwrap();
+    device.feed(ids, best, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
+    assert_eq!(bytes_of(&device, ids), words(&[90, u32::MAX, 70, 70]));
+    device.feed(ids, best, &[], stream).unwrap();
+    for pair in [(4, 0), (0, 3), (u32::MAX, 0), (0, u32::MAX)] {
+        invalid("a row outside", device.feed(ids, best, &[(1, 0), pair], stream));
+    }
+    invalid("an unknown stream", device.feed(ids, best, &[], StreamId(0)));
+    assert_eq!(bytes_of(&device, ids), words(&[90, u32::MAX, 70, 70]), "a refused call moves nothing");
+    let event = device.record(stream).unwrap();
+    device.read(ids, &mut [0; 16], Some(event)).unwrap();
+    invalid("an event to come", device.read(ids, &mut [0; 16], Some(EventId(event.0 + 1))));
+}
+
+#[test]
 fn foreign_and_stale_ids_and_spans_out_of_bounds_are_invalid() {
     let (device, other) = (device(), device());
     let (stream, foreign_stream) = (device.stream().unwrap(), other.stream().unwrap());
@@ -113,14 +134,14 @@ fn foreign_and_stale_ids_and_spans_out_of_bounds_are_invalid() {
         let label = format!("{span:?}");
         let len = span.bytes.min(1 << 20) as usize;
         invalid(&label, device.write(span, &vec![0; len], stream));
-        invalid(&label, device.read(span, &mut vec![0; len]));
+        invalid(&label, device.read(span, &mut vec![0; len], None));
         invalid(&label, device.copy(span, Span { bytes: span.bytes, ..good }, stream));
         invalid(&label, device.copy(Span { bytes: span.bytes, ..good }, span, stream));
         invalid(&label, device.copy(span, span, stream));
     }
     invalid("a short write", device.write(good, &[0; 63], stream));
     invalid("a long write", device.write(good, &[0; 65], stream));
-    invalid("a short read", device.read(good, &mut [0; 63]));
+    invalid("a short read", device.read(good, &mut [0; 63], None));
     invalid("unequal copy", device.copy(good, Span { bytes: 32, ..good }, stream));
 
     for on in [foreign_stream, StreamId(0), StreamId(u64::MAX), StreamId(stream.0 + 1)] {
@@ -485,7 +506,7 @@ fn launches_that_break_a_rule_are_invalid_and_write_nothing() {
         for span in [logits, pool] {
             let mut bytes = vec![0; span.bytes as usize];
             // Freed is as good as unwritten.
-            if rig.device.read(span, &mut bytes).is_ok() {
+            if rig.device.read(span, &mut bytes, None).is_ok() {
                 assert!(bytes.iter().all(|byte| *byte == 0), "{label}: something was written");
             }
         }

@@ -254,8 +254,8 @@ fn launch(
     let lens = [tokens.len() as u32];
     device.launch(program, &StepArgs { io, shape, q_lens: &lens, kv_lens: &lens }, stream).unwrap();
     let (mut logits, mut status) = (vec![0; rows.len() * graph.vocab_size * 4], vec![9; tokens.len()]);
-    device.read(io.logits, &mut logits).unwrap();
-    device.read(io.row_status, &mut status).unwrap();
+    device.read(io.logits, &mut logits, None).unwrap();
+    device.read(io.row_status, &mut status, None).unwrap();
     let logits = logits.as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
     (logits, status)
 }

@@ -30,6 +30,14 @@ pub enum DeviceError {
         /// What was wrong.
         what: String,
     },
+    /// Work that was queued did not end in time; nothing on the device can be used again.
+    #[error("{call} did not end within {limit_us} us")]
+    TimedOut {
+        /// What was waited for.
+        call: &'static str,
+        /// How long.
+        limit_us: u64,
+    },
     /// The device is gone; nothing on it can be used again.
     #[error("device lost")]
     Lost,
@@ -38,6 +46,6 @@ pub enum DeviceError {
 impl DeviceError {
     /// Whether nothing on the device can be used again.
     pub const fn is_lost(&self) -> bool {
-        matches!(self, Self::Lost)
+        matches!(self, Self::Lost | Self::TimedOut { .. })
     }
 }

@@ -187,10 +187,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn free(&self, buffer: BufferId);
     /// Queues a copy from the host; `src` may be reused when the call returns.
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError>;
-    /// Copies to the host what all work queued so far on any stream leaves in `src`.
-    fn read(&self, src: Span, dst: &mut [u8]) -> Result<(), DeviceError>;
+    /// Copies to the host what `src` holds once the event is reached; without one, once all work queued so far on any
+    /// stream has run. Work queued behind the event is not waited for, and must not write to `src`.
+    fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError>;
     /// Queues a copy inside the device.
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
+    /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
+    /// number `from` of `best`. Where that is `u32::MAX` the row that is fed computes something, and nobody asks for it.
+    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 
     /// A new queue.
     fn stream(&self) -> Result<StreamId, DeviceError>;

@@ -188,14 +188,14 @@ impl ModelRunner {
     fn run_whole(&mut self, share: Share, input: &ForwardInput) -> Result<(), DeviceError> {
         let (tokens, rows) = (input.tokens.len(), input.logit_rows.len());
         let (io, program) = self.launch(share, input)?;
-        self.device.read(io.row_status, &mut self.host.row_status[..tokens])?;
+        self.device.read(io.row_status, &mut self.host.row_status[..tokens], None)?;
         if self.host.row_status[..tokens].contains(&(RowStatus::CustomOpFailed as u8)) {
             self.custom_failures.extend(self.device.custom_failures(program));
         }
         if rows > 0 {
             let logits = &mut self.host.logits[..rows * self.shape.vocab_size];
-            self.device.read(io.logits, bytemuck::cast_slice_mut(logits))?;
-            self.device.read(io.best, bytemuck::cast_slice_mut(&mut self.host.best[..rows]))?;
+            self.device.read(io.logits, bytemuck::cast_slice_mut(logits), None)?;
+            self.device.read(io.best, bytemuck::cast_slice_mut(&mut self.host.best[..rows]), None)?;
         }
         Ok(())
     }
@@ -219,7 +219,7 @@ impl ModelRunner {
             ..span
         };
         for (index, &row) in part.rows.iter().enumerate() {
-            self.device.read(piece(io.row_status, index, 1), &mut self.host.row_status[row..=row])?;
+            self.device.read(piece(io.row_status, index, 1), &mut self.host.row_status[row..=row], None)?;
         }
         if part.rows.iter().any(|&row| self.host.row_status[row] == RowStatus::CustomOpFailed as u8) {
             // A call has the rows of one sequence, which stand together in the whole as well.
@@ -233,9 +233,9 @@ impl ModelRunner {
         let vocab = self.shape.vocab_size;
         for (index, &row) in part.logit_rows.iter().enumerate() {
             let logits = &mut self.host.logits[row * vocab..][..vocab];
-            self.device.read(piece(io.logits, index, 4 * vocab), bytemuck::cast_slice_mut(logits))?;
+            self.device.read(piece(io.logits, index, 4 * vocab), bytemuck::cast_slice_mut(logits), None)?;
             let best = &mut self.host.best[row..=row];
-            self.device.read(piece(io.best, index, 4), bytemuck::cast_slice_mut(best))?;
+            self.device.read(piece(io.best, index, 4), bytemuck::cast_slice_mut(best), None)?;
         }
         Ok(())
     }

@@ -203,8 +203,9 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn read(&self, src: Span, dst: &mut [u8]) -> Result<(), DeviceError> {
+    fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
         let state = self.state.lock();
+        after.map_or(Ok(()), |event| self.known(event.0, state.events, "event"))?;
         let src = state.bytes(src)?;
         if dst.len() != src.len() {
             return Err(invalid(format!("read of a span of {} bytes into {}", src.len(), dst.len())));
@@ -221,6 +222,23 @@ impl Device for CpuDevice {
         state.bytes(src)?;
         state.bytes(dst)?;
         copy_between(&mut state.buffers, dst.buffer, src.buffer, (src.offset, dst.offset), src.bytes)
+    }
+
+    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+        let state = &mut *self.on(on)?;
+        let words = |span: Span| Ok::<_, DeviceError>(state.bytes(span)?.len() as u64 / 4);
+        let (to_words, from_words) = (words(ids)?, words(best)?);
+        if let Some(pair) = rows.iter().find(|(to, from)| u64::from(*to) >= to_words || u64::from(*from) >= from_words)
+        {
+            return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
+        }
+        let word = |span: Span, index: u32| Span { offset: span.offset + 4 * u64::from(index), bytes: 4, ..span };
+        for &(to, from) in rows {
+            let mut token = [0; 4];
+            token.copy_from_slice(state.bytes(word(best, from))?);
+            state.bytes_mut(word(ids, to))?.copy_from_slice(&token);
+        }
+        Ok(())
     }
 
     fn stream(&self) -> Result<StreamId, DeviceError> {
