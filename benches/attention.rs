@@ -132,10 +132,10 @@ struct Bench {
 impl Bench {
     fn new(schedules: Option<AttentionSchedules>) -> Self {
         let team = Team::new(None).expect("a team");
-        let members = team.count();
+        let members = team.parts();
         Self {
             rooms: (0..members).map(|_| AttentionScratch::new(&AttentionShape { schedules, ..SHAPE })).collect(),
-            schedule: Schedule::new(members),
+            schedule: Schedule::new(members).parts_per_thread(members / team.count()),
             team,
             partials: Vec::new(),
             out: Vec::new(),
@@ -157,8 +157,8 @@ impl Bench {
         attend(team, rooms, attention, schedule, &parts);
         let partials = parts.read();
         let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.merge_bounds());
-        let rooms = Parts::rows(rooms, 1, team.count(), 1);
-        team.run(&|member| {
+        let rooms = Parts::rows(rooms, 1, team.parts(), 1);
+        team.share(&|member| {
             let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
             let first = tile.first();
             attention.merge(schedule, member.index(), partials, &mut room.row_mut(0)[0], &mut |piece, values| {
@@ -175,8 +175,8 @@ fn attend(
     schedule: &Schedule,
     parts: &Parts<'_, f32>,
 ) {
-    let rooms = Parts::rows(rooms, 1, team.count(), 1);
-    team.run(&|member| {
+    let rooms = Parts::rows(rooms, 1, team.parts(), 1);
+    team.share(&|member| {
         let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
         let first = tile.first();
         attention.attend(schedule, member.index(), &mut room.row_mut(0)[0], &mut |piece, values| {

@@ -109,7 +109,7 @@ impl Weights {
     /// Multiplies with weight `index` as the device does: members take whole panels of columns.
     fn multiply(&self, team: &Team, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
         let first = index * self.n / PANEL;
-        let parts = Parts::columns(out, self.n, team.count(), PANEL);
+        let parts = Parts::columns(out, self.n, team.parts(), PANEL);
         team.share(&|member| {
             let mut tile = parts.claim(member.index());
             let start = first + tile.first() / PANEL;

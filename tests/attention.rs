@@ -126,7 +126,8 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
     let mut done = vec![0; sequences.len()];
     let mut outputs: Vec<Vec<f32>> = sequences.iter().map(|s| vec![f32::NAN; s.tokens * q_width]).collect();
     let mut scratch: Vec<_> = (0..setup.members).map(|_| AttentionScratch::new(shape)).collect();
-    let mut schedule = Schedule::new(setup.members);
+    // Four members stand for two threads with two parts each.
+    let mut schedule = Schedule::new(setup.members).parts_per_thread(if setup.members == 4 { 2 } else { 1 });
     let mut splits = 0;
     let mut chunk_rng = Rng(if let Chunks::Random(seed) = setup.chunks { seed } else { 0 });
     while done.iter().zip(sequences).any(|(d, s)| *d < s.tokens) {
@@ -503,7 +504,7 @@ fn members_and_split_segments_do_not_show() {
             for tokens in LENGTHS {
                 let s = [Sequence::new(&shape, tokens, 77)];
                 let want = run(&Setup::plain(shape, dtype), &s);
-                for members in 1..=3 {
+                for members in 1..=4 {
                     for chunks in [Chunks::Whole, Chunks::AllButOne, Chunks::Random(6)] {
                         let setup = Setup { members, chunks, ..Setup::plain(shape, dtype) };
                         let (got, splits) = run_counting(&setup, &s, None);

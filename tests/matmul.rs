@@ -151,8 +151,8 @@ fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias:
     let mut halves = vec![0; x.len()];
     round_bf16_row(isa, x, &mut halves);
     let mut out = vec![f32::NAN; rows * w.n()];
-    let parts = Parts::columns(&mut out, w.n(), team.count(), PANEL);
-    team.run(&|member| {
+    let parts = Parts::columns(&mut out, w.n(), team.parts(), PANEL);
+    team.share(&|member| {
         let panels = member.span(w.panels(), 1);
         let mut tile = parts.claim(member.index());
         match kind {

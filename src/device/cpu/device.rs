@@ -291,7 +291,9 @@ impl Device for CpuDevice {
             state.weights.get(&id.0).map(Arc::clone).ok_or_else(unknown)
         };
         let sets = weights.iter().map(set).collect::<Result<Vec<_>, _>>()?;
-        let program = Program::new(plans, sets, layout, self.team.count(), self.poison)?.timed(self.profile);
+        let program =
+            Program::new(plans, sets, layout, (self.team.parts(), self.team.parts() / self.team.count()), self.poison)?
+                .timed(self.profile);
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))

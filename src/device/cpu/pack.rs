@@ -134,7 +134,7 @@ impl PackedMatrix {
         let too_large = || invalid(format!("a {dtype} weight of {n} × {k} has more bytes than can be counted"));
         let panel_bytes = panel_bytes(dtype, k).ok_or_else(too_large)?;
         let mut bytes = slab.take(Self::packed_bytes(dtype, n, k).ok_or_else(too_large)?)?;
-        let parts = Parts::rows(bytes.as_mut_slice(), panel_bytes, team.count(), 1);
+        let parts = Parts::rows(bytes.as_mut_slice(), panel_bytes, team.parts(), 1);
         team.share(&|member| {
             let mut tile = parts.claim(member.index());
             for local in 0..tile.rows() {

@@ -5,13 +5,14 @@
 //! of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
 //! slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
 //!
-//! In a run without barriers ([`Team::share`]) it is open which thread does a member's part: one that has done its own takes
-//! those that nobody has begun. So nobody waits for a thread that has no processor, because another program has it, or that
-//! is slower to hear of a short run than the run takes.
+//! In a run without barriers ([`Team::share`]) the work is cut into more parts than there are threads, and it is open which
+//! thread does one: each begins with its own, then takes those that nobody has begun. So nobody waits for a thread that has no
+//! processor, because another program has it, or whose memory is slower just now, or that is slower to hear of a short run than
+//! the run takes.
 //!
 //! ```text
-//! run:   caller  job ─ epoch+1 ─ part(0) ─ left+1 ─ (parts not begun) ─ wait left == count ─ raise a panic, if any
-//!        member  wait epoch ─── part(i) ─ left+1 ─ (parts not begun) ─ wait epoch …
+//! run:   caller  job ─ epoch+1 ─ own parts ─ (parts not begun) ─ wait left == parts ─ raise a panic, if any
+//!        thread  wait epoch ─── own parts ─ (parts not begun) ─ wait epoch …
 //! ```
 //!
 //! A part of run `e` is begun by moving its counter from `e - 1` to `e`. Every run moves every counter, so that succeeds once,
@@ -32,6 +33,10 @@ use std::time::{Duration, Instant};
 
 /// Most members a team can have: the width of the claim masks in [`arena`](super::arena).
 pub const MAX_MEMBERS: usize = 256;
+
+/// Parts that a thread begins with in a shared run. Two are enough for the other threads to take one over; with more the
+/// streams that products read get short.
+const PARTS_PER_THREAD: u32 = 2;
 
 /// Spinning longer than a wake-up costs (5-50 µs by scheduler and load) cannot pay off.
 const SPIN: Duration = Duration::from_micros(20);
@@ -65,13 +70,15 @@ struct Line<T>(T);
 #[derive(Debug)]
 struct Shared {
     count: u32,
-    /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `count`.
+    /// Parts of a shared run; in others each thread has one.
+    parts: u32,
+    /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `parts`.
     job: UnsafeCell<Option<Job>>,
-    /// The last run in which each member's part was begun.
+    /// The last run in which each part was begun.
     begun: Box<[Line<AtomicU32>]>,
     /// Number of runs so far; moving it starts one.
     epoch: Line<AtomicU32>,
-    /// Members that ended the current run.
+    /// Parts of the current run that have ended.
     left: Line<AtomicU32>,
     /// Members that reached the current barrier.
     arrived: Line<AtomicU32>,
@@ -157,34 +164,37 @@ impl Shared {
         }
     }
 
-    /// Begins a member's part of a run, unless somebody has.
-    fn begin(&self, index: u32, epoch: u32) -> bool {
-        let begun = &self.begun[index as usize].0;
+    /// Begins a part of a run, unless somebody has.
+    fn begin(&self, part: u32, epoch: u32) -> bool {
+        let begun = &self.begun[part as usize].0;
         begun.compare_exchange(epoch.wrapping_sub(1), epoch, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
-    /// Runs a member's part of a run if nobody has begun it, and then, if it may be anybody's, those behind it.
-    fn take_part(&self, index: u32, epoch: u32) {
-        if !self.begin(index, epoch) {
-            return;
-        }
-        // SAFETY: a part of the run is begun and has not ended, so the run has not; the caller wrote `job` before it
-        // moved `epoch`.
-        let Some(job) = (unsafe { *self.job.get() }) else { return };
-        self.part(index, job);
-        if !job.together {
-            for other in (index + 1..self.count).chain(0..index) {
-                if self.begin(other, epoch) {
-                    self.part(other, job);
+    /// Runs a thread's own parts of a run in order, as far as nobody has begun them, and then, if they may be anybody's, those
+    /// of the threads behind it, the last first: their owners come to these last.
+    fn take_parts(&self, thread: u32, epoch: u32) {
+        let each = self.parts / self.count;
+        for other in (thread..self.count).chain(0..thread) {
+            for turn in 0..each {
+                let part = other * each + if other == thread { turn } else { each - 1 - turn };
+                if !self.begin(part, epoch) {
+                    continue;
                 }
+                // SAFETY: a part of the run is begun and has not ended, so the run has not; the caller wrote `job` before it
+                // moved `epoch`.
+                let Some(job) = (unsafe { *self.job.get() }) else { return };
+                if job.together {
+                    return self.part(thread, self.count, job);
+                }
+                self.part(part, self.parts, job);
             }
         }
     }
 
-    /// Runs the body for one member and reports its end, panic or not.
-    fn part(&self, index: u32, job: Job) {
+    /// Runs the body for one of `count` members and reports its end, panic or not.
+    fn part(&self, index: u32, count: u32, job: Job) {
         let shared = job.together.then_some(self);
-        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&Member { shared, index, count: self.count })));
+        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&Member { shared, index, count })));
         if let Err(payload) = outcome {
             if payload.is::<Abandoned>() {
                 self.uneven.store(true, Ordering::Relaxed);
@@ -207,7 +217,7 @@ impl Shared {
             }
             // Runs that others ended meanwhile are gone.
             seen = self.epoch.0.load(Ordering::SeqCst);
-            self.take_part(index, seen);
+            self.take_parts(index, seen);
         }
     }
 
@@ -219,7 +229,9 @@ impl Shared {
             self.notify();
             return;
         }
-        self.wait(|| self.passed.0.load(Ordering::SeqCst) != passed || self.left.0.load(Ordering::SeqCst) > 0);
+        // In a run with barriers each thread has one part; the others count as ended from the start.
+        let ended = self.parts - self.count;
+        self.wait(|| self.passed.0.load(Ordering::SeqCst) != passed || self.left.0.load(Ordering::SeqCst) > ended);
         // A member may have passed this barrier and left already: only an unopened barrier is an abandoned one.
         if self.passed.0.load(Ordering::SeqCst) == passed {
             resume_unwind(Box::new(Abandoned));
@@ -227,7 +239,7 @@ impl Shared {
     }
 }
 
-/// One member's view of a run.
+/// One member's view of a run: a thread's, or, in a shared run, that of whoever does a part.
 #[derive(Clone, Copy, Debug)]
 pub struct Member<'a> {
     shared: Option<&'a Shared>,
@@ -241,7 +253,7 @@ impl Member<'_> {
         self.index as usize
     }
 
-    /// Members in the team.
+    /// Members of the run.
     pub fn count(&self) -> usize {
         self.count as usize
     }
@@ -294,11 +306,14 @@ impl Team {
             None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_MEMBERS),
         };
         let count = u32::try_from(count).unwrap_or(1);
+        let fits = (count * PARTS_PER_THREAD) as usize <= MAX_MEMBERS;
+        let parts = if count > 1 && fits { count * PARTS_PER_THREAD } else { count };
         let mut team = Self {
             shared: Arc::new(Shared {
                 count,
+                parts,
                 job: UnsafeCell::new(None),
-                begun: (0..count).map(|_| Line::default()).collect(),
+                begun: (0..parts).map(|_| Line::default()).collect(),
                 epoch: Line::default(),
                 left: Line::default(),
                 arrived: Line::default(),
@@ -328,9 +343,14 @@ impl Team {
         Ok(team)
     }
 
-    /// Members, the caller included.
+    /// Threads, the caller included.
     pub fn count(&self) -> usize {
         self.shared.count as usize
+    }
+
+    /// Members of a shared run: as many for each thread, neighbours.
+    pub fn parts(&self) -> usize {
+        self.shared.parts as usize
     }
 
     /// Runs `body` once in every member, each on a thread of its own, and returns when all have ended. A second caller waits
@@ -343,12 +363,25 @@ impl Team {
         self.start(body, true);
     }
 
-    /// The same for parts that do not wait for each other: one thread may do those of several members, one after the other.
+    /// Runs `body` once for each of [`parts`](Self::parts) members, which do not wait for each other: one thread may do the
+    /// parts of several, one after the other.
     ///
     /// # Panics
     /// As [`run`](Self::run).
     pub fn share(&self, body: &Body<'_>) {
         self.start(body, false);
+    }
+
+    /// The same for work so short that handing it to others would take longer: the caller does the parts of all members,
+    /// one after the other, and no other thread hears of it. A panic leaves the parts behind it undone.
+    ///
+    /// # Panics
+    /// With the body's panic.
+    pub fn alone(&self, body: &Body<'_>) {
+        let count = self.shared.parts;
+        for index in 0..count {
+            body(&Member { shared: None, index, count });
+        }
     }
 
     fn start(&self, body: &Body<'_>, together: bool) {
@@ -360,7 +393,15 @@ impl Team {
         let this: *const Shared = shared;
         assert!(INSIDE.get() != this, "a member called run on its own team");
         let turn = self.turn.lock();
-        shared.left.0.store(0, Ordering::Relaxed);
+        let next = shared.epoch.0.load(Ordering::Relaxed).wrapping_add(1);
+        let each = shared.parts / shared.count;
+        let taken = if together { shared.parts - shared.count } else { 0 };
+        if together {
+            // A thread has one part, its first; the others are begun and have ended.
+            let others = (0..shared.parts).filter(|part| !part.is_multiple_of(each));
+            others.for_each(|part| shared.begun[part as usize].0.store(next, Ordering::SeqCst));
+        }
+        shared.left.0.store(taken, Ordering::Relaxed);
         shared.arrived.0.store(0, Ordering::Relaxed);
         // SAFETY: only the lifetime is changed. Members use the reference before they leave, and this function does not
         // return or unwind before all have left: `Shared::part` catches every panic.
@@ -368,12 +409,12 @@ impl Team {
         // SAFETY: all parts of the runs before were begun and have ended, so nobody begins one and reads `job` now; `turn`
         // keeps other callers out.
         unsafe { *shared.job.get() = Some(Job { body, together }) };
-        let epoch = shared.epoch.0.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
+        shared.epoch.0.store(next, Ordering::SeqCst);
         shared.notify();
 
         let outer = INSIDE.replace(this);
-        shared.take_part(0, epoch);
-        shared.wait(|| shared.left.0.load(Ordering::SeqCst) == shared.count);
+        shared.take_parts(0, next);
+        shared.wait(|| shared.left.0.load(Ordering::SeqCst) == shared.parts);
         INSIDE.set(outer);
 
         // SAFETY: all have left.
@@ -463,18 +504,26 @@ mod tests {
     fn shared_parts_run_once_each_whoever_does_them() {
         for count in [1, 2, 3, 7] {
             let team = Team::new(Some(count)).unwrap();
-            let ran: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            assert_eq!(team.parts(), if count == 1 { 1 } else { 2 * count });
+            let counters = |n: usize| (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>();
+            let (ran, shared, alone) = (counters(count), counters(team.parts()), counters(team.parts()));
             for round in 1..2000 {
                 // Runs that wait for each other in between must find every part unbegun, too.
                 if round % 5 == 0 {
                     team.run(&|member| {
                         member.barrier();
+                        assert_eq!(member.count(), count);
                         ran[member.index()].fetch_add(1, Ordering::Relaxed);
                     });
-                } else {
-                    team.share(&|member| _ = ran[member.index()].fetch_add(1, Ordering::Relaxed));
+                    team.alone(&|member| _ = alone[member.index()].fetch_add(1, Ordering::Relaxed));
                 }
-                assert!(ran.iter().all(|ran| ran.load(Ordering::Relaxed) == round), "{ran:?} in round {round}");
+                team.share(&|member| {
+                    assert_eq!(member.count(), team.parts());
+                    shared[member.index()].fetch_add(1, Ordering::Relaxed);
+                });
+                let all = |ran: &[AtomicUsize], n| ran.iter().all(|ran| ran.load(Ordering::Relaxed) == n);
+                assert!(all(&shared, round), "{shared:?} in round {round}");
+                assert!(all(&ran, round / 5) && all(&alone, round / 5), "{ran:?}, {alone:?} in round {round}");
             }
         }
     }
@@ -487,16 +536,16 @@ mod tests {
         let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         team.share(&|member| {
             if begun.fetch_add(1, Ordering::SeqCst) == 0 {
-                // The first part lasts until the other three are done, so three threads at most do these.
-                while done.load(Ordering::SeqCst) < 3 {
+                // The first part lasts until all others are done, so three threads at most do these.
+                while done.load(Ordering::SeqCst) + 1 < team.parts() {
                     std::thread::yield_now();
                 }
             } else {
                 done.fetch_add(1, Ordering::SeqCst);
             }
-            assert!(member.index() < 4);
+            assert!(member.index() < team.parts());
         });
-        assert_eq!((begun.into_inner(), done.into_inner()), (4, 3));
+        assert_eq!((begun.into_inner(), done.into_inner()), (8, 7));
     }
 
     #[test]

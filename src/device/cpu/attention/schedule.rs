@@ -81,6 +81,8 @@ impl Unit<'_> {
 /// room.
 #[derive(Clone, Debug)]
 pub struct Schedule {
+    /// Parts that one thread begins with; few rows go to the first of them, for there is little to even out.
+    parts_per_thread: usize,
     rows_per_unit: usize,
     is_split: bool,
     bounds: Vec<usize>,
@@ -91,11 +93,20 @@ impl Schedule {
     /// A schedule for teams of `members`, with nothing planned.
     pub fn new(members: usize) -> Self {
         Self {
+            parts_per_thread: 1,
             rows_per_unit: ROWS_PER_UNIT,
             is_split: false,
             bounds: vec![0; members + 1],
             merge_bounds: vec![0; members + 1],
         }
+    }
+
+    /// The same for teams whose threads begin with that many neighbouring members' parts each.
+    #[must_use]
+    pub fn parts_per_thread(mut self, parts: usize) -> Self {
+        debug_assert!(parts > 0 && self.members().is_multiple_of(parts));
+        self.parts_per_thread = parts;
+        self
     }
 
     /// Cuts a step.
@@ -107,12 +118,14 @@ impl Schedule {
             1 => ROWS_PER_UNIT,
             _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * members).unwrap_or(1),
         };
+        let stride = if self.rows_per_unit == 1 { self.parts_per_thread } else { 1 };
+        let shares = members / stride;
         let (mut cost, mut most_segments) = (0, 0);
         self.for_units(shape, rows, block_size, &mut |unit| {
             cost += unit.total_cost(shape);
             most_segments = most_segments.max(unit.segments.len());
         });
-        let few = members > 1 && self.rows_per_unit == 1 && rows.total() * shape.kv_heads < 2 * members;
+        let few = shares > 1 && self.rows_per_unit == 1 && rows.total() * shape.kv_heads < 2 * shares;
         self.is_split = few && most_segments > 1;
 
         let (is_split, rows_per_unit) = (self.is_split, self.rows_per_unit);
@@ -121,8 +134,8 @@ impl Schedule {
         let mut before = 0;
         let mut cut = |end: usize, piece: usize| {
             // A piece goes to the member whose share holds its middle.
-            let owner = ((2 * before + piece) * members / (2 * cost).max(1)).min(members - 1);
-            bounds[owner + 1] = end;
+            let owner = ((2 * before + piece) * shares / (2 * cost).max(1)).min(shares - 1);
+            bounds[owner * stride + 1] = end;
             before += piece;
         };
         let mut pending = 0;
@@ -145,7 +158,7 @@ impl Schedule {
         self.bounds = bounds;
         let pieces = rows.total() * shape.kv_heads;
         for (member, bound) in self.merge_bounds.iter_mut().enumerate() {
-            *bound = if is_split { pieces * member / members } else { 0 };
+            *bound = if is_split { pieces * member.div_ceil(stride) / shares } else { 0 };
         }
     }
 

@@ -144,7 +144,7 @@ impl Frame<'_> {
 
     /// Runs `body(member, its room)` on the team.
     fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
-        self.start(&|member, room: &mut MemberScratch| {
+        self.start(usize::MAX, &|member, room: &mut MemberScratch| {
             if let Some(room) = &mut room.attention {
                 body(member.index(), room);
             }

@@ -20,6 +20,10 @@ use crate::device::cpu::weight_set::WeightSet;
 use crate::graph::{Op, Plan, Step};
 use std::sync::atomic::AtomicU64;
 
+/// Elements read and written up to which the caller does everybody's part: handing a run over and hearing of its end takes
+/// 2 to 3 µs, in which one thread norms or rotates about as many.
+const SMALL_ELEMENTS: usize = 8192;
+
 /// What one member does for a step.
 pub(super) type Work<'w> = dyn Fn(&Member<'_>, &mut MemberScratch) + Sync + 'w;
 
@@ -70,6 +74,7 @@ pub(super) struct Frame<'a> {
 /// Works that will run together, the last first.
 struct Chain<'c> {
     work: &'c Work<'c>,
+    elements: usize,
     before: Option<&'c Chain<'c>>,
 }
 
@@ -80,11 +85,15 @@ impl Chain<'_> {
         }
         (self.work)(member, room);
     }
+
+    fn elements(&self) -> usize {
+        self.before.map_or(0, Self::elements).saturating_add(self.elements)
+    }
 }
 
 impl Frame<'_> {
     pub(super) fn members(&self) -> usize {
-        self.launch.team.count()
+        self.launch.team.parts()
     }
 
     pub(super) const fn isa(&self) -> Isa {
@@ -108,7 +117,8 @@ impl Frame<'_> {
 
     fn chain(&self, steps: &[Step], before: Option<&Chain<'_>>) -> Result<(), DeviceError> {
         let Some((step, rest)) = steps.split_first() else {
-            return before.map_or(Ok(()), |chain| self.start(&|member, room| chain.run(member, room)));
+            return before
+                .map_or(Ok(()), |chain| self.start(chain.elements(), &|member, room| chain.run(member, room)));
         };
         // A batch whose rows are all mid-prompt has no rows of logits.
         let rows_at = step.outputs.iter().chain(&step.inputs).next();
@@ -119,17 +129,31 @@ impl Frame<'_> {
             self.run_alone(step)?;
             return self.chain(rest, before);
         }
-        self.prepare(step, &mut |work| self.chain(rest, Some(&Chain { work, before })))
+        let elements = self.elements(step);
+        self.prepare(step, &mut |work| self.chain(rest, Some(&Chain { work, elements, before })))
     }
 
-    /// Runs a work on the whole team.
-    pub(super) fn start(&self, work: &Work<'_>) -> Result<(), DeviceError> {
+    /// Elements that a step reads and writes; no end of them where it multiplies with weights.
+    pub(super) fn elements(&self, step: &Step) -> usize {
+        if matches!(step.op, Op::Linear(_) | Op::LinearMulti(_)) {
+            return usize::MAX;
+        }
+        step.inputs.iter().chain(&step.outputs).map(|&value| self.rows(value) * self.cols(value)).sum()
+    }
+
+    /// Runs a work on the whole team, or on this thread where that is sooner done.
+    pub(super) fn start(&self, elements: usize, work: &Work<'_>) -> Result<(), DeviceError> {
         let mut members = self.scratch.members.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
         let rooms = Parts::rows(&mut members, 1, self.members(), 1);
-        self.launch.team.share(&|member| {
+        let part = |member: &Member<'_>| {
             let mut room = rooms.claim(member.index());
             work(member, &mut room.row_mut(0)[0]);
-        });
+        };
+        if elements <= SMALL_ELEMENTS {
+            self.launch.team.alone(&part);
+        } else {
+            self.launch.team.share(&part);
+        }
         Ok(())
     }
 

@@ -68,7 +68,7 @@ impl<'a> Frame<'a> {
         lane.bests.clear();
         lane.bests.resize(rows * members, Best::NONE);
         let bests = Parts::columns(&mut lane.bests, members, members, 1);
-        self.start(&|member, _| {
+        self.start(usize::MAX, &|member, _| {
             let (mut tile, mut bests) = (parts.claim(member.index()), bests.claim(member.index()));
             if tile.cols() == 0 {
                 return;
@@ -98,14 +98,14 @@ impl<'a> Frame<'a> {
     ) -> Result<(), DeviceError> {
         let (isa, out) = (self.isa(), step.outputs[0]);
         // The product is read where it was written: one loan serves both runs.
-        let (elem, k) = (self.elem(scratch), self.cols(scratch));
+        let (elem, rows, k) = (self.elem(scratch), self.rows(scratch), self.cols(scratch));
         let room = self.write(scratch)?;
-        self.act_mul_into(product, step, room, &mut |work| self.start(work))?;
+        self.act_mul_into(product, step, room, &mut |work| self.start(3 * rows * k, work))?;
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
         let x = Input::new(elem, room, k);
         let parts = Parts::columns(floats_mut(self.write(out)?), self.cols(out), self.members(), PANEL);
-        self.start(&|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+        self.start(usize::MAX, &|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
     }
 
     pub(super) fn linear_multi(&self, parts: &[LinearPart], step: &Step, then: Then<'_>) -> Result<(), DeviceError> {

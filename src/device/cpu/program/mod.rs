@@ -103,7 +103,7 @@ impl Program {
         plans: &[Plan],
         weights: Vec<Arc<WeightSet>>,
         kv: KvLayout,
-        members: usize,
+        (members, parts_per_thread): (usize, usize),
         poison: Poison,
     ) -> Result<Self, CompileError> {
         let ranks = ranks::load(plans, weights, kv, poison)?;
@@ -130,7 +130,7 @@ impl Program {
             members: RefCell::new((0..members).map(member).collect()),
             lanes: (0..plans[0].lanes).map(lane).collect::<Result<_, CompileError>>()?,
             attention: RefCell::new(AttentionRoom {
-                schedule: Schedule::new(members),
+                schedule: Schedule::new(members).parts_per_thread(parts_per_thread),
                 partials: with_room(most_partials(attention.as_ref(), members, bucket.kv_tokens))?,
             }),
         };

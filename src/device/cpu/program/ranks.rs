@@ -208,7 +208,7 @@ pub(super) fn meet(
     // Logits leave the plans; everything else goes to every rank's arena.
     let (first, others) = results[..count].split_at_mut(1);
     let whole = if operand == Operand::Io(Io::Logits) { floats_mut(logits) } else { &mut *first[0] };
-    let rows = Parts::rows(&mut *whole, cols, launch.team.count(), 1);
+    let rows = Parts::rows(&mut *whole, cols, launch.team.parts(), 1);
     launch.team.share(&|member| {
         let mut tile = rows.claim(member.index());
         for index in 0..tile.rows() {
