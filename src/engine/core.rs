@@ -156,6 +156,7 @@ impl EngineCore {
             max_num_seqs: config.max_num_seqs,
             max_model_len,
             watermark_blocks: pool_blocks / WATERMARK_SHARE,
+            max_logit_rows: model.max_logit_rows,
             policy: config.policy,
         })?;
         let mut blocks = BlockAllocator::new(pool_blocks, block_size);
@@ -330,8 +331,11 @@ impl EngineCore {
             salt: arrival.salt.clone(),
             // Cached rows have no logits.
             read_prefix_cache: arrival.params.prompt_logprobs.is_none(),
+            prompt_logits: arrival.params.prompt_logprobs.is_some(),
+            runs_ahead: false,
         };
-        let twin = (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, ..meta.clone() });
+        let twin =
+            (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, prompt_logits: false, ..meta.clone() });
         let seq = self.roster.enter(arrival, twin);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
