@@ -94,6 +94,10 @@ pub struct DeviceCaps {
     pub default_block_size: usize,
     /// Whether launches must be padded to the bucket.
     pub static_shapes: bool,
+    /// Whether its memory is the host's: reading results in place is as good as having them copied out behind the launch.
+    pub unified_memory: bool,
+    /// Steps in flight that it prefers: 1 if it computes inline, more if it works while the host does something else.
+    pub default_pipeline_depth: u32,
     /// Whether a row's result is bit-equal whoever shares the batch.
     pub batch_invariant: bool,
     /// Ranks that a model can be cut into for it.
