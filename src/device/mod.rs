@@ -197,7 +197,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Queues a copy inside the device.
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
     /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
-    /// number `from` of `best`. Where that is `u32::MAX` the row that is fed computes something, and nobody asks for it.
+    /// number `from` of `best`. Where that is `u32::MAX`, which is no token, the launch must accept what is fed (the CPU feeds
+    /// id 0): the row computes something, and nobody asks for it.
     fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 
     /// A new queue.
