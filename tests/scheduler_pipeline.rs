@@ -403,3 +403,35 @@ fn a_stop_wastes_a_row_a_plan_in_flight_and_a_length_none() {
         }
     }
 }
+
+/// Whoever needs a block gets it from a younger one within the plans in flight, also if that one could go on for long.
+#[test]
+fn a_younger_one_in_flight_gives_way_soon() {
+    for depth in 1..=3usize {
+        let config = SchedulerConfig {
+            max_num_batched_tokens: 64,
+            max_num_seqs: 4,
+            max_model_len: 64,
+            watermark_blocks: 0,
+            max_logit_rows: u32::MAX,
+            policy: SchedulePolicy::Fcfs,
+        };
+        let mut rig = Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(2, 16));
+        assert!(rig.add(0, prompt(15, 1), 9, 99, true) && rig.add(1, prompt(2, 2), 14, 99, true));
+        let mut launches = 0;
+        while rig.preemptions == 0 {
+            while rig.flights.len() < depth && rig.launch() > 0 {
+                launches += 1;
+            }
+            rig.collect(|| 9);
+            assert!(launches < 20, "depth {depth}: the older one starves");
+        }
+        // The older one fills its block with the second plan and asks for another with the third.
+        assert!(launches <= 2 + depth, "depth {depth}: after {launches} plans");
+        while !rig.scheduler.is_idle() {
+            while rig.flights.len() < depth && rig.launch() > 0 {}
+            rig.collect(|| 9);
+        }
+        assert_eq!(rig.ended[&SeqId(1)].0.output, oracle_output(&prompt(2, 2), b"", 14));
+    }
+}

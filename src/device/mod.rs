@@ -76,6 +76,7 @@ pub struct Span {
 
 /// What a device can do.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_excessive_bools, reason = "facts of a machine, independent of each other")]
 #[non_exhaustive]
 pub struct DeviceCaps {
     /// Short name (`cpu`).

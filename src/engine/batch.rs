@@ -67,15 +67,12 @@ impl Batch {
         for (index, chunk) in chunks.iter().enumerate() {
             let end = chunk.start + chunk.len;
             let offset = index_of(self.input.tokens.len());
-            match chunk.placeholder.and_then(&source) {
-                Some((ticket, logit_row)) => {
-                    self.input.tokens.push(0);
-                    self.input.fed.push(FedRow { row: offset, ticket, logit_row });
-                }
-                None => {
-                    let tokens = &scheduler.tokens(chunk.seq)[chunk.start as usize..end as usize];
-                    self.input.tokens.extend_from_slice(tokens);
-                }
+            if let Some((ticket, logit_row)) = chunk.placeholder.and_then(&source) {
+                self.input.tokens.push(0);
+                self.input.fed.push(FedRow { row: offset, ticket, logit_row });
+            } else {
+                let tokens = &scheduler.tokens(chunk.seq)[chunk.start as usize..end as usize];
+                self.input.tokens.extend_from_slice(tokens);
             }
             self.input.q_lens.push(chunk.len);
             self.input.kv_lens.push(end);

@@ -470,7 +470,11 @@ impl Forward for ModelRunner {
             let stays = |index: usize| (input.f32_from[index] == NEVER).then_some(0);
             set.part.pick(input, self.shape.block_size, stays);
         }
-        self.start(index)?;
+        if let Err(error) = self.start(index) {
+            // Some of it may be queued, and names the set's buffers, which the next batch is staged in.
+            self.streams.drain(self.device.as_ref());
+            return Err(error);
+        }
         self.sets[index].ticket = Some(ticket);
         self.launched += 1;
         Ok(ticket)

@@ -3,8 +3,7 @@
 //! A plan lists rows; the results say which token came out of each chunk that wanted one. A sequence's rows are computed
 //! in order and without gaps, each once, unless it is preempted and starts over, or rows ahead of a result are void.
 
-use std::collections::VecDeque;
-
+use super::flights::Flight;
 use super::preempt::Relief;
 use super::{Scheduler, State, Tick, reserved_tokens};
 use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
@@ -103,57 +102,6 @@ impl Budget {
     }
 }
 
-/// Plans that have not been committed, oldest first. Lists are used again.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Flights {
-    next_plan: u64,
-    flights: VecDeque<Flight>,
-    spare: Vec<Vec<Chunk>>,
-}
-
-#[derive(Clone, Debug)]
-struct Flight {
-    plan: u64,
-    chunks: Vec<Chunk>,
-}
-
-impl Flights {
-    /// The number of the plan that is made next.
-    pub fn next_plan(&self) -> u64 {
-        self.next_plan
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.flights.is_empty()
-    }
-
-    /// Makes room for plans of so many chunks.
-    pub fn reserve(&mut self, chunks: usize) {
-        let flying = self.flights.iter_mut().map(|flight| &mut flight.chunks);
-        for list in flying.chain(&mut self.spare) {
-            list.reserve(chunks.saturating_sub(list.len()));
-        }
-    }
-
-    /// Rows of a sequence, and those of them that sample, in plans from `valid_from` on.
-    pub fn rows_of(&self, seq: SeqId, valid_from: u64) -> (u32, u32) {
-        let counting = self.flights.iter().filter(|flight| flight.plan >= valid_from);
-        let own = counting.flat_map(|flight| &flight.chunks).filter(|chunk| chunk.seq == seq);
-        own.fold((0, 0), |(rows, samples), chunk| (rows + chunk.len, samples + u32::from(chunk.samples)))
-    }
-
-    fn push(&mut self, plan: u64, planned: &Vec<Chunk>) {
-        let mut chunks = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(planned.capacity()));
-        chunks.extend_from_slice(planned);
-        self.flights.push_back(Flight { plan, chunks });
-    }
-
-    fn recycle(&mut self, mut chunks: Vec<Chunk>) {
-        chunks.clear();
-        self.spare.push(chunks);
-    }
-}
-
 impl Scheduler {
     /// Makes the plan of the next step. Running sequences first, then admissions in order; none is admitted in a step that
     /// had to preempt. A plan without chunks needs no commit.
@@ -165,17 +113,14 @@ impl Scheduler {
             }
         }
         self.plan.clear();
-        self.plan.number = self.flights.next_plan;
+        self.plan.number = self.flights.next_plan();
         let mut budget = Budget { rows: self.step_budget_tokens, logit_rows: self.config.max_logit_rows };
         let flows = self.plan_running(Phase::Decode, &mut budget, blocks)
             && self.plan_running(Phase::Prefill, &mut budget, blocks);
         if flows && self.plan.preempted.is_empty() {
             self.plan_waiting(&mut budget, blocks);
         }
-        self.flights.next_plan += 1;
-        if !self.plan.chunks.is_empty() {
-            self.flights.push(self.plan.number, &self.plan.chunks);
-        }
+        self.flights.take_off(&self.plan);
         &self.plan
     }
 
@@ -191,7 +136,7 @@ impl Scheduler {
 
     /// Takes the results of the oldest plan in flight. Those of void chunks are ignored.
     pub fn commit(&mut self, done: &StepOutput, blocks: &mut BlockAllocator) {
-        let Some(Flight { plan, chunks }) = self.flights.flights.pop_front() else { return };
+        let Some(Flight { plan, chunks }) = self.flights.pop() else { return };
         let mut results = done.results.as_slice();
         for chunk in &chunks {
             let found = results.iter().position(|result| result.seq == chunk.seq);
@@ -208,7 +153,7 @@ impl Scheduler {
     }
 
     fn commit_chunk(&mut self, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
-        let next_plan = self.flights.next_plan;
+        let next_plan = self.flights.next_plan();
         let Some(entry) = self.entries.get_mut(&chunk.seq) else { return };
         entry.in_flight -= chunk.len;
         entry.pending -= u32::from(chunk.samples);
