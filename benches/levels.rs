@@ -112,7 +112,7 @@ impl Level {
             kv_lens: vec![kv_len],
             tables: (0..kv_len.div_ceil(BLOCK_SIZE)).map(BlockId).collect(),
             logit_rows: vec![rows - 1],
-            f32_from: Vec::new(),
+            ..ForwardInput::default()
         };
         self.runner.forward(&input).expect("the batch runs").logits.best[0]
     }

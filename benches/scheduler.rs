@@ -36,6 +36,7 @@ impl Loop {
             max_num_seqs: SEQS + 1,
             max_model_len: MAX_MODEL_LEN,
             watermark_blocks: 64,
+            max_logit_rows: u32::MAX,
             policy: SchedulePolicy::Fcfs,
         };
         let pool_blocks = (SEQS + 2) * MAX_MODEL_LEN / BLOCK_SIZE;

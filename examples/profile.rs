@@ -131,7 +131,7 @@ impl Profiled {
             kv_lens: vec![kv_len],
             tables: self.table[..kv_len.div_ceil(self.block_size) as usize].to_vec(),
             logit_rows: vec![rows - 1],
-            f32_from: Vec::new(),
+            ..ForwardInput::default()
         };
         let logits = self.runner.forward(&input)?.logits;
         let best = logits.best.first().map_or(0, |&id| id as usize);

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request};
 use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
-use story::{assert_at_rest, core, float, plain_config, quantised};
+use story::{assert_at_rest, core, drain, float, plain_config, quantised};
 
 /// Threads are numbered in the order of their first allocation; the test runner's own is the first of all.
 const THREADS: usize = 64;
@@ -104,26 +104,30 @@ fn crowd(model: &Path, config: EngineConfig, label: &str) -> u64 {
         .zip(mixed(300))
         .map(|(id, params)| core.submit(Request::tokens(vec![id; 2 + id as usize]).sampling(params)).unwrap())
         .collect();
-    for _ in 0..4 {
+    for _ in 0..8 {
         core.step().unwrap();
     }
-    let total = steady_allocations(&mut core, label, 270);
+    let total = steady_allocations(&mut core, label, 266);
     drop(handles);
-    core.step().unwrap();
+    drain(&mut core);
     assert_at_rest(&core);
     total
 }
 
 /// One sequence through the end of attention's first segment (256 tokens), where a team starts to share its segments.
 fn alone(model: &Path, config: EngineConfig, label: &str) -> u64 {
+    one(model, config, params(3, 300), label)
+}
+
+fn one(model: &Path, config: EngineConfig, params: SamplingParams, label: &str) -> u64 {
     let mut core = core(model, config);
-    let handle = core.submit(Request::tokens(vec![7; 200]).sampling(params(3, 300))).unwrap();
-    for _ in 0..2 {
+    let handle = core.submit(Request::tokens(vec![7; 200]).sampling(params)).unwrap();
+    for _ in 0..5 {
         core.step().unwrap();
     }
     let total = steady_allocations(&mut core, label, 150);
     drop(handle);
-    core.step().unwrap();
+    drain(&mut core);
     assert_at_rest(&core);
     total
 }
@@ -161,6 +165,16 @@ fn steady_decode_steps_allocate_nothing() {
         (config.numerics, config.prefix_caching, config.compile.fusion) = (numerics, prefix_caching, Some(fusion));
         total += crowd(&model, config.clone(), &format!("{label}, crowd"));
         total += alone(&model, config, &format!("{label}, alone"));
+    }
+    for depth in [2, 3] {
+        let mut config = config(2);
+        (config.pipeline_depth, config.prefix_caching) = (Some(depth), depth == 2);
+        let label = format!("{depth} steps in flight");
+        total += crowd(&quantised(), config.clone(), &format!("{label}, crowd"));
+        total += alone(&quantised(), config.clone(), &format!("{label}, alone"));
+        let mut greedy = params(3, 300);
+        greedy.temperature = 0.0;
+        total += one(&quantised(), config, greedy, &format!("{label}, greedy"));
     }
     total += with_logprobs(&quantised(), config(1), "log-probabilities");
     assert_eq!(total, 0, "steady steps allocate; see above where");

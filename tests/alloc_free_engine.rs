@@ -24,9 +24,9 @@ fn count() {
 
 #[test]
 fn steady_steps_allocate_nothing() {
-    for prefix_caching in [false, true] {
+    for (prefix_caching, depth) in [(false, 1), (true, 1), (false, 2), (true, 3)] {
         let mut rig = Rig::new(60, 64);
-        rig.config.prefix_caching = prefix_caching;
+        (rig.config.prefix_caching, rig.config.pipeline_depth) = (prefix_caching, Some(depth));
         rig.model.eos_ids = vec![7];
         // Pieces of one to eight bytes, some of them parts of characters.
         let piece = |id: usize| {
@@ -54,11 +54,11 @@ fn steady_steps_allocate_nothing() {
         });
         submit(|_| {}).detach();
         // Until all are admitted, all buffers are warm, and all tokens of the prompt are done.
-        for _ in 0..6 {
+        for _ in 0..24 {
             core.step().unwrap();
         }
         let mut counted = 0;
-        for step in 0..80 {
+        for step in 0..70 {
             if step % 3 == 0 {
                 while let Ok(Some(_)) = read.try_recv() {}
             }

@@ -39,6 +39,7 @@ impl Loop {
             max_num_seqs: 8,
             max_model_len: 4_096,
             watermark_blocks: 1,
+            max_logit_rows: u32::MAX,
             policy: SchedulePolicy::Priority,
         };
         let output = StepOutput { results: Vec::with_capacity(16) };

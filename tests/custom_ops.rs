@@ -132,6 +132,7 @@ fn company_and_chunks_do_not_show() {
         for (level, threads) in [(0, 1), (2, 2), (3, 2)] {
             let mut config = config(rows);
             (config.compile.opt_level, config.threads) = (Some(level), Some(threads));
+            config.pipeline_depth = Some(threads as u32);
             let got = all(&mut core_with(config, &sites), requests());
             for (got, expected) in got.into_iter().zip(&expected) {
                 assert!(got.unwrap() == *expected, "{rows} rows a step, level {level}");
@@ -150,10 +151,12 @@ fn a_failure_ends_its_own_request_and_names_the_operation() {
             .map(|good| all(&mut core_with(config(512), &sites), vec![good]).remove(0).unwrap())
             .collect();
         // In the middle of a prompt that comes in several chunks, and in one that comes at once.
-        for (rows, first) in [(8, None), (512, Some(0))] {
+        for (rows, first, depth) in [(8, None, 1), (512, Some(0), 1), (8, None, 2), (24, None, 3)] {
             let mut bad = prompt(3, 60);
             bad[20] = BAD;
-            let mut core = core_with(config(rows), &sites);
+            let mut config = config(rows);
+            config.pipeline_depth = Some(depth);
+            let mut core = core_with(config, &sites);
             let [one, two] = good();
             let mut answers = all(&mut core, vec![one, request(bad), two]);
             match answers.remove(1) {

@@ -103,13 +103,14 @@ fn feeding_moves_drawn_tokens_to_the_next_ids() {
     device.write(ids, &words(&[1, 2, 3, 4]), stream).unwrap();
     device.write(best, &words(&[70, u32::MAX, 90]), stream).unwrap();
     device.feed(ids, best, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
-    assert_eq!(bytes_of(&device, ids), words(&[90, u32::MAX, 70, 70]));
+    // What is no token becomes one that a launch accepts.
+    assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]));
     device.feed(ids, best, &[], stream).unwrap();
     for pair in [(4, 0), (0, 3), (u32::MAX, 0), (0, u32::MAX)] {
         invalid("a row outside", device.feed(ids, best, &[(1, 0), pair], stream));
     }
     invalid("an unknown stream", device.feed(ids, best, &[], StreamId(0)));
-    assert_eq!(bytes_of(&device, ids), words(&[90, u32::MAX, 70, 70]), "a refused call moves nothing");
+    assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]), "a refused call moves nothing");
     let event = device.record(stream).unwrap();
     device.read(ids, &mut [0; 16], Some(event)).unwrap();
     invalid("an event to come", device.read(ids, &mut [0; 16], Some(EventId(event.0 + 1))));

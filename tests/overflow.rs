@@ -4,6 +4,7 @@
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 #![cfg(feature = "text")]
 
+mod late_device;
 mod story;
 
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestError, Stats
 use ascend_llm::graph::{Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::SamplingParams;
+use late_device::LateDevice;
 use story::{Seen, alone, builder, core, drain, float, plain_config};
 
 /// The story model with one tensor of a layer times a power of two, and another divided by it: in f32 the same model to the
@@ -108,8 +110,10 @@ fn sequences_that_overflow_go_on_in_f32_and_nothing_else_shows() {
     let config = config(OverflowPolicy::RetryF32);
     let expected: Vec<Seen> = requests().into_iter().map(|request| alone(&model, &config, request)).collect();
     type Change = (&'static str, fn(&mut EngineConfig));
-    let changes: [Change; 9] = [
+    let changes: [Change; 11] = [
         ("company", |_| {}),
+        ("two steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(2), 24)),
+        ("three steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(3), 16)),
         ("two threads", |c| c.threads = Some(2)),
         ("8 rows a step", |c| c.max_num_batched_tokens = 8),
         ("29 rows a step", |c| c.max_num_batched_tokens = 29),
@@ -135,6 +139,46 @@ fn sequences_that_overflow_go_on_in_f32_and_nothing_else_shows() {
     let unstretched: Vec<Seen> = requests().into_iter().map(|request| alone(&float(), &config, request)).collect();
     let same = expected.iter().zip(&unstretched).filter(|(a, b)| a == b).count();
     assert!(same < expected.len(), "some sequence has overflowed");
+}
+
+/// Greedy sequences, which run ahead: an overflow makes their rows in flight void, and a sequence that has ended is not run
+/// again, for its blocks may be another's.
+#[test]
+fn rows_fed_by_one_that_overflowed_are_computed_again() {
+    let model = large_products(SHIFT);
+    let mut config = config(OverflowPolicy::RetryF32);
+    (config.kv_cache, config.max_num_batched_tokens, config.prefix_caching) = (CacheBudget::Blocks(20), 24, true);
+    let run = |depth: u32, late: bool| {
+        let mut config = config.clone();
+        config.pipeline_depth = Some(depth);
+        let mut builder = builder(&model, config);
+        if late {
+            builder = builder.device(LateDevice::new());
+        }
+        let mut core = builder.build_core().unwrap();
+        let mut author = story::Author::new(7);
+        let mut handles = Vec::new();
+        for at in 0..24 {
+            let mut params = SamplingParams::greedy();
+            (params.max_tokens, params.stop_token_ids) = (Some(10 + at), vec![10 + at, 300 + at, 500 + at]);
+            params.ignore_eos = at % 2 == 0;
+            handles.push(core.submit(Request::tokens(author.prompt(3 + 5 * at)).sampling(params)).unwrap());
+            core.step().unwrap();
+            core.check().unwrap();
+        }
+        drain(&mut core);
+        let seen: Vec<_> = handles.into_iter().map(|handle| Seen::of(&handle.collect_output().unwrap())).collect();
+        (seen, core.stats())
+    };
+    let (expected, stats) = run(1, false);
+    assert!(stats.retried_sequences > 2 && stats.wasted_rows == 0, "{stats:?}");
+    for depth in 1..=3 {
+        for late in [false, true] {
+            let (seen, stats) = run(depth, late);
+            assert!(seen == expected, "depth {depth}, late {late}: {seen:#?}\nexpected {expected:#?}");
+            assert!(depth == 1 || stats.wasted_rows > 0, "{stats:?}");
+        }
+    }
 }
 
 /// In f32 nothing overflows, and powers of two do not show.

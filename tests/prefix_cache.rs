@@ -41,6 +41,7 @@ fn scheduler(budget: u32, max_num_seqs: u32) -> Scheduler {
         max_num_seqs,
         max_model_len: 4_096,
         watermark_blocks: 0,
+        max_logit_rows: u32::MAX,
         policy: SchedulePolicy::Fcfs,
     })
     .unwrap()

@@ -15,7 +15,7 @@ fn good() -> ForwardInput {
         kv_lens: vec![3, 1],
         tables: vec![BlockId(0), BlockId(1)],
         logit_rows: vec![2, 3],
-        f32_from: vec![],
+        ..ForwardInput::default()
     }
 }
 

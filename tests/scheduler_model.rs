@@ -51,6 +51,7 @@ fn config() -> SchedulerConfig {
         max_num_seqs: 8,
         max_model_len: 100_000,
         watermark_blocks: 0,
+        max_logit_rows: u32::MAX,
         policy: SchedulePolicy::Fcfs,
     }
 }
@@ -418,7 +419,7 @@ fn a_lowered_step_budget_holds_at_once() {
 
 #[derive(Clone, Debug)]
 enum Event {
-    Add { prompt: usize, max_tokens: u32, priority: i32, kind: u32, cached: bool },
+    Add { prompt: usize, max_tokens: u32, priority: i32, kind: u32, cached: bool, prompt_logits: bool },
     Abort { nth: usize },
     AbortInFlight { nth: usize },
     Fork { nth: usize },
@@ -426,8 +427,16 @@ enum Event {
 }
 
 fn event() -> impl Strategy<Value = Event> {
-    let add = (1usize..40, 1u32..16, -2i32..3, 0u32..3, prop::bool::weighted(0.8)).prop_map(
-        |(prompt, max_tokens, priority, kind, cached)| Event::Add { prompt, max_tokens, priority, kind, cached },
+    let flags = (prop::bool::weighted(0.8), prop::bool::weighted(0.3));
+    let add = (1usize..40, 1u32..16, -2i32..3, 0u32..3, flags).prop_map(
+        |(prompt, max_tokens, priority, kind, (cached, prompt_logits))| Event::Add {
+            prompt,
+            max_tokens,
+            priority,
+            kind,
+            cached,
+            prompt_logits,
+        },
     );
     prop_oneof![
         4 => add,
@@ -445,20 +454,25 @@ struct Setting {
     max_num_seqs: u32,
     spare_budget: u32,
     watermark_blocks: u32,
+    max_logit_rows: u32,
     priority: bool,
     prefix_cache: bool,
 }
 
 fn setting() -> impl Strategy<Value = Setting> {
-    (4u32..30, 1u32..6, 1u32..6, 0u32..20, 0u32..3, any::<bool>(), any::<bool>()).prop_map(
-        |(pool, block_size, max_num_seqs, spare_budget, watermark_blocks, priority, prefix_cache)| Setting {
-            pool,
-            block_size,
-            max_num_seqs,
-            spare_budget,
-            watermark_blocks,
-            priority,
-            prefix_cache,
+    let rows = (0u32..20, prop_oneof![Just(u32::MAX), 1u32..8]);
+    (4u32..30, 1u32..6, 1u32..6, rows, 0u32..3, any::<bool>(), any::<bool>()).prop_map(
+        |(pool, block_size, max_num_seqs, (spare_budget, max_logit_rows), watermark_blocks, priority, prefix_cache)| {
+            Setting {
+                pool,
+                block_size,
+                max_num_seqs,
+                spare_budget,
+                watermark_blocks,
+                max_logit_rows,
+                priority,
+                prefix_cache,
+            }
         },
     )
 }
@@ -470,6 +484,7 @@ impl Setting {
             max_num_seqs: self.max_num_seqs,
             max_model_len: 64,
             watermark_blocks: self.watermark_blocks,
+            max_logit_rows: self.max_logit_rows,
             policy: if self.priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs },
         };
         let mut blocks = BlockAllocator::new(self.pool, self.block_size);
@@ -500,10 +515,12 @@ proptest! {
         let mut work_rows = 0u64;
         for event in events {
             match event {
-                Event::Add { prompt, max_tokens, priority, kind, cached } => {
+                Event::Add { prompt, max_tokens, priority, kind, cached, prompt_logits } => {
                     let tokens = (0..prompt as u32).map(|i| if i < 6 { kind } else { kind + i % 2 }).collect();
                     let salt = vec![(kind % 2) as u8].into();
-                    let meta = SeqMeta { prompt: tokens, max_tokens, priority, salt, read_prefix_cache: cached };
+                    let read_prefix_cache = cached && !prompt_logits;
+                    let meta =
+                        SeqMeta { prompt: tokens, max_tokens, priority, salt, read_prefix_cache, prompt_logits, ..SeqMeta::default() };
                     let fits = (prompt as u32).div_ceil(setting.block_size) <= setting.pool;
                     let added = rig.add(next_id, meta);
                     prop_assert_eq!(added.is_ok(), fits);

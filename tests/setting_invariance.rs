@@ -1,5 +1,6 @@
 //! What an engine is set to for speed or memory does not show in an answer: threads, prefix cache, step budget, block
-//! size, fusion, lanes, buckets, attention's loop orders, memory reuse. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
+//! size, fusion, lanes, buckets, attention's loop orders, memory reuse,
+//! steps in flight. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -57,7 +58,7 @@ fn plain_int8() -> EngineConfig {
 type Change = (&'static str, fn(&mut EngineConfig));
 
 /// All leave the pool at 2,048 tokens, which holds all requests of the test; small pools are `batch_invariance`'s.
-const CHANGES: [Change; 17] = [
+const CHANGES: [Change; 19] = [
     ("two threads", |c| c.threads = Some(2)),
     ("prefix cache", |c| c.prefix_caching = true),
     ("16 rows a step", |c| c.max_num_batched_tokens = 16),
@@ -66,6 +67,8 @@ const CHANGES: [Change; 17] = [
     ("blocks of 32", |c| (c.block_size, c.kv_cache) = (Some(32), CacheBudget::Blocks(64))),
     ("blocks of 128", |c| (c.block_size, c.kv_cache) = (Some(128), CacheBudget::Blocks(16))),
     ("one sequence a step", |c| c.max_num_seqs = 1),
+    ("two steps in flight", |c| c.pipeline_depth = Some(2)),
+    ("three steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(3), 40)),
     ("fusion 2", |c| c.compile.fusion = Some(2)),
     ("fusion 3", |c| c.compile.fusion = Some(3)),
     ("no memory reuse", |c| c.compile.memory_reuse = Some(false)),
@@ -83,6 +86,7 @@ const CHANGES: [Change; 17] = [
     ("everything at once", |c| {
         (c.threads, c.prefix_caching, c.compile.opt_level) = (Some(2), true, Some(3));
         (c.compile.fusion, c.compile.token_buckets) = (Some(3), Some(vec![8, 24]));
+        c.pipeline_depth = Some(3);
         (c.max_num_batched_tokens, c.block_size, c.kv_cache) = (64, Some(32), CacheBudget::Blocks(64));
     }),
 ];

@@ -16,7 +16,8 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, DeviceError, Peaks, ProgramId};
 use ascend_llm::engine::scripted::ScriptedForward;
 use ascend_llm::engine::{
-    CacheBudget, Engine, EngineConfig, Forward, ForwardInput, Forwarded, ManualClock, ModelRunner, Request, Window,
+    CacheBudget, Engine, EngineConfig, Forward, ForwardInput, Forwarded, ManualClock, ModelRunner, Request, Ticket,
+    Window,
 };
 use ascend_llm::graph::Cost;
 use ascend_llm::kv_cache::BlockId;
@@ -52,7 +53,8 @@ fn runner(profile: bool) -> (Arc<CpuDevice>, ModelRunner) {
 
 fn forward(runner: &mut ModelRunner, logit_rows: Vec<u32>) -> Vec<u32> {
     let (tokens, tables) = (vec![5, 6, 7, 8], vec![BlockId(3)]);
-    let input = ForwardInput { tokens, q_lens: vec![4], kv_lens: vec![4], tables, logit_rows, f32_from: vec![] };
+    let input =
+        ForwardInput { tokens, q_lens: vec![4], kv_lens: vec![4], tables, logit_rows, ..ForwardInput::default() };
     runner.forward(&input).unwrap().logits.logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
@@ -103,9 +105,13 @@ struct Timed {
 }
 
 impl Forward for Timed {
-    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
+    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
         self.clock.advance(Duration::from_micros(100 * input.tokens.len() as u64));
-        self.model.forward(input)
+        self.model.launch(input)
+    }
+
+    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+        self.model.collect(ticket, void)
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {

@@ -76,6 +76,7 @@ pub struct Span {
 
 /// What a device can do.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_excessive_bools, reason = "facts of a machine, independent of each other")]
 #[non_exhaustive]
 pub struct DeviceCaps {
     /// Short name (`cpu`).
@@ -94,6 +95,10 @@ pub struct DeviceCaps {
     pub default_block_size: usize,
     /// Whether launches must be padded to the bucket.
     pub static_shapes: bool,
+    /// Whether its memory is the host's: reading results in place is as good as having them copied out behind the launch.
+    pub unified_memory: bool,
+    /// Steps in flight that it prefers: 1 if it computes inline, more if it works while the host does something else.
+    pub default_pipeline_depth: u32,
     /// Whether a row's result is bit-equal whoever shares the batch.
     pub batch_invariant: bool,
     /// Ranks that a model can be cut into for it.
@@ -193,7 +198,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Queues a copy inside the device.
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
     /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
-    /// number `from` of `best`. Where that is `u32::MAX` the row that is fed computes something, and nobody asks for it.
+    /// number `from` of `best`. Where that is `u32::MAX`, which is no token, the launch must accept what is fed (the CPU feeds
+    /// id 0): the row computes something, and nobody asks for it.
     fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 
     /// A new queue.

@@ -1,12 +1,12 @@
-//! Turns planned chunks into calls of the model.
-//!
-//! Most steps are one call. A step that wants more rows of logits than the runner has room for (log-probabilities of a
-//! long prompt) is cut into several calls; a row's numbers depend on its own sequence only, so the cuts cannot show.
+//! Turns planned chunks into a batch for the model.
+
+use std::ops::Range;
 
 use crate::kv_cache::{BlockAllocator, SeqId};
-use crate::scheduler::{Chunk, Scheduler};
+use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
-use super::forward::{ForwardInput, NEVER};
+use super::forward::{FedRow, ForwardInput, NEVER, Ticket};
+use super::roster::Roster;
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,104 +31,88 @@ pub(crate) struct WantedRow {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     pub input: ForwardInput,
-    /// One for each of `input.logit_rows`.
-    pub wanted: Vec<WantedRow>,
-    /// The chunk of the call's first sequence; its others follow.
-    pub first_chunk: usize,
-    next_chunk: usize,
-    /// Rows of that chunk that earlier calls have taken.
-    taken: u32,
+    /// One for each of `input.logit_rows`; nothing where nobody wants it any more.
+    pub wanted: Vec<Option<WantedRow>>,
+    /// The row of logits that each chunk's token is drawn from.
+    sampled: Vec<Option<u32>>,
 }
 
 impl Batch {
     pub fn with_room(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
         Self {
-            input: ForwardInput {
-                tokens: Vec::with_capacity(tokens),
-                q_lens: Vec::with_capacity(seqs),
-                kv_lens: Vec::with_capacity(seqs),
-                tables: Vec::with_capacity(table_blocks),
-                logit_rows: Vec::with_capacity(wanted),
-                f32_from: Vec::with_capacity(seqs),
-            },
+            input: ForwardInput::with_room(tokens, seqs, table_blocks, wanted),
             wanted: Vec::with_capacity(wanted),
-            first_chunk: 0,
-            next_chunk: 0,
-            taken: 0,
+            sampled: Vec::with_capacity(seqs),
         }
     }
 
-    /// Starts a new plan.
-    pub fn rewind(&mut self) {
-        self.next_chunk = 0;
-        self.taken = 0;
+    /// The row of logits that a chunk's token is drawn from.
+    pub fn sampled(&self, chunk: usize) -> Option<u32> {
+        self.sampled.get(chunk).copied().flatten()
     }
 
-    /// Fills in the next call of the plan; `false` when all of it has been called. `prompt_rows_from` tells from which
-    /// position on a sequence wants the logits of its prompt's rows.
+    /// Fills in a plan, a sequence a chunk. `source` tells which batch in flight draws a placeholder, from which of its rows
+    /// of logits.
     pub fn fill(
         &mut self,
         chunks: &[Chunk],
-        max_wanted: u32,
         scheduler: &Scheduler,
         blocks: &BlockAllocator,
-        prompt_rows_from: impl Fn(SeqId) -> Option<u32>,
-    ) -> bool {
+        roster: &Roster,
+        source: impl Fn(Placeholder) -> Option<(Ticket, u32)>,
+    ) {
         self.input.clear();
         self.wanted.clear();
-        self.first_chunk = self.next_chunk;
-        while let Some(chunk) = chunks.get(self.next_chunk) {
-            let room = max_wanted - u32::try_from(self.wanted.len()).unwrap_or(max_wanted);
-            let start = chunk.start + self.taken;
+        self.sampled.clear();
+        for (index, chunk) in chunks.iter().enumerate() {
             let end = chunk.start + chunk.len;
-            // The last prompt row predicts the first output token, which is drawn, not looked up.
-            let last_prompt_row = scheduler.prompt_len(chunk.seq).saturating_sub(1);
-            let first_wanted = prompt_rows_from(chunk.seq).map_or(end, |from| from.max(start));
-            let wanted_prompt = end.min(last_prompt_row).saturating_sub(first_wanted);
-            let whole = wanted_prompt + u32::from(chunk.samples) <= room;
-            if !whole && room == 0 {
-                break;
+            let offset = index_of(self.input.tokens.len());
+            if let Some((ticket, logit_row)) = chunk.placeholder.and_then(&source) {
+                self.input.tokens.push(0);
+                self.input.fed.push(FedRow { row: offset, ticket, logit_row });
+            } else {
+                let tokens = &scheduler.tokens(chunk.seq)[chunk.start as usize..end as usize];
+                self.input.tokens.extend_from_slice(tokens);
             }
-            // Not whole: the prompt's rows alone fill the room, for beside them there is at most one to sample.
-            let stop = if whole { end } else { first_wanted + room };
-            self.add(chunk, start..stop, first_wanted..stop.min(last_prompt_row), whole, scheduler, blocks);
-            if !whole {
-                self.taken = stop - chunk.start;
-                break;
+            self.input.q_lens.push(chunk.len);
+            self.input.kv_lens.push(end);
+            self.input.f32_from.push(scheduler.f32_from(chunk.seq).unwrap_or(NEVER));
+            let used = end.div_ceil(blocks.block_size()) as usize;
+            self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
+
+            let mut want = |position: u32, purpose, best_only| {
+                self.input.logit_rows.push(offset + position - chunk.start);
+                self.input.best_only.push(best_only);
+                self.wanted.push(Some(WantedRow { chunk: index, seq: chunk.seq, position, purpose }));
+            };
+            for position in prompt_rows(chunk, scheduler, roster) {
+                want(position, Purpose::PromptLogprob, false);
             }
-            self.next_chunk += 1;
-            self.taken = 0;
+            if chunk.samples {
+                let takes_best = roster.get(chunk.seq).is_some_and(|(_, active)| active.takes_best);
+                want(end - 1, Purpose::Sample, takes_best);
+                self.sampled.push(Some(index_of(self.wanted.len() - 1)));
+            } else {
+                self.sampled.push(None);
+            }
         }
-        !self.input.q_lens.is_empty()
     }
 
-    fn add(
-        &mut self,
-        chunk: &Chunk,
-        rows: std::ops::Range<u32>,
-        prompt_rows: std::ops::Range<u32>,
-        whole: bool,
-        scheduler: &Scheduler,
-        blocks: &BlockAllocator,
-    ) {
-        let tokens = &scheduler.tokens(chunk.seq)[rows.start as usize..rows.end as usize];
-        let offset = u32::try_from(self.input.tokens.len()).unwrap_or(u32::MAX);
-        self.input.tokens.extend_from_slice(tokens);
-        self.input.q_lens.push(rows.end - rows.start);
-        self.input.kv_lens.push(rows.end);
-        self.input.f32_from.push(scheduler.f32_from(chunk.seq).unwrap_or(NEVER));
-        let used = rows.end.div_ceil(blocks.block_size()) as usize;
-        self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
-        let (chunk_index, seq) = (self.next_chunk, chunk.seq);
-        let mut want = |position: u32, purpose| {
-            self.input.logit_rows.push(offset + position - rows.start);
-            self.wanted.push(WantedRow { chunk: chunk_index, seq, position, purpose });
-        };
-        for position in prompt_rows {
-            want(position, Purpose::PromptLogprob);
-        }
-        if whole && chunk.samples {
-            want(rows.end - 1, Purpose::Sample);
+    /// Forgets what was wanted of chunks whose results mean nothing any more.
+    pub fn drop_void(&mut self, void: &[bool]) {
+        for want in &mut self.wanted {
+            *want = want.filter(|want| !void[want.chunk]);
         }
     }
+}
+
+/// Positions of prompt rows in the chunk whose log-probabilities are still wanted.
+fn prompt_rows(chunk: &Chunk, scheduler: &Scheduler, roster: &Roster) -> Range<u32> {
+    // The last prompt row predicts the first output token, which is drawn, not looked up.
+    let end = (chunk.start + chunk.len).min(scheduler.prompt_len(chunk.seq).saturating_sub(1));
+    roster.prompt_rows_from(chunk.seq).map_or(end..end, |from| from.max(chunk.start)..end)
+}
+
+fn index_of(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
 }

@@ -205,6 +205,7 @@ impl EngineBuilder {
             let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
             Arc::new(CpuDevice::new(options)?)
         };
+        let depth = *config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
         let max_model_len = settle_model_len(&mut config, &model)?;
         let (ranks, most_ranks) = (config.tensor_parallel_size, device.caps().max_ranks);
         if ranks > most_ranks {
@@ -236,6 +237,7 @@ impl EngineBuilder {
             block_size: geometry.block_size,
             pool_blocks: pool_blocks as usize,
             vocab_size: graph.vocab_size,
+            max_in_flight: depth as usize,
         };
         let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);

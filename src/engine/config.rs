@@ -9,6 +9,9 @@ use crate::kv_cache::KvDType;
 use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
 
+/// Most steps in flight: a second one hides the host's work, and a third what of it varies; more would only waste rows.
+pub(crate) const MAX_PIPELINE_DEPTH: u32 = 3;
+
 /// How much memory keys and values get.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -59,6 +62,11 @@ pub struct EngineConfig {
     pub max_logprobs: u32,
     /// Seed that requests without one of their own draw theirs from.
     pub seed: u64,
+    /// Steps in flight, 1 to 3; `None` = the device's preference (the CPU's is 1). With 1 each step ends before the next is
+    /// planned. With more, the next ones are planned and launched while one runs, greedy requests' tokens go from step to step
+    /// on the device, and up to `pipeline_depth - 1` rows a request are wasted when it stops. Answers are the same. A device
+    /// that computes inline, as the CPU does, only does the same things in another order.
+    pub pipeline_depth: Option<u32>,
     /// Threads of the CPU device; `None` = the cores this process may use.
     pub threads: Option<usize>,
 }
@@ -83,6 +91,7 @@ impl Default for EngineConfig {
             // vLLM's default.
             max_logprobs: 20,
             seed: 0,
+            pipeline_depth: None,
             threads: None,
         }
     }
@@ -121,6 +130,11 @@ impl EngineConfig {
         self.compile.validate(self.numerics).map_err(|error| of_compile(&error))?;
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)?;
         at_least("max_queue", self.max_queue, 1)?;
+        if let Some(depth) = self.pipeline_depth
+            && !(1..=MAX_PIPELINE_DEPTH).contains(&depth)
+        {
+            return Err(refuse("pipeline_depth", depth, format!("1..={MAX_PIPELINE_DEPTH}")));
+        }
         if let Some(threads) = self.threads {
             at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
         }
@@ -200,6 +214,8 @@ mod tests {
         assert_eq!(field, "compile.precision_overrides");
         assert_eq!(refused(|c| c.tensor_parallel_size = 0), "tensor_parallel_size");
         assert_eq!(refused(|c| c.max_queue = 0), "max_queue");
+        assert_eq!(refused(|c| c.pipeline_depth = Some(0)), "pipeline_depth");
+        assert_eq!(refused(|c| c.pipeline_depth = Some(4)), "pipeline_depth");
         assert_eq!(refused(|c| c.threads = Some(0)), "threads");
         assert_eq!(
             refused(|c| {

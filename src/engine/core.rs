@@ -1,6 +1,7 @@
 //! The engine as a step function: no thread, no clock of its own, no I/O.
 //!
-//! [`EngineCore::step`] looks at what callers want, plans, runs the model, samples, publishes and commits, in this order.
+//! [`EngineCore::step`] looks at what callers want, plans and launches as many steps as may be in flight, and takes the
+//! oldest out: it samples, publishes and commits, in this order (see the head of `pipeline.rs`).
 //! A host that drives it has the whole engine under its own control; [`Engine`](super::Engine) is a thread around it.
 //!
 //! Promises: a request that was cancelled or whose handle was dropped is gone, with its blocks, before the next plan; a
@@ -10,12 +11,11 @@
 use std::sync::Arc;
 
 use crate::device::{Device, Peaks};
-use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
+use crate::kv_cache::BlockAllocator;
 use crate::sampler::ParamLimits;
-use crate::scheduler::{Chunk, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
+use crate::scheduler::{Scheduler, SchedulerConfig, SeqMeta, Tick};
 use crate::text::{ChatRender, Vocabulary};
 
-use super::batch::Batch;
 use super::builder::EngineInfo;
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
@@ -25,6 +25,7 @@ use super::forward::{Forward, Forwarded, LogitRows, Outcome};
 use super::handle::RequestHandle;
 use super::intake::{Arrival, Intake, Limits, Stage};
 use super::output::FinishReason;
+use super::pipeline::{Pipeline, Step};
 use super::request::{Request, RequestId};
 use super::roster::Roster;
 use super::stats::{Counters, Stats};
@@ -48,8 +49,7 @@ pub struct ModelLimits {
     pub eos_ids: Vec<u32>,
     /// Names the model and all else that changes what a KV block holds; keys of the prefix cache begin with it.
     pub fingerprint: u128,
-    /// Most rows of logits that one call of the model may be asked for; a step that wants more is cut into several
-    /// calls.
+    /// Most rows of logits that the model may be asked for at once; what wants more is cut into several steps.
     pub max_logit_rows: u32,
 }
 
@@ -89,6 +89,13 @@ pub struct StepReport {
     pub preempted: u32,
 }
 
+/// What became of the plans made in one step, beside their rows.
+#[derive(Clone, Copy, Debug, Default)]
+struct Planned {
+    preempted: usize,
+    exhausted: usize,
+}
+
 /// The engine without a thread; see the head of this module's file for what it promises.
 pub struct EngineCore {
     config: Arc<EngineConfig>,
@@ -99,29 +106,19 @@ pub struct EngineCore {
     forward: Box<dyn Forward>,
     /// Where a builder put the model.
     device: Option<Arc<dyn Device>>,
-    max_logit_rows: u32,
     scheduler: Scheduler,
     blocks: BlockAllocator,
     roster: Roster,
-    step: StepBuffers,
+    pipeline: Pipeline,
     draw: Draw,
     arrivals: Vec<Arrival>,
     recent: RecentSteps,
     window: Window,
+    /// When the model gave its last results: it works on one step at a time.
+    collected: Tick,
     /// Plans in a row that held nothing although there was work.
     empty_plans: u32,
     failed: Option<EngineError>,
-}
-
-/// The plan of the step at hand, copied out of the scheduler, and what comes of it.
-#[derive(Debug, Default)]
-struct StepBuffers {
-    chunks: Vec<Chunk>,
-    copies: Vec<(BlockId, BlockId)>,
-    exhausted: Vec<SeqId>,
-    preempted: usize,
-    batch: Batch,
-    output: StepOutput,
 }
 
 impl EngineCore {
@@ -136,7 +133,7 @@ impl EngineCore {
         chat: Option<Arc<dyn ChatRender>>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BuildError> {
-        let config = settle(config, &model)?;
+        let config = settle(config, &model, forward.max_in_flight())?;
         if forward.vocab_size() != model.vocab_size as usize {
             return Err(BuildError::VocabSize { model: model.vocab_size, runner: forward.vocab_size() });
         }
@@ -156,6 +153,7 @@ impl EngineCore {
             max_num_seqs: config.max_num_seqs,
             max_model_len,
             watermark_blocks: pool_blocks / WATERMARK_SHARE,
+            max_logit_rows: model.max_logit_rows,
             policy: config.policy,
         })?;
         let mut blocks = BlockAllocator::new(pool_blocks, block_size);
@@ -186,7 +184,13 @@ impl EngineCore {
         });
         let counters = Arc::new(Counters::default());
         let mut core = Self {
-            step: StepBuffers::with_room(&config, max_model_len, block_size, pool_blocks, model.max_logit_rows),
+            pipeline: Pipeline::with_room(
+                config.pipeline_depth.unwrap_or(1),
+                &config,
+                max_model_len.div_ceil(block_size),
+                pool_blocks,
+                model.max_logit_rows,
+            ),
             draw: Draw::new(model.vocab_size as usize, config.max_num_seqs as usize),
             roster: Roster::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
             intake: Arc::new(Intake::new(limits, vocabulary, chat, Arc::clone(&clock))),
@@ -196,12 +200,12 @@ impl EngineCore {
             clock,
             forward,
             device: None,
-            max_logit_rows: model.max_logit_rows,
             scheduler,
             blocks,
             arrivals: Vec::new(),
             recent: RecentSteps::default(),
             window: Window::default(),
+            collected: Tick(0),
             empty_plans: 0,
             failed: None,
         };
@@ -214,9 +218,9 @@ impl EngineCore {
         self.intake.submit(request)
     }
 
-    /// Whether there is nothing to do: no request waits or runs, or the engine has failed.
+    /// Whether there is nothing to do: no request waits or runs and no step is in flight, or the engine has failed.
     pub fn is_idle(&self) -> bool {
-        self.failed.is_some() || (self.roster.is_empty() && !self.intake.is_rung())
+        self.failed.is_some() || (self.roster.is_empty() && self.pipeline.is_empty() && !self.intake.is_rung())
     }
 
     pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
@@ -263,7 +267,7 @@ impl EngineCore {
         health(&self.intake)
     }
 
-    /// Runs one step. An error has ended the engine: every open handle has heard it, and each further call repeats it.
+    /// Plans and launches what may be in flight, and takes the oldest step out. An error has ended the engine: every open handle has heard it, and each further call repeats it.
     pub fn step(&mut self) -> Result<StepReport, EngineError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -285,20 +289,15 @@ impl EngineCore {
     }
 
     fn run_step(&mut self) -> Result<StepReport, EngineError> {
-        let start = self.clock.now();
-        self.attend(start);
-        self.plan(start);
-        let mut report = StepReport::default();
-        if !self.step.chunks.is_empty() {
-            report = self.compute()?;
-            self.scheduler.commit(&self.step.output, &mut self.blocks);
-            self.fork_choices(start);
-            self.dismiss_failed();
-            Counters::add(&self.counters.steps, 1);
-            self.counters.step_time.record(elapsed_us(start, self.clock.now()));
-        }
-        report.preempted = u32::try_from(self.step.preempted).unwrap_or(u32::MAX);
-        self.require_progress()?;
+        self.attend(self.clock.now());
+        let mut planned = Planned::default();
+        while self.pipeline.has_room() && self.launch(&mut planned)? {}
+        let mut report = match self.pipeline.pop() {
+            Some(step) => self.take_out(step)?,
+            None => StepReport::default(),
+        };
+        report.preempted = u32::try_from(planned.preempted).unwrap_or(u32::MAX);
+        self.require_progress(report.sequences > 0 || planned.exhausted > 0)?;
         self.show_gauges();
         Ok(report)
     }
@@ -330,8 +329,11 @@ impl EngineCore {
             salt: arrival.salt.clone(),
             // Cached rows have no logits.
             read_prefix_cache: arrival.params.prompt_logprobs.is_none(),
+            prompt_logits: arrival.params.prompt_logprobs.is_some(),
+            runs_ahead: self.roster.takes_best(&arrival),
         };
-        let twin = (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, ..meta.clone() });
+        let twin =
+            (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, prompt_logits: false, ..meta.clone() });
         let seq = self.roster.enter(arrival, twin);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
@@ -376,69 +378,76 @@ impl EngineCore {
         }
     }
 
-    fn plan(&mut self, now: Tick) {
-        let plan = self.scheduler.schedule(now, &mut self.blocks);
-        refill(&mut self.step.chunks, &plan.chunks);
-        refill(&mut self.step.copies, &plan.copies);
-        refill(&mut self.step.exhausted, &plan.exhausted);
-        self.step.preempted = plan.preempted.len();
+    /// Plans a step and launches it; false if there is nothing to compute.
+    fn launch(&mut self, planned: &mut Planned) -> Result<bool, EngineError> {
+        let now = self.clock.now();
+        self.scheduler.schedule(now, &mut self.blocks);
+        let plan = self.scheduler.plan();
+        planned.preempted += plan.preempted.len();
+        planned.exhausted += plan.exhausted.len();
         Counters::add(&self.counters.preemptions, plan.preempted.len() as u64);
-        for &seq in &self.step.exhausted {
+        for &seq in &plan.exhausted {
             self.roster.end_choice(seq, FinishReason::Length);
         }
-        for chunk in &self.step.chunks {
+        for chunk in &plan.chunks {
             if self.roster.start(chunk.seq) {
                 self.intake.leave_queue();
             }
         }
+        if !plan.copies.is_empty() {
+            self.forward.copy_blocks(&plan.copies)?;
+        }
+        if plan.chunks.is_empty() {
+            return Ok(false);
+        }
+        let mut step = self.pipeline.prepare(now, &self.scheduler, &self.blocks, &self.roster);
+        step.cost = self.forward.cost(&step.batch.input);
+        step.launched = self.clock.now();
+        step.ticket = self.forward.launch(&step.batch.input)?;
+        self.pipeline.push(step);
+        Ok(true)
     }
 
-    /// Runs the plan through the model, in one call or in several, and draws the tokens.
-    fn compute(&mut self) -> Result<StepReport, EngineError> {
-        let Self { step, scheduler, blocks, roster, draw, forward, clock, counters, .. } = self;
-        let StepBuffers { chunks, copies, batch, output, .. } = step;
-        output.results.clear();
-        output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
-        if !copies.is_empty() {
-            forward.copy_blocks(copies)?;
-        }
-        batch.rewind();
-        draw.begin();
-        let mut work = Window::default();
-        while batch.fill(chunks, self.max_logit_rows, scheduler, blocks, |seq| roster.prompt_rows_from(seq)) {
-            let (cost, start) = (forward.cost(&batch.input), clock.now());
-            let Forwarded { logits, outcomes } = forward.forward(&batch.input)?;
-            let end = clock.now();
-            work.add_call(&cost, elapsed_us(start, end));
-            check_shape(&logits, batch.wanted.len())?;
-            for outcome in outcomes {
-                let Some(chunk) = chunks.get(batch.first_chunk + outcome.sequence) else { continue };
-                if outcome.outcome == Outcome::Retried {
-                    scheduler.set_f32_from(chunk.seq, outcome.position);
-                    Counters::add(&counters.retried_sequences, 1);
-                } else {
-                    roster.fail_at(chunk.seq, outcome);
-                }
+    /// Waits for the oldest step in flight, draws its tokens, publishes and commits them.
+    fn take_out(&mut self, mut step: Step) -> Result<StepReport, EngineError> {
+        let Self { scheduler, blocks, roster, draw, forward, clock, counters, .. } = self;
+        step.open(scheduler);
+        let Forwarded { logits, outcomes } = forward.collect(step.ticket, &step.void)?;
+        let end = clock.now();
+        let Step { batch, chunks, output, .. } = &mut step;
+        check_shape(&logits, batch.wanted.len())?;
+        for outcome in outcomes {
+            let Some(chunk) = chunks.get(outcome.sequence) else { continue };
+            if outcome.outcome == Outcome::Retried {
+                scheduler.set_f32_from(chunk.seq, outcome.position);
+                Counters::add(&counters.retried_sequences, 1);
+            } else {
+                roster.fail_at(chunk.seq, outcome);
             }
-            draw.digest(logits, &batch.wanted, scheduler, roster, end, output);
         }
+        draw.begin();
+        draw.digest(logits, &batch.wanted, scheduler, roster, end, output);
+        step.discard_failed(roster);
+        scheduler.commit(&step.output, blocks);
+
+        let mut work = Window::default();
+        work.add_call(&step.cost, elapsed_us(step.launched.max(self.collected), end));
         self.window = self.recent.push(work);
-        // What a request computed before it failed in this step is not to be found in the prefix cache.
-        for result in output.results.iter_mut().filter(|result| !result.finished && roster.get(result.seq).is_none()) {
-            *result = SeqResult { seq: result.seq, token: None, finished: true };
-        }
-        let rows: u32 = chunks.iter().map(|chunk| chunk.len).sum();
-        Counters::add(&counters.computed_rows, u64::from(rows));
-        let count = |of: fn(&SeqResult) -> bool| {
-            u32::try_from(output.results.iter().filter(|result| of(result)).count()).unwrap_or(u32::MAX)
-        };
-        Ok(StepReport {
-            sequences: count(|_| true),
-            rows,
+        self.collected = end;
+        let report = StepReport {
+            sequences: u32::try_from(step.chunks.len()).unwrap_or(u32::MAX),
+            rows: step.rows(),
             drawn_tokens: draw.drawn_tokens(),
-            finished: count(|result| result.finished),
+            finished: step.finished(),
             preempted: 0,
-        })
+        };
+        self.fork_choices(step.planned);
+        self.dismiss_failed();
+        Counters::add(&self.counters.computed_rows, u64::from(report.rows));
+        Counters::add(&self.counters.steps, 1);
+        self.counters.step_time.record(elapsed_us(step.planned, self.clock.now()));
+        self.pipeline.recycle(step);
+        Ok(report)
     }
 
     /// Lets requests go that failed in this step.
@@ -451,9 +460,8 @@ impl EngineCore {
     }
 
     /// A plan may be empty once, when its room went to ending or preempting sequences; not twice with work to do.
-    fn require_progress(&mut self) -> Result<(), EngineError> {
+    fn require_progress(&mut self, moved: bool) -> Result<(), EngineError> {
         let idle = self.scheduler.is_idle();
-        let moved = !self.step.chunks.is_empty() || !self.step.exhausted.is_empty();
         self.empty_plans = if moved || idle { 0 } else { self.empty_plans + 1 };
         if self.empty_plans < 2 {
             return Ok(());
@@ -468,6 +476,7 @@ impl EngineCore {
         Counters::set(&counters.live_blocks, u64::from(stats.live_blocks));
         Counters::set(&counters.cached_blocks, u64::from(stats.cached_blocks));
         Counters::set(&counters.free_blocks, u64::from(stats.free_blocks));
+        Counters::set(&counters.wasted_rows, self.scheduler.wasted_rows());
         Counters::set(&counters.prefix_queries, stats.queried_tokens);
         Counters::set(&counters.prefix_hits, stats.hit_tokens);
         Counters::set(&counters.padded_rows, self.forward.padded_rows());
@@ -528,24 +537,8 @@ impl std::fmt::Debug for EngineCore {
     }
 }
 
-impl StepBuffers {
-    fn with_room(config: &EngineConfig, max_model_len: u32, block_size: u32, pool_blocks: u32, max_rows: u32) -> Self {
-        let seqs = config.max_num_seqs as usize;
-        let rows = config.max_num_batched_tokens as usize;
-        // A table entry a block; with shared prefixes the tables of a step may name a block more than once.
-        let longest = max_model_len.div_ceil(block_size).min(pool_blocks) as usize;
-        let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
-        Self {
-            chunks: Vec::with_capacity(seqs),
-            output: StepOutput { results: Vec::with_capacity(seqs) },
-            batch: Batch::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
-            ..Self::default()
-        }
-    }
-}
-
 /// Checks the configuration and fills in what the model settles.
-fn settle(mut config: EngineConfig, model: &ModelLimits) -> Result<EngineConfig, BuildError> {
+fn settle(mut config: EngineConfig, model: &ModelLimits, max_in_flight: u32) -> Result<EngineConfig, BuildError> {
     config.validate()?;
     if model.max_logit_rows == 0 {
         return Err(refuse("max_logit_rows", 0, "at least 1".to_owned()).into());
@@ -556,6 +549,11 @@ fn settle(mut config: EngineConfig, model: &ModelLimits) -> Result<EngineConfig,
         return Err(refuse("max_model_len", asked, expected).into());
     }
     config.max_model_len = Some(asked);
+    let depth = *config.pipeline_depth.get_or_insert(1);
+    if depth > max_in_flight {
+        let expected = format!("at most {max_in_flight}, the batches that the model's runner can have in flight");
+        return Err(refuse("pipeline_depth", depth, expected).into());
+    }
     config.block_size = Some(config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE));
     Ok(config)
 }
@@ -577,9 +575,4 @@ fn check_shape(logits: &LogitRows<'_>, wanted: usize) -> Result<(), EngineError>
         return bad("logits", logits.logits.len(), wanted * logits.vocab);
     }
     Ok(())
-}
-
-fn refill<T: Copy>(into: &mut Vec<T>, from: &[T]) {
-    into.clear();
-    into.extend_from_slice(from);
 }

@@ -1,4 +1,4 @@
-//! From the logits of one call to tokens: who is sampled how, and the prompt's log-probabilities.
+//! From the logits of one step to tokens: who is sampled how, and the prompt's log-probabilities.
 //!
 //! Keeps the buffers of a step's sampling. What it finds is told to the [`Roster`] row by row; a row that cannot be
 //! sampled fails its own request and no other.
@@ -62,24 +62,22 @@ impl Draw {
         self.drawn_tokens
     }
 
-    /// Reads one call's logits and enters what they give into `output`, which has a result a chunk.
+    /// Reads a step's logits and enters what they give into `output`, which has a result a chunk.
     pub fn digest(
         &mut self,
         logits: LogitRows<'_>,
-        wanted: &[WantedRow],
+        wanted: &[Option<WantedRow>],
         scheduler: &Scheduler,
         roster: &mut Roster,
         now: Tick,
         output: &mut StepOutput,
     ) {
-        for (row, want) in wanted.iter().enumerate() {
-            if want.purpose == Purpose::PromptLogprob {
-                self.prompt_logprob(logits, row, *want, scheduler, roster);
-            }
+        for (row, want) in rows_for(wanted, Purpose::PromptLogprob) {
+            self.prompt_logprob(logits, row, want, scheduler, roster);
         }
         self.sample(logits, wanted, scheduler, roster);
         for (&(row, seq), sampled) in self.of.iter().zip(&self.sampled) {
-            let want = wanted[row];
+            let Some(want) = wanted[row] else { continue };
             if seq == want.seq {
                 let before = roster.get(seq).map(|(sequence, _)| sequence.request);
                 let result = settle(seq, want, sampled, scheduler, roster, now);
@@ -125,10 +123,10 @@ impl Draw {
         }
     }
 
-    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[WantedRow], scheduler: &Scheduler, roster: &Roster) {
+    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[Option<WantedRow>], scheduler: &Scheduler, roster: &Roster) {
         self.of.clear();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut self.rows);
-        for (row, want) in wanted.iter().enumerate().filter(|(_, want)| want.purpose == Purpose::Sample) {
+        for (row, want) in rows_for(wanted, Purpose::Sample) {
             let Some((sequence, active)) = roster.get(want.seq) else { continue };
             let tokens = scheduler.tokens(want.seq);
             let (prompt, output) = tokens.split_at(active.prompt_tokens as usize);
@@ -153,6 +151,12 @@ impl Draw {
         self.sampler.sample(logits, &rows, &mut self.sampled);
         self.rows = emptied(rows);
     }
+}
+
+/// The rows that are wanted for this, by their place among the logits.
+fn rows_for(wanted: &[Option<WantedRow>], purpose: Purpose) -> impl Iterator<Item = (usize, WantedRow)> {
+    let rows = wanted.iter().enumerate().filter_map(|(row, want)| Some((row, (*want)?)));
+    rows.filter(move |(_, want)| want.purpose == purpose)
 }
 
 /// What one drawn token means for its sequence.

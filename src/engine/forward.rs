@@ -2,6 +2,10 @@
 //!
 //! Hosts with a loop of their own call this and [`Sampler`](crate::sampler) directly; the engine's tests drive the loop
 //! with a scripted model behind the same trait.
+//!
+//! A batch has two phases: [`Forward::launch`] takes its rows, [`Forward::collect`] gives what came of them. Between the two
+//! it is *in flight*, and further batches may be launched: they run in the order of their launches, as if each had ended
+//! before the next began. [`Forward::forward`] is both at once.
 
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{Cost, RowStatus};
@@ -20,6 +24,8 @@ pub const NEVER: u32 = u32::MAX;
 /// tables     [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks a sequence, concatenated
 /// logit_rows [ 2, 3, 5 ]                    rows whose logits are wanted, ascending
 /// f32_from   [ NEVER, NEVER, 9 ]            position from which on a sequence runs with f32 activations (or empty: none)
+/// best_only  [ f, t, f ]                    rows of logits of which only the best is wanted (or empty: none)
+/// fed        [ (3, ticket 7, 0) ]           rows whose token is the best of a row of logits of a batch in flight
 /// ```
 /// Row `r` of sequence `s` stands at position `kv_lens[s] - q_lens[s] + r`.
 #[derive(Clone, Debug, Default)]
@@ -37,9 +43,44 @@ pub struct ForwardInput {
     /// Where an earlier call told of [`Outcome::Retried`], its position, at most that of the sequence's first row here; or
     /// [`NEVER`]. Empty if no sequence has any.
     pub f32_from: Vec<u32>,
+    /// Rows of `logit_rows` whose logits need not be given, only the id of the largest: the model may leave them as they
+    /// were. Empty if all logits are wanted.
+    pub best_only: Vec<bool>,
+    /// Rows whose token is not known yet, by ascending row; `tokens` has any id of the vocabulary in their place.
+    pub fed: Vec<FedRow>,
 }
 
+/// A row that takes its token from a batch in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FedRow {
+    /// The row.
+    pub row: u32,
+    /// A batch in flight.
+    pub ticket: Ticket,
+    /// Which of that batch's rows of logits: the token is the id of its largest logit, the lowest of equals. Where one is not
+    /// finite the row computes something, and nobody asks for it.
+    pub logit_row: u32,
+}
+
+/// A batch that has been launched; tickets of one model ascend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
 impl ForwardInput {
+    /// An empty batch with room for so many rows, sequences, table entries and rows of logits.
+    pub(crate) fn with_room(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
+        Self {
+            tokens: Vec::with_capacity(tokens),
+            q_lens: Vec::with_capacity(seqs),
+            kv_lens: Vec::with_capacity(seqs),
+            tables: Vec::with_capacity(table_blocks),
+            logit_rows: Vec::with_capacity(logit_rows),
+            f32_from: Vec::with_capacity(seqs),
+            best_only: Vec::with_capacity(logit_rows),
+            fed: Vec::with_capacity(seqs),
+        }
+    }
+
     /// Empties every list, keeping the room.
     pub fn clear(&mut self) {
         self.tokens.clear();
@@ -48,6 +89,21 @@ impl ForwardInput {
         self.tables.clear();
         self.logit_rows.clear();
         self.f32_from.clear();
+        self.best_only.clear();
+        self.fed.clear();
+    }
+
+    /// Becomes a copy of another batch in the room there is.
+    pub(crate) fn copy_from(&mut self, other: &Self) {
+        self.clear();
+        self.tokens.extend_from_slice(&other.tokens);
+        self.q_lens.extend_from_slice(&other.q_lens);
+        self.kv_lens.extend_from_slice(&other.kv_lens);
+        self.tables.extend_from_slice(&other.tables);
+        self.logit_rows.extend_from_slice(&other.logit_rows);
+        self.f32_from.extend_from_slice(&other.f32_from);
+        self.best_only.extend_from_slice(&other.best_only);
+        self.fed.extend_from_slice(&other.fed);
     }
 }
 
@@ -93,11 +149,26 @@ impl<'a> From<LogitRows<'a>> for Forwarded<'a> {
     }
 }
 
-/// Runs the model over a batch. One call writes the keys and values of its rows and returns logits.
+/// Runs the model over batches. A batch writes the keys and values of its rows and gives logits.
 pub trait Forward: Send {
-    /// Runs one batch; the answer borrows buffers that the next call overwrites.
-    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError>;
-    /// Copies whole KV blocks `(from, to)` before the next batch (copy on write).
+    /// Takes one batch; it runs behind those launched before. A refused batch leaves nothing in flight.
+    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError>;
+    /// Waits for a batch in flight and for none behind it; the answer borrows buffers that the next call overwrites. After
+    /// an error the batch is in flight no more.
+    ///
+    /// `void` tells of sequences of the batch whose results mean nothing any more (empty: none). Nothing is run a second time
+    /// for these: their blocks may belong to others by now, in batches launched since.
+    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError>;
+    /// Runs one batch to its end.
+    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
+        let ticket = self.launch(input)?;
+        self.collect(ticket, &[])
+    }
+    /// Most batches in flight.
+    fn max_in_flight(&self) -> u32 {
+        1
+    }
+    /// Copies whole KV blocks `(from, to)` behind the batches in flight and before the next one (copy on write).
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError>;
     /// Width of a row of logits.
     fn vocab_size(&self) -> usize;

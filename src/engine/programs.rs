@@ -92,6 +92,7 @@ impl Plans {
             rates: self.by_bucket.last().into_iter().flatten().map(rates).collect(),
             by_bucket: by_bucket.collect::<Result<_, CompileError>>()?,
             f32: self.f32.as_ref().map(load).transpose()?,
+            custom_ops: self.main().is_some_and(|plan| plan.steps.iter().any(|step| matches!(step.op, Op::Custom(_)))),
         })
     }
 

@@ -2,15 +2,6 @@
 
 use super::forward::ForwardInput;
 
-/// Which program runs a part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Share {
-    /// The one that everything begins in.
-    Main,
-    /// The one with f32 activations, for sequences that overflowed.
-    F32,
-}
-
 /// Some rows of a batch as a batch of their own, and where they stand in the whole one.
 #[derive(Debug, Default)]
 pub(crate) struct Part {
@@ -21,9 +12,14 @@ pub(crate) struct Part {
     pub logit_rows: Vec<usize>,
 }
 
+/// Where a row of the whole batch stands in a part: `places` are the part's, ascending.
+pub(crate) fn place_in(places: &[usize], whole: u32) -> Option<u32> {
+    places.binary_search(&(whole as usize)).ok().and_then(|index| u32::try_from(index).ok())
+}
+
 impl Part {
     /// Takes the sequences for which `from` gives a number, without that many of their first rows. `from` is asked once for
-    /// each sequence in order.
+    /// each sequence in order. Which rows are fed stays with the whole.
     pub fn pick(&mut self, whole: &ForwardInput, block_size: usize, mut from: impl FnMut(usize) -> Option<u32>) {
         self.input.clear();
         self.rows.clear();
@@ -70,7 +66,7 @@ mod tests {
             kv_lens: vec![3, 40, 18],
             tables: [7, 1, 4, 9, 2, 3].map(BlockId).to_vec(),
             logit_rows: vec![0, 2, 3, 5],
-            f32_from: Vec::new(),
+            ..ForwardInput::default()
         };
         let mut part = Part::default();
         part.pick(&whole, 16, |index| [Some(1), None, Some(0)][index]);

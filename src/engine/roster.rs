@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::device::CustomFailure;
 use crate::graph::RowStatus;
 use crate::kv_cache::SeqId;
-use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
+use crate::sampler::{Sampled, SamplingParams, TokenLogprob, takes_best};
 use crate::scheduler::{SeqMeta, Tick};
 use crate::text::Vocabulary;
 
@@ -32,6 +32,8 @@ pub(crate) struct Active {
     pub max_tokens: u32,
     pub bad_words: Vec<Vec<u32>>,
     pub seed: u64,
+    /// Whether all its tokens are the best of their rows, and nothing else of these is looked at.
+    pub takes_best: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
     /// Whether it still counts as waiting for its first step.
@@ -82,6 +84,7 @@ impl Roster {
             self.sequences.insert(SeqId(seq), sequence);
         }
         self.next_deadline = earlier(self.next_deadline, arrival.deadline);
+        let takes_best = self.takes_best(&arrival);
         let active = Active {
             slot: arrival.slot,
             params: arrival.params,
@@ -89,6 +92,7 @@ impl Roster {
             max_tokens: arrival.max_tokens,
             bad_words: arrival.bad_words,
             seed: arrival.seed,
+            takes_best,
             arrived: arrival.arrived,
             deadline: arrival.deadline,
             queued: true,
@@ -99,6 +103,11 @@ impl Roster {
         };
         self.requests.insert(arrival.id, active);
         SeqId(ids.start)
+    }
+
+    /// Whether all tokens of a request are the best of their rows, and nothing else of these is looked at.
+    pub fn takes_best(&self, arrival: &Arrival) -> bool {
+        takes_best(&arrival.params, self.eos_of(&arrival.params), &arrival.bad_words)
     }
 
     /// Choices of the sequence's request that wait to fork off it.

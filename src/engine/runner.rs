@@ -1,12 +1,19 @@
-//! The model on a device, behind [`Forward`]: stages a batch's buffers, launches the program, reads the logits back.
+//! The model on a device, behind [`Forward`]: stages a batch's buffers, launches the program, reads the results back.
+//!
+//! Each batch in flight has an [`IoSet`] of its own. What computes (copies of blocks, feeds, launches) is queued on one
+//! stream, so batches run in the order of their launches, and a block that changes hands is written by its new owner behind
+//! everything its old one had in flight. Rows that run a second time after an overflow, and rows of sequences that did so
+//! before, run when their batch is collected, behind batches launched since: only for sequences that still hold their
+//! blocks, which is why [`Forward::collect`] is told of those that do not. Dropping the runner waits for what is in flight
+//! before any buffer is freed.
 
 use std::sync::Arc;
 
-use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome};
-use super::retry::{Part, Share};
+use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome, Ticket};
+use super::io_set::{IoSet, Staging, Streams};
+use super::retry::{Part, place_in};
 use crate::device::{
-    Bindings, CustomFailure, Device, DeviceError, KvLayout, LaunchShape, MemKind, OwnedBuffer, OwnedProgram, ProgramId,
-    Span, StepArgs, StreamId,
+    CustomFailure, Device, DeviceError, KvLayout, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span, StepArgs,
 };
 use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
@@ -26,6 +33,16 @@ pub struct RunnerShape {
     pub pool_blocks: usize,
     /// Width of a row of logits.
     pub vocab_size: usize,
+    /// Most batches in flight, at least 1; each has buffers of its own.
+    pub max_in_flight: usize,
+}
+
+impl RunnerShape {
+    /// Blocks that the tables of one batch name at most; with shared prefixes they may name a block more than once.
+    pub(super) fn most_table_blocks(&self) -> usize {
+        let longest = self.max_blocks_per_seq.min(self.pool_blocks);
+        longest.saturating_mul(self.max_seqs).min(self.bucket.tokens.saturating_add(self.pool_blocks))
+    }
 }
 
 /// The programs of one model.
@@ -37,6 +54,8 @@ pub struct Programs {
     pub f32: Option<OwnedProgram>,
     /// What a batch costs, one for each rank.
     pub rates: Vec<CostRates>,
+    /// Whether custom operations are in it.
+    pub custom_ops: bool,
 }
 
 /// Runs batches of one model on one device.
@@ -44,27 +63,25 @@ pub struct Programs {
 pub struct ModelRunner {
     device: Arc<dyn Device>,
     programs: Programs,
-    stream: StreamId,
+    streams: Streams,
     layout: KvLayout,
     shape: RunnerShape,
     padded_rows: u64,
+    /// Batches launched so far; the next one's ticket.
+    launched: u64,
     pool: OwnedBuffer,
-    token_ids: OwnedBuffer,
-    positions: OwnedBuffer,
-    block_tables: OwnedBuffer,
-    logit_rows: OwnedBuffer,
-    logits: OwnedBuffer,
-    best: OwnedBuffer,
-    row_status: OwnedBuffer,
-    // Host staging, reused from batch to batch.
-    positions_staged: Vec<u32>,
-    tables_staged: Vec<u32>,
+    /// A batch is in the set of its ticket, modulo their number.
+    sets: Vec<IoSet>,
+    staging: Staging,
+    /// Rows to feed from one set, `(to, from)`.
+    feeds: Vec<(u32, u32)>,
     /// What the batch gave, in its own order, whichever programs ran its parts.
     host: HostRows,
     outcomes: Vec<SequenceOutcome>,
     /// Custom operations that failed in the batch, by its own rows.
     custom_failures: Vec<CustomFailure>,
-    part: Part,
+    /// What of the batch runs with f32 activations.
+    retry: Part,
 }
 
 /// Results of a batch on the host.
@@ -86,28 +103,19 @@ impl ModelRunner {
         layout: KvLayout,
         shape: RunnerShape,
     ) -> Result<Self, DeviceError> {
-        let buffer =
-            |elements: usize, bytes: usize, kind| OwnedBuffer::new(&device, elements as u64 * bytes as u64, kind);
         let Bucket { tokens, logit_rows, .. } = shape.bucket;
-        let table_entries = shape.max_seqs * shape.max_blocks_per_seq;
         if !programs.by_bucket.last().is_some_and(|(bucket, _)| *bucket == shape.bucket) {
             return Err(DeviceError::Invalid { what: "no program for the runner's largest batch".into() });
         }
+        if shape.max_in_flight == 0 {
+            return Err(DeviceError::Invalid { what: "max_in_flight is 0, expected at least 1".into() });
+        }
+        let pool_bytes = shape.pool_blocks as u64 * layout.bytes_per_block;
         Ok(Self {
-            pool: buffer(
-                shape.pool_blocks,
-                usize::try_from(layout.bytes_per_block).unwrap_or(usize::MAX),
-                MemKind::Device,
-            )?,
-            token_ids: buffer(tokens, 4, MemKind::Device)?,
-            positions: buffer(tokens, 4, MemKind::Device)?,
-            block_tables: buffer(table_entries, 4, MemKind::Device)?,
-            logit_rows: buffer(logit_rows, 4, MemKind::Device)?,
-            logits: buffer(logit_rows * shape.vocab_size, 4, MemKind::Device)?,
-            best: buffer(logit_rows, 4, MemKind::Device)?,
-            row_status: buffer(tokens, 1, MemKind::Device)?,
-            positions_staged: Vec::with_capacity(tokens),
-            tables_staged: Vec::with_capacity(table_entries),
+            pool: OwnedBuffer::new(&device, pool_bytes, MemKind::Device)?,
+            sets: (0..shape.max_in_flight).map(|_| IoSet::new(&device, &shape)).collect::<Result<_, _>>()?,
+            staging: Staging::new(&shape),
+            feeds: Vec::with_capacity(shape.max_seqs),
             host: HostRows {
                 logits: vec![0.0; logit_rows * shape.vocab_size],
                 best: vec![0; logit_rows],
@@ -116,9 +124,10 @@ impl ModelRunner {
             },
             outcomes: Vec::with_capacity(shape.max_seqs),
             custom_failures: Vec::new(),
-            part: Part::default(),
-            stream: device.stream()?,
+            retry: Part::default(),
+            streams: Streams::new(device.as_ref())?,
             padded_rows: 0,
+            launched: 0,
             device,
             programs,
             layout,
@@ -133,131 +142,172 @@ impl ModelRunner {
 
     /// The program of its largest batches, as its device names it.
     pub fn program(&self) -> ProgramId {
-        self.program_of(Share::Main, self.shape.bucket.tokens).0
+        self.program_of(self.shape.bucket.tokens).0
     }
 
     /// The program that runs this many rows, and the rows it runs them as.
-    fn program_of(&self, share: Share, rows: usize) -> (ProgramId, usize) {
+    fn program_of(&self, rows: usize) -> (ProgramId, usize) {
         let largest = self.shape.bucket.tokens;
-        if let (Share::F32, Some(program)) = (share, &self.programs.f32) {
-            return (program.id(), largest);
-        }
         let fits = |(bucket, _): &&(Bucket, OwnedProgram)| bucket.tokens >= rows;
         let found = self.programs.by_bucket.iter().find(fits).or(self.programs.by_bucket.last());
         found.map_or((ProgramId(0), largest), |(bucket, program)| (program.id(), bucket.tokens))
     }
 
-    /// One launch; what it gives stays on the device, as the bindings say.
-    fn launch(&mut self, share: Share, input: &ForwardInput) -> Result<(Bindings, ProgramId), DeviceError> {
-        let seqs = input.q_lens.len();
-        self.positions_staged.clear();
-        for (q, kv) in input.q_lens.iter().zip(&input.kv_lens) {
-            self.positions_staged.extend(kv - q..*kv);
-        }
-        let table_stride = input.kv_lens.iter().map(|kv| self.blocks_of(*kv)).max().unwrap_or(0);
-        self.tables_staged.clear();
-        let mut tables = input.tables.as_slice();
-        for kv in &input.kv_lens {
-            let (table, rest) = tables.split_at(self.blocks_of(*kv));
-            tables = rest;
-            self.tables_staged.extend(table.iter().map(|block| block.0));
-            self.tables_staged.resize(self.tables_staged.len().next_multiple_of(table_stride), 0);
-        }
-        let write = |buffer: &OwnedBuffer, data: &[u32]| {
-            let bytes: &[u8] = bytemuck::cast_slice(data);
-            self.device.write(buffer.first(bytes.len() as u64), bytes, self.stream)
-        };
-        write(&self.token_ids, &input.tokens)?;
-        write(&self.positions, &self.positions_staged)?;
-        write(&self.block_tables, &self.tables_staged)?;
-        write(&self.logit_rows, &input.logit_rows)?;
-
-        let tokens = input.tokens.len();
-        let shape = LaunchShape { tokens, seqs, logit_rows: input.logit_rows.len(), table_stride };
-        let io = self.bindings(&shape);
-        let args = StepArgs { io, shape, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
-        let (program, bucket_rows) = self.program_of(share, tokens);
-        if self.device.caps().static_shapes {
-            self.padded_rows += (bucket_rows - tokens) as u64;
-        }
-        self.device.launch(program, &args, self.stream)?;
-        Ok((io, program))
+    fn set_of(&self, ticket: Ticket) -> usize {
+        usize::try_from(ticket.0 % self.sets.len() as u64).unwrap_or(0)
     }
 
-    /// Runs the batch as it stands.
-    fn run_whole(&mut self, share: Share, input: &ForwardInput) -> Result<(), DeviceError> {
-        let (tokens, rows) = (input.tokens.len(), input.logit_rows.len());
-        let (io, program) = self.launch(share, input)?;
-        self.device.read(io.row_status, &mut self.host.row_status[..tokens], None)?;
-        if self.host.row_status[..tokens].contains(&(RowStatus::CustomOpFailed as u8)) {
-            self.custom_failures.extend(self.device.custom_failures(program));
+    /// Launches one batch into a set, all of it or the set's part of it, and queues the way out of its results.
+    fn start(&mut self, index: usize) -> Result<(), DeviceError> {
+        let rows = self.sets[index].launched_input().tokens.len();
+        if rows == 0 {
+            return Ok(());
         }
-        if rows > 0 {
-            let logits = &mut self.host.logits[..rows * self.shape.vocab_size];
-            self.device.read(io.logits, bytemuck::cast_slice_mut(logits), None)?;
-            self.device.read(io.best, bytemuck::cast_slice_mut(&mut self.host.best[..rows]), None)?;
+        let (program, bucket_rows) = self.program_of(rows);
+        let pool = self.pool.span();
+        let Self { device, sets, staging, shape, streams, feeds, padded_rows, .. } = self;
+        let (device, streams) = (device.as_ref(), *streams);
+        let (set, input) = (&sets[index], sets[index].launched_input());
+        let (io, launch) = set.stage(device, streams, staging, input, shape, pool)?;
+        for source in sets.iter().filter(|source| source.ticket.is_some()) {
+            feeds.clear();
+            for fed in set.input.fed.iter().filter(|fed| source.ticket == Some(fed.ticket)) {
+                let to = if set.is_part { place_in(&set.part.rows, fed.row) } else { Some(fed.row) };
+                let from = source.launched_logit_row(fed.logit_row);
+                // Rows that run when their batch is collected are neither fed nor feed others; `check` has seen to the rest.
+                let (Some(to), Some(from)) = (to, from) else { return Err(unfed(fed.row)) };
+                feeds.push((to, from));
+            }
+            if let (Some(best), false) = (source.best(), feeds.is_empty()) {
+                device.feed(io.token_ids, best, feeds, streams.compute)?;
+            }
+        }
+        let args = StepArgs { io, shape: launch, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
+        device.launch(program, &args, streams.compute)?;
+        if device.caps().static_shapes {
+            *padded_rows += (bucket_rows - rows) as u64;
+        }
+        let set = &mut sets[index];
+        set.bring_out(device, streams, io, shape.vocab_size)?;
+        // A device tells of the last launch of a program only, and that may be another one when this is collected.
+        if self.programs.custom_ops && self.shape.max_in_flight > 1 {
+            set.custom_failures.extend(device.custom_failures(program));
         }
         Ok(())
     }
 
-    /// Runs the rows of the batch that the part names, and puts what they give in its place.
-    fn run_part(&mut self, share: Share) -> Result<(), DeviceError> {
-        let part = std::mem::take(&mut self.part);
-        let outcome = self.run_part_of(share, &part);
-        self.part = part;
-        outcome
-    }
-
-    fn run_part_of(&mut self, share: Share, part: &Part) -> Result<(), DeviceError> {
-        if part.input.tokens.is_empty() {
+    /// Waits for what was launched into a set, and puts it where the whole batch has it.
+    fn gather(&mut self, index: usize) -> Result<(), DeviceError> {
+        let device = self.device.as_ref();
+        let (set, host, vocab) = (&self.sets[index], &mut self.host, self.shape.vocab_size);
+        if !set.has_results() {
             return Ok(());
         }
-        let (io, program) = self.launch(share, &part.input)?;
+        if set.is_part {
+            host.row_status[..set.input.tokens.len()].fill(RowStatus::Ok as u8);
+            for (at, &row) in set.part.rows.iter().enumerate() {
+                set.read_status(device, at, &mut host.row_status[row..=row])?;
+            }
+            for (at, &row) in set.part.logit_rows.iter().enumerate() {
+                set.read_best(device, at, &mut host.best[row..=row])?;
+            }
+        } else {
+            set.read_status(device, 0, &mut host.row_status[..set.input.tokens.len()])?;
+            if !set.input.logit_rows.is_empty() {
+                set.read_best(device, 0, &mut host.best[..set.input.logit_rows.len()])?;
+            }
+        }
+        for rows in set.logit_runs() {
+            if set.is_part {
+                for at in rows {
+                    let row = set.whole_logit_row(at);
+                    set.read_logits(device, at * vocab, &mut host.logits[row * vocab..][..vocab])?;
+                }
+            } else {
+                let into = &mut host.logits[rows.start * vocab..rows.end * vocab];
+                set.read_logits(device, rows.start * vocab, into)?;
+            }
+        }
+        // Whoever looks for a row's largest logit and finds none wants to know why.
+        for (at, only) in set.input.best_only.iter().enumerate().filter(|(_, only)| **only) {
+            let lost = *only && host.best[at] == u32::MAX;
+            if let (true, Some(from)) = (lost, set.launched_logit_row(u32::try_from(at).unwrap_or(u32::MAX))) {
+                let into = &mut host.logits[at * vocab..][..vocab];
+                set.read_logits_in_place(device, from as usize * vocab, into)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the rows that the retry names with f32 activations, and puts what they give in its place.
+    fn run_retry(&mut self, index: usize) -> Result<(), DeviceError> {
+        let Self { device, sets, staging, shape, streams, host, retry, .. } = self;
+        let (device, vocab) = (device.as_ref(), shape.vocab_size);
+        if retry.input.tokens.is_empty() {
+            return Ok(());
+        }
+        let (io, launch) = sets[index].stage(device, *streams, staging, &retry.input, shape, self.pool.span())?;
+        let args = StepArgs { io, shape: launch, q_lens: &retry.input.q_lens, kv_lens: &retry.input.kv_lens };
+        let program = self.programs.f32.as_ref().map_or(ProgramId(0), OwnedProgram::id);
+        device.launch(program, &args, streams.compute)?;
+        if device.caps().static_shapes {
+            self.padded_rows += (shape.bucket.tokens - launch.tokens) as u64;
+        }
+        let done = Some(device.record(streams.compute)?);
         let piece = |span: Span, index: usize, bytes: usize| Span {
             offset: span.offset + (index * bytes) as u64,
             bytes: bytes as u64,
             ..span
         };
-        for (index, &row) in part.rows.iter().enumerate() {
-            self.device.read(piece(io.row_status, index, 1), &mut self.host.row_status[row..=row], None)?;
+        for (at, &row) in retry.rows.iter().enumerate() {
+            device.read(piece(io.row_status, at, 1), &mut host.row_status[row..=row], done)?;
         }
-        if part.rows.iter().any(|&row| self.host.row_status[row] == RowStatus::CustomOpFailed as u8) {
-            // A call has the rows of one sequence, which stand together in the whole as well.
-            let place = |row: usize| part.rows.get(row).copied().unwrap_or(usize::MAX);
-            let failures = self.device.custom_failures(program).into_iter();
-            self.custom_failures.extend(failures.map(|failure| {
-                let start = place(failure.rows.start);
-                CustomFailure { rows: start..start.saturating_add(failure.rows.len()), ..failure }
-            }));
+        for (at, &row) in retry.logit_rows.iter().enumerate() {
+            let logits = &mut host.logits[row * vocab..][..vocab];
+            device.read(piece(io.logits, at, 4 * vocab), bytemuck::cast_slice_mut(logits), done)?;
+            device.read(piece(io.best, at, 4), bytemuck::cast_slice_mut(&mut host.best[row..=row]), done)?;
         }
-        let vocab = self.shape.vocab_size;
-        for (index, &row) in part.logit_rows.iter().enumerate() {
-            let logits = &mut self.host.logits[row * vocab..][..vocab];
-            self.device.read(piece(io.logits, index, 4 * vocab), bytemuck::cast_slice_mut(logits), None)?;
-            let best = &mut self.host.best[row..=row];
-            self.device.read(piece(io.best, index, 4), bytemuck::cast_slice_mut(best), None)?;
+        if retry.rows.iter().any(|&row| host.row_status[row] == RowStatus::CustomOpFailed as u8) {
+            self.custom_failures.extend(in_whole(device.custom_failures(program), &retry.rows));
         }
         Ok(())
     }
 
-    /// Runs a batch: all of it in one program, unless some of it needs f32 activations.
-    fn run(&mut self, input: &ForwardInput) -> Result<(), DeviceError> {
+    /// Takes a launched batch to its end.
+    fn finish(&mut self, index: usize, void: &[bool]) -> Result<(), DeviceError> {
         self.outcomes.clear();
         self.custom_failures.clear();
-        let f32_from = |index: usize| input.f32_from.get(index).copied().unwrap_or(NEVER);
-        let some_f32 = self.programs.f32.is_some() && input.f32_from.iter().any(|from| *from != NEVER);
-        if some_f32 {
-            self.part.pick(input, self.shape.block_size, |index| (f32_from(index) == NEVER).then_some(0));
-            self.run_part(Share::Main)?;
-        } else {
-            self.run_whole(Share::Main, input)?;
+        self.gather(index)?;
+        let input = std::mem::take(&mut self.sets[index].input);
+        let finished = self.settle(index, &input, void);
+        self.sets[index].input = input;
+        finished
+    }
+
+    fn settle(&mut self, index: usize, input: &ForwardInput, void: &[bool]) -> Result<(), DeviceError> {
+        let tokens = input.tokens.len();
+        let custom_failed = RowStatus::CustomOpFailed as u8;
+        if self.host.row_status[..tokens].contains(&custom_failed) {
+            if self.shape.max_in_flight == 1 {
+                let program = self.program_of(launched_rows(&self.sets[index], input)).0;
+                self.sets[index].custom_failures.extend(self.device.custom_failures(program));
+            }
+            let set = &mut self.sets[index];
+            let failures = set.custom_failures.drain(..);
+            if set.is_part {
+                self.custom_failures.extend(in_whole(failures, &set.part.rows));
+            } else {
+                self.custom_failures.extend(failures);
+            }
         }
         let bad = |status: &u8| *status != RowStatus::Ok as u8;
-        if self.programs.f32.is_some() && (some_f32 || self.host.row_status[..input.tokens.len()].iter().any(bad)) {
-            self.retry(input)?;
+        let is_part = self.sets[index].is_part;
+        if self.programs.f32.is_some() && (is_part || self.host.row_status[..tokens].iter().any(bad)) {
+            self.pick_retry(input, void);
+            self.run_retry(index)?;
         }
-        if self.host.row_status[..input.tokens.len()].iter().any(bad) {
-            self.tell_failures(input);
+        if self.host.row_status[..tokens].iter().any(bad) {
+            self.tell_failures(input, void);
         }
         for (status, row) in self.host.logit_status.iter_mut().zip(&input.logit_rows) {
             *status = self.host.row_status[*row as usize];
@@ -265,14 +315,17 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Runs with f32 activations what has to: sequences that overflowed earlier, and others from their first bad row on.
-    fn retry(&mut self, input: &ForwardInput) -> Result<(), DeviceError> {
-        let Self { part, outcomes, host, shape, .. } = self;
+    /// What has to run with f32 activations: sequences that overflowed earlier, and others from their first bad row on.
+    fn pick_retry(&mut self, input: &ForwardInput, void: &[bool]) {
+        let Self { retry, outcomes, host, shape, .. } = self;
         let mut first_row = 0;
-        part.pick(input, shape.block_size, |index| {
+        retry.pick(input, shape.block_size, |index| {
             let (rows, kv_len) = (input.q_lens[index], input.kv_lens[index]);
             let statuses = &host.row_status[first_row..first_row + rows as usize];
             first_row += rows as usize;
+            if is_set(void, index) {
+                return None;
+            }
             if input.f32_from.get(index).is_some_and(|from| *from != NEVER) {
                 return Some(0);
             }
@@ -285,15 +338,15 @@ impl ModelRunner {
             outcomes.push(SequenceOutcome { sequence: index, position, outcome: Outcome::Retried });
             Some(offset)
         });
-        self.run_part(Share::F32)
     }
 
     /// Tells of each sequence's first row that is still bad.
-    fn tell_failures(&mut self, input: &ForwardInput) {
+    fn tell_failures(&mut self, input: &ForwardInput, void: &[bool]) {
         let mut first_row = 0;
         for (sequence, (rows, kv_len)) in input.q_lens.iter().zip(&input.kv_lens).enumerate() {
             let statuses = &self.host.row_status[first_row..first_row + *rows as usize];
-            if let Some(bad) = statuses.iter().position(|status| *status != RowStatus::Ok as u8) {
+            let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8);
+            if let Some(bad) = bad.filter(|_| !is_set(void, sequence)) {
                 let status = RowStatus::from_byte(statuses[bad]);
                 let row = first_row + bad;
                 let custom = (status == RowStatus::CustomOpFailed).then(|| self.custom_failure(row)).flatten();
@@ -330,6 +383,16 @@ impl ModelRunner {
                 input.logit_rows.last().is_none_or(|&row| (row as usize) < input.tokens.len()),
             ),
             (
+                "best_only has nothing or a flag a row of logits",
+                input.best_only.is_empty() || input.best_only.len() == input.logit_rows.len(),
+            ),
+            (
+                "fed rows ascend, are rows of the batch, and take their tokens from rows of logits in flight",
+                input.fed.is_sorted_by(|a, b| a.row < b.row)
+                    && input.fed.last().is_none_or(|fed| (fed.row as usize) < input.tokens.len())
+                    && input.fed.iter().all(|fed| self.draws(fed.ticket, fed.logit_row)),
+            ),
+            (
                 "f32_from has nothing or a position a sequence, none behind its first row",
                 input.f32_from.is_empty()
                     || (input.f32_from.len() == input.q_lens.len()
@@ -346,32 +409,46 @@ impl ModelRunner {
         (kv_len as usize).div_ceil(self.shape.block_size)
     }
 
-    fn bindings(&self, shape: &LaunchShape) -> Bindings {
-        let words = |buffer: &OwnedBuffer, n: usize| buffer.first(4 * n as u64);
-        Bindings {
-            token_ids: words(&self.token_ids, shape.tokens),
-            positions: words(&self.positions, shape.tokens),
-            block_tables: words(&self.block_tables, shape.seqs * shape.table_stride),
-            logit_rows: words(&self.logit_rows, shape.logit_rows),
-            logits: words(&self.logits, shape.logit_rows * self.shape.vocab_size),
-            best: words(&self.best, shape.logit_rows),
-            row_status: self.row_status.first(shape.tokens as u64),
-            kv_pool: self.pool_span(),
-        }
+    /// Whether a batch in flight has this row of logits.
+    fn draws(&self, ticket: Ticket, logit_row: u32) -> bool {
+        let set = self.sets.iter().find(|set| set.ticket == Some(ticket));
+        set.is_some_and(|set| set.launched_logit_row(logit_row).is_some())
     }
+}
 
-    fn pool_span(&self) -> Span {
-        self.pool.span()
+/// The rows that are the main program's own.
+fn launched_rows(set: &IoSet, input: &ForwardInput) -> usize {
+    if set.is_part { set.part.input.tokens.len() } else { input.tokens.len() }
+}
+
+/// Failures by the rows of the whole batch. A call has the rows of one sequence, which stand together there as well.
+fn in_whole(failures: impl IntoIterator<Item = CustomFailure>, rows: &[usize]) -> impl Iterator<Item = CustomFailure> {
+    failures.into_iter().map(|failure| {
+        let start = rows.get(failure.rows.start).copied().unwrap_or(usize::MAX);
+        CustomFailure { rows: start..start.saturating_add(failure.rows.len()), ..failure }
+    })
+}
+
+fn is_set(flags: &[bool], index: usize) -> bool {
+    flags.get(index).is_some_and(|flag| *flag)
+}
+
+fn unfed(row: u32) -> DeviceError {
+    DeviceError::Invalid {
+        what: format!("batch: row {row} is fed and runs with f32 activations, or is fed by one that does"),
+    }
+}
+
+/// What is queued names buffers: they are freed when it has run.
+impl Drop for ModelRunner {
+    fn drop(&mut self) {
+        self.streams.drain(self.device.as_ref());
     }
 }
 
 impl Forward for ModelRunner {
-    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
+    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
         let rows = input.logit_rows.len();
-        let vocab = self.shape.vocab_size;
-        if input.tokens.is_empty() {
-            return Ok(LogitRows { vocab, ..LogitRows::EMPTY }.into());
-        }
         let Bucket { tokens, logit_rows, .. } = self.shape.bucket;
         if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
             let got =
@@ -380,7 +457,38 @@ impl Forward for ModelRunner {
             return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }
         self.check(input)?;
-        self.run(input)?;
+        let ticket = Ticket(self.launched);
+        let index = self.set_of(ticket);
+        let set = &mut self.sets[index];
+        if set.ticket.is_some() {
+            let what = format!("{} batches are in flight, the runner was made for no more", self.shape.max_in_flight);
+            return Err(DeviceError::Invalid { what });
+        }
+        set.begin(input);
+        if self.programs.f32.is_some() && input.f32_from.iter().any(|from| *from != NEVER) {
+            set.is_part = true;
+            let stays = |index: usize| (input.f32_from[index] == NEVER).then_some(0);
+            set.part.pick(input, self.shape.block_size, stays);
+        }
+        if let Err(error) = self.start(index) {
+            // Some of it may be queued, and names the set's buffers, which the next batch is staged in.
+            self.streams.drain(self.device.as_ref());
+            return Err(error);
+        }
+        self.sets[index].ticket = Some(ticket);
+        self.launched += 1;
+        Ok(ticket)
+    }
+
+    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+        let index = self.set_of(ticket);
+        if self.sets[index].ticket != Some(ticket) {
+            return Err(DeviceError::Invalid { what: format!("{ticket:?} is not in flight") });
+        }
+        let finished = self.finish(index, void);
+        self.sets[index].ticket = None;
+        finished?;
+        let (rows, vocab) = (self.sets[index].input.logit_rows.len(), self.shape.vocab_size);
         let logits = LogitRows {
             logits: &self.host.logits[..rows * vocab],
             vocab,
@@ -390,8 +498,13 @@ impl Forward for ModelRunner {
         Ok(Forwarded { logits, outcomes: &self.outcomes })
     }
 
+    fn max_in_flight(&self) -> u32 {
+        u32::try_from(self.shape.max_in_flight).unwrap_or(u32::MAX)
+    }
+
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {
-        self.device.copy_blocks(&self.layout, self.pool_span(), self.pool_span(), pairs, self.stream)
+        let pool = self.pool.span();
+        self.device.copy_blocks(&self.layout, pool, pool, pairs, self.streams.compute)
     }
 
     fn vocab_size(&self) -> usize {

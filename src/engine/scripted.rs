@@ -3,7 +3,11 @@
 //! It keeps a KV pool of its own in which each slot holds the token written there, and computes logits from the history
 //! *it finds through the block table*. So a wrong table, position, length, copy or a block given to two sequences changes
 //! what comes out, and reading a slot nobody wrote is an error.
+//!
+//! Several batches may be in flight. They run when they are launched or, [deferred](ScriptedForward::deferred), not before
+//! somebody waits for them: as late as a device may, in the order of the launches.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
@@ -11,7 +15,7 @@ use crate::device::DeviceError;
 use crate::kv_cache::BlockId;
 use crate::text::Vocabulary;
 
-use super::forward::{Forward, ForwardInput, Forwarded, LogitRows};
+use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, Ticket};
 
 /// Fills a row of logits from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
@@ -26,8 +30,40 @@ pub struct ScriptedForward {
     model: Model,
     watch: Watch,
     history: Vec<u32>,
+    batches: [Batch; KEPT],
+    launched: u64,
+    deferred: bool,
+    /// What has been asked for and not run, oldest first.
+    queue: VecDeque<Work>,
+}
+
+/// Batches in flight at most.
+const MAX_IN_FLIGHT: usize = 3;
+
+/// Batches that are remembered: the last to run may be fed by one that was collected when it was the first of those in
+/// flight, with others launched since.
+const KEPT: usize = 2 * MAX_IN_FLIGHT - 1;
+
+/// Rows that batches have room for from the start; larger ones make it.
+const ROOM: usize = 256;
+
+/// A batch in flight and what came of it.
+#[derive(Default)]
+struct Batch {
+    ticket: Option<Ticket>,
+    in_flight: bool,
+    input: ForwardInput,
     logits: Vec<f32>,
+    best: Vec<u32>,
     status: Vec<u8>,
+    /// That it did not run, and why.
+    failed: Option<DeviceError>,
+}
+
+enum Work {
+    /// The batch in this place.
+    Run(usize),
+    Copy(Vec<(BlockId, BlockId)>),
 }
 
 impl ScriptedForward {
@@ -45,9 +81,20 @@ impl ScriptedForward {
             model,
             watch: Box::new(|_| Ok(())),
             history: Vec::with_capacity(blocks as usize * block_size as usize),
-            logits: Vec::new(),
-            status: Vec::new(),
+            batches: std::array::from_fn(|_| Batch {
+                input: ForwardInput::with_room(ROOM, ROOM, blocks as usize + ROOM, ROOM),
+                ..Batch::default()
+            }),
+            launched: 0,
+            deferred: false,
+            queue: VecDeque::with_capacity(2 * MAX_IN_FLIGHT),
         }
+    }
+
+    /// The same model, which runs nothing before its results are waited for.
+    #[must_use]
+    pub fn deferred(self) -> Self {
+        Self { deferred: true, ..self }
     }
 
     /// The same model behind a watch on its calls.
@@ -63,11 +110,50 @@ impl ScriptedForward {
     }
 }
 
-impl Forward for ScriptedForward {
-    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
+impl ScriptedForward {
+    /// Runs what is queued up to and with the batch in this place.
+    fn run_up_to(&mut self, last: usize) {
+        while let Some(work) = self.queue.pop_front() {
+            match work {
+                Work::Copy(pairs) => self.copy(&pairs),
+                Work::Run(place) => {
+                    let mut batch = std::mem::take(&mut self.batches[place]);
+                    batch.failed = self.run(&mut batch).err();
+                    self.batches[place] = batch;
+                    if place == last {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn copy(&mut self, pairs: &[(BlockId, BlockId)]) {
+        for &(from, to) in pairs {
+            for offset in 0..self.block_size {
+                let from = from.0 as usize * self.block_size + offset;
+                self.slots[to.0 as usize * self.block_size + offset] = self.slots[from];
+            }
+        }
+    }
+
+    /// The token that a batch in flight draws for a row.
+    fn drawn(&self, ticket: Ticket, logit_row: u32) -> Result<u32, DeviceError> {
+        let batch = self.batches.iter().find(|batch| batch.ticket == Some(ticket));
+        let best = batch.and_then(|batch| batch.best.get(logit_row as usize)).copied();
+        best.ok_or_else(|| invalid(&"a row is fed by a batch that has not run"))
+    }
+
+    fn run(&mut self, batch: &mut Batch) -> Result<(), DeviceError> {
+        let Batch { input, logits, best, status, .. } = batch;
         (self.watch)(input)?;
-        self.logits.clear();
-        self.status.clear();
+        logits.clear();
+        best.clear();
+        status.clear();
+        for fed in &input.fed {
+            let token = self.drawn(fed.ticket, fed.logit_row)?;
+            *input.tokens.get_mut(fed.row as usize).ok_or_else(|| invalid(&"a fed row is none"))? = token;
+        }
         if input.q_lens.len() != input.kv_lens.len() {
             return Err(invalid(&"q_lens and kv_lens differ in length"));
         }
@@ -99,10 +185,11 @@ impl Forward for ScriptedForward {
                     let token = self.slots[self.slot(table, position)?];
                     self.history.push(token.ok_or_else(|| invalid(&"a slot is read that nobody wrote"))?);
                 }
-                let start = self.logits.len();
-                self.logits.resize(start + self.vocab_size, 0.0);
-                (self.model)(&self.history, &mut self.logits[start..]);
-                self.status.push(u8::from(!self.logits[start..].iter().all(|logit| logit.is_finite())));
+                let start = logits.len();
+                logits.resize(start + self.vocab_size, 0.0);
+                (self.model)(&self.history, &mut logits[start..]);
+                best.push(largest(&logits[start..]));
+                status.push(u8::from(!logits[start..].iter().all(|logit| logit.is_finite())));
             }
             row += q_len as usize;
             at += blocks;
@@ -110,15 +197,54 @@ impl Forward for ScriptedForward {
         if wanted.next().is_some() {
             return Err(invalid(&"logit_rows are not ascending rows of the batch"));
         }
-        Ok(LogitRows { logits: &self.logits, vocab: self.vocab_size, status: &self.status, best: &[] }.into())
+        Ok(())
+    }
+}
+
+impl Forward for ScriptedForward {
+    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
+        let ticket = Ticket(self.launched);
+        let place = usize::try_from(ticket.0 % self.batches.len() as u64).unwrap_or(0);
+        if self.batches.iter().filter(|batch| batch.in_flight).count() == MAX_IN_FLIGHT {
+            return Err(invalid(&"more batches are in flight than there may be"));
+        }
+        self.batches[place].input.copy_from(input);
+        self.queue.push_back(Work::Run(place));
+        if !self.deferred {
+            self.run_up_to(place);
+            if let Some(error) = self.batches[place].failed.take() {
+                return Err(error);
+            }
+        }
+        (self.batches[place].ticket, self.batches[place].in_flight) = (Some(ticket), true);
+        self.launched += 1;
+        Ok(ticket)
+    }
+
+    fn collect(&mut self, ticket: Ticket, _void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+        let Some(place) = self.batches.iter().position(|batch| batch.in_flight && batch.ticket == Some(ticket)) else {
+            return Err(invalid(&"a batch is collected that is not in flight"));
+        };
+        if self.queue.iter().any(|work| matches!(work, Work::Run(queued) if *queued == place)) {
+            self.run_up_to(place);
+        }
+        let batch = &mut self.batches[place];
+        batch.in_flight = false;
+        if let Some(error) = batch.failed.take() {
+            return Err(error);
+        }
+        Ok(LogitRows { logits: &batch.logits, vocab: self.vocab_size, status: &batch.status, best: &[] }.into())
+    }
+
+    fn max_in_flight(&self) -> u32 {
+        u32::try_from(MAX_IN_FLIGHT).unwrap_or(u32::MAX)
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {
-        for &(from, to) in pairs {
-            for offset in 0..self.block_size {
-                let from = from.0 as usize * self.block_size + offset;
-                self.slots[to.0 as usize * self.block_size + offset] = self.slots[from];
-            }
+        if self.queue.is_empty() {
+            self.copy(pairs);
+        } else {
+            self.queue.push_back(Work::Copy(pairs.to_vec()));
         }
         Ok(())
     }
@@ -141,6 +267,20 @@ pub fn hashed_logits(history: &[u32], logits: &mut [f32]) {
         let bits = mix(seed ^ (id as u64) << 32) >> 40;
         *logit = bits as f32 / (1u64 << 21) as f32 - 4.0;
     }
+}
+
+/// Lowest id of the largest logit; `u32::MAX` if one is not finite.
+fn largest(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (id, logit) in logits.iter().enumerate() {
+        if !logit.is_finite() {
+            return u32::MAX;
+        }
+        if *logit > logits[best] {
+            best = id;
+        }
+    }
+    u32::try_from(best).unwrap_or(u32::MAX)
 }
 
 fn mix(mut bits: u64) -> u64 {

@@ -70,6 +70,7 @@ pub(crate) struct Counters {
     pub prefix_hits: AtomicU64,
     pub preemptions: AtomicU64,
     pub steps: AtomicU64,
+    pub wasted_rows: AtomicU64,
     pub retried_sequences: AtomicU64,
     pub padded_rows: AtomicU64,
     /// By operation, as numbered in `Op::NAMES`.
@@ -146,6 +147,7 @@ impl Counters {
             prefix_hits: read(&self.prefix_hits),
             preemptions: read(&self.preemptions),
             steps: read(&self.steps),
+            wasted_rows: read(&self.wasted_rows),
             retried_sequences: read(&self.retried_sequences),
             padded_rows: read(&self.padded_rows),
             overflows: Op::NAMES.into_iter().zip(self.overflows.iter().map(read)).filter(|(_, n)| *n > 0).collect(),
@@ -221,6 +223,9 @@ pub struct Stats {
     pub preemptions: u64,
     /// Steps that ran.
     pub steps: u64,
+    /// Rows that steps in flight held for sequences that had ended by then, or that had to be computed again; 0 at pipeline
+    /// depth 1, and at most `pipeline_depth - 1` for a request that stops.
+    pub wasted_rows: u64,
     /// Sequences that overflowed and went on with f32 activations.
     pub retried_sequences: u64,
     /// Rows computed only to fill batches up to the size of a plan; 0 on devices whose shapes are free.
@@ -270,6 +275,7 @@ impl Stats {
         counter(out, "generation_tokens", "Tokens generated.", self.generated_tokens)?;
         counter(out, "computed_rows", "Rows through the model.", self.computed_rows)?;
         counter(out, "steps", "Steps run.", self.steps)?;
+        counter(out, "wasted_rows", "Rows in flight behind the end of their sequence.", self.wasted_rows)?;
         head(out, "request_success_total", "Choices that ended, by reason.", "counter")?;
         for ending in Ending::ALL {
             let (label, count) = (ending.label(), self.finished(ending));

@@ -46,6 +46,12 @@ pub struct SampleRow<'a> {
     pub choice: u32,
 }
 
+/// Whether every token of a request is the one with the largest logit, the lowest id of equals, and nothing else of its rows
+/// is looked at: greedy, and neither edited nor asked for log-probabilities, whatever has been put out.
+pub(crate) fn takes_best(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
+    params.is_greedy() && params.logprobs.is_none() && Penalties::never_wanted(params, eos_ids, bad_words)
+}
+
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {

@@ -4,7 +4,7 @@
 //! every other entry stays finite, however large a penalty is. Ids past the vocabulary in a history are passed over.
 //! Counting is by tables of the vocabulary's size that each call leaves zeroed, so no row sees another's history.
 
-use super::SampleRow;
+use super::{SampleRow, SamplingParams};
 
 const MASKED: f32 = f32::NEG_INFINITY;
 
@@ -32,6 +32,18 @@ impl Penalties {
             || p.repetition_penalty != 1.0
             || p.presence_penalty != 0.0
             || p.frequency_penalty != 0.0
+    }
+
+    /// Whether no row of such a request is ever edited, whatever has been put out.
+    pub(super) fn never_wanted(p: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
+        let holds_back = p.min_tokens > 0 && !(eos_ids.is_empty() && p.stop_token_ids.is_empty());
+        p.allowed_token_ids.is_none()
+            && bad_words.is_empty()
+            && !holds_back
+            && p.logit_bias.is_empty()
+            && p.repetition_penalty == 1.0
+            && p.presence_penalty == 0.0
+            && p.frequency_penalty == 0.0
     }
 
     /// Writes the edited row to `to`.

@@ -9,20 +9,48 @@
 //! Pure: no clock, no I/O, no device; equal calls give equal plans. A step without admission, finish or preemption
 //! allocates nothing.
 //!
+//! # Plans in flight
+//!
+//! Several plans may be made before the first of them is committed; they are committed in the order they were made. A
+//! sequence's rows go on behind those in flight. A row in flight that samples makes a token that nobody knows yet, a
+//! *placeholder*; sequences that [run ahead](SeqMeta::runs_ahead) have the row behind it planned all the same, and whoever
+//! runs the rows puts the token there. The others sit out until it is committed.
+//!
+//! ```text
+//!   tokens   [ p p p p p a b ]         known: prompt and output
+//!   computed [ p p p p p a   ]         committed: these may be published to the prefix cache
+//!   in flight             [ b | ? ]    plan 7 computes b and draws x; plan 8 computes x, wherever it comes from, and draws y
+//!   pending                  [ x y ]   placeholders; one each for the rows in flight that sample
+//! ```
+//!
+//! What is committed of plan 7 may end the sequence, or show that what stands behind it was computed from something bad;
+//! then its rows in later plans are *void*: they count as never planned, their results are ignored, and
+//! [`Scheduler::wasted_rows`] counts them. A sequence with rows in flight is never preempted and never exhausted: it sits
+//! out, and with it those behind it that keep its room, until one that can give way is out of flight.
+//!
+//! Blocks of a void row go back at once. That is sound if launches run in the order of their plans: whoever is given such a
+//! block writes each of its slots behind the void row before anybody reads it, and a void row's block is in no index, since
+//! only committed rows are published and a block is written by one sequence.
+//!
 //! Invariants ([`Scheduler::check`]): a sequence either waits (and holds no blocks), runs (and has room for all it has
-//! computed) or has just been reported exhausted; computed tokens are fewer than known ones; the order is strict.
+//! computed and in flight) or has just been reported exhausted; computed tokens are fewer than known ones; rows in flight
+//! end before the last placeholder; the order is strict.
 
 #![forbid(unsafe_code)]
 
+mod entry;
+mod flights;
 mod preempt;
 mod queue;
 mod step;
 
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
-pub use step::{Chunk, SeqResult, StepOutput, StepPlan};
+pub use step::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 
 use crate::kv_cache::id_map::IdMap;
 use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};
+use entry::{Entry, State, reserved_tokens};
+use flights::Flights;
 use queue::{Rank, WaitQueue};
 
 /// Limits of a scheduler.
@@ -37,6 +65,8 @@ pub struct SchedulerConfig {
     pub max_model_len: u32,
     /// Blocks that an admission leaves available for the growth of those who run already.
     pub watermark_blocks: u32,
+    /// Rows a step may hold whose logits are wanted: those that sample, and those of prompts that ask for them.
+    pub max_logit_rows: u32,
     /// Order of sequences.
     pub policy: SchedulePolicy,
 }
@@ -54,12 +84,25 @@ pub struct SeqMeta {
     pub salt: Box<[u8]>,
     /// False computes the whole prompt (its log-probabilities are wanted); its blocks are published all the same.
     pub read_prefix_cache: bool,
+    /// Whether logits of the prompt's rows are wanted, each once: chunks are cut so that a step has no more of them than
+    /// [`SchedulerConfig::max_logit_rows`].
+    pub prompt_logits: bool,
+    /// Whether the row behind a token that is not known yet may be planned.
+    pub runs_ahead: bool,
 }
 
 impl Default for SeqMeta {
-    /// No prompt and no output yet, priority 0, no salt, cached prefixes welcome.
+    /// No prompt and no output yet, priority 0, no salt, cached prefixes welcome, nothing ahead of what is known.
     fn default() -> Self {
-        Self { prompt: Vec::new(), max_tokens: 0, priority: 0, salt: Box::default(), read_prefix_cache: true }
+        Self {
+            prompt: Vec::new(),
+            max_tokens: 0,
+            priority: 0,
+            salt: Box::default(),
+            read_prefix_cache: true,
+            prompt_logits: false,
+            runs_ahead: false,
+        }
     }
 }
 
@@ -126,51 +169,6 @@ pub enum ScheduleError {
     },
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Waiting,
-    Running,
-    /// Reported in the last plan; kept readable until the next one.
-    Exhausted,
-}
-
-#[derive(Clone, Debug)]
-struct Entry {
-    /// Prompt and output.
-    tokens: Vec<u32>,
-    prompt_len: u32,
-    /// Length at which it ends whatever the engine says.
-    limit_tokens: u32,
-    rank: Rank,
-    salt: Box<[u8]>,
-    read_prefix_cache: bool,
-    state: State,
-    /// Leading tokens whose keys and values are in its blocks.
-    computed: u32,
-    /// Rows of it in the plan that has not been committed yet.
-    in_flight: u32,
-    cached_tokens: u32,
-    /// Rows from this position on were computed in another arithmetic: not to be shared with sequences that were not.
-    f32_from: Option<u32>,
-}
-
-impl Entry {
-    fn len(&self) -> u32 {
-        count(self.tokens.len())
-    }
-
-    /// Rows until its next token can be sampled.
-    fn rows_left(&self) -> u32 {
-        self.len() - self.computed
-    }
-
-    /// Whether it can go no further: at its limit, or larger than the whole pool.
-    fn is_exhausted(&self, blocks: &BlockAllocator) -> bool {
-        let at_limit = self.len() >= self.limit_tokens && self.len() > self.prompt_len;
-        at_limit || blocks.blocks_for(self.len()) > blocks.capacity()
-    }
-}
-
 #[derive(Clone, Copy, Debug)]
 struct Seat {
     rank: Rank,
@@ -179,7 +177,7 @@ struct Seat {
 
 /// The continuous-batching scheduler.
 ///
-/// `schedule` and `commit` alternate: a plan is run, its results are committed, the next plan is made.
+/// A plan is made, run, and its results are committed; the next plan may be made before that, or after.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
@@ -189,11 +187,14 @@ pub struct Scheduler {
     /// By rank.
     running: Vec<Seat>,
     plan: StepPlan,
+    /// What has been planned and not committed.
+    flights: Flights,
     /// Where admissions look prefixes up.
     hit: PrefixHit,
     clock: Tick,
     arrivals: u64,
     preemptions: u64,
+    wasted_rows: u64,
 }
 
 impl Scheduler {
@@ -203,6 +204,7 @@ impl Scheduler {
             ("max_num_batched_tokens", config.max_num_batched_tokens),
             ("max_num_seqs", config.max_num_seqs),
             ("max_model_len", config.max_model_len),
+            ("max_logit_rows", config.max_logit_rows),
         ];
         if let Some(&(field, _)) = limits.iter().find(|(_, limit)| *limit == 0) {
             return Err(ScheduleError::Zero { field });
@@ -218,10 +220,12 @@ impl Scheduler {
             waiting: WaitQueue::default(),
             running: Vec::new(),
             plan: StepPlan::default(),
+            flights: Flights::default(),
             hit: PrefixHit::default(),
             clock: Tick(0),
             arrivals: 0,
             preemptions: 0,
+            wasted_rows: 0,
         })
     }
 
@@ -231,7 +235,7 @@ impl Scheduler {
     /// token needs no slot unless another follows it.
     pub fn add(&mut self, seq: SeqId, meta: SeqMeta, now: Tick, blocks: &BlockAllocator) -> Result<(), ScheduleError> {
         self.require_unused(seq)?;
-        let SeqMeta { prompt, max_tokens, priority, salt, read_prefix_cache } = meta;
+        let SeqMeta { prompt, max_tokens, priority, salt, read_prefix_cache, prompt_logits, runs_ahead } = meta;
         let max_model_len = self.config.max_model_len;
         let prompt_len = match u32::try_from(prompt.len()) {
             Ok(0) => return Err(ScheduleError::EmptyPrompt(seq)),
@@ -256,9 +260,15 @@ impl Scheduler {
             rank,
             salt,
             read_prefix_cache,
+            runs_ahead,
+            logits_from: prompt_logits.then_some(0),
             state: State::Waiting,
             computed: 0,
             in_flight: 0,
+            pending: 0,
+            newest: Placeholder::default(),
+            valid_from: self.flights.next_plan(),
+            redo: false,
             cached_tokens: 0,
             f32_from: None,
         };
@@ -267,7 +277,8 @@ impl Scheduler {
     }
 
     /// Adds `child`, which shares all that running `parent` has computed and goes on with `token` in place of the parent's
-    /// last one (the other choices of a request, or a beam). Call it between `commit` and `schedule`.
+    /// last one (the other choices of a request, or a beam). Call it between the `commit` that brought that token and the
+    /// next `schedule`; a parent with rows in flight is refused.
     ///
     /// Without a free seat the child waits, and computes the shared part again when its turn comes.
     pub fn fork(
@@ -281,6 +292,7 @@ impl Scheduler {
         let ready = |entry: &&Entry| entry.state == State::Running && entry.in_flight == 0 && entry.rows_left() == 1;
         let mut entry = self.entries.get(&parent).filter(ready).ok_or(ScheduleError::NotRunning(parent))?.clone();
         entry.rank = entry.rank.twin(self.arrivals);
+        entry.valid_from = self.flights.next_plan();
         if let Some(last) = entry.tokens.last_mut() {
             *last = token;
         }
@@ -306,10 +318,11 @@ impl Scheduler {
     /// Forgets a sequence at once, wherever it is, and gives its blocks back. False if it is not known (any more): aborting
     /// twice, or after the end, does nothing.
     ///
-    /// With a plan in flight that holds rows of the sequence, their results are ignored by `commit`; the blocks can be
-    /// given out again from the next `schedule` on.
+    /// Rows of the sequence in flight are void: their results are ignored by `commit`. The blocks can be given out again
+    /// from the next `schedule` on.
     pub fn abort(&mut self, seq: SeqId, blocks: &mut BlockAllocator) -> bool {
         let Some(entry) = self.entries.remove(&seq) else { return false };
+        self.wasted_rows += u64::from(entry.in_flight);
         match entry.state {
             State::Waiting => self.waiting.remove(entry.rank),
             State::Running => self.leave_seat(seq, entry.rank, blocks),
@@ -328,11 +341,13 @@ impl Scheduler {
         self.entries.get(&seq).map_or(0, |entry| entry.prompt_len)
     }
 
-    /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual. Their keys and
-    /// values go to no other sequence; once the sequence has lost its blocks it begins as usual again.
+    /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual, as it turned out
+    /// when the oldest plan in flight was run. Their keys and values go to no other sequence; once the sequence has lost its
+    /// blocks it begins as usual again. Its rows in later plans become void with the next `commit`.
     pub fn set_f32_from(&mut self, seq: SeqId, position: u32) {
         if let Some(entry) = self.entries.get_mut(&seq) {
             entry.f32_from = Some(entry.f32_from.map_or(position, |known| known.min(position)));
+            entry.redo = entry.in_flight > 0;
         }
     }
 
@@ -364,6 +379,11 @@ impl Scheduler {
     /// Preemptions since the start.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
+    }
+
+    /// Rows planned and then void since the start: of sequences that had ended by the time, or that had to be computed again.
+    pub fn wasted_rows(&self) -> u64 {
+        self.wasted_rows
     }
 
     /// The limits it was made with.
@@ -411,14 +431,21 @@ impl Scheduler {
                     if !self.running.iter().any(|seat| seat.seq == *seq && seat.rank == entry.rank) {
                         return Err(format!("{seq:?} runs without a seat"));
                     }
-                    if entry.computed + entry.in_flight > room || entry.computed >= entry.len() {
+                    if entry.next_row() > room || entry.computed >= entry.len() {
                         return Err(format!("{seq:?} has room for {room} tokens: {entry:?}"));
+                    }
+                    if entry.next_row() >= entry.len() + entry.pending.max(1) {
+                        return Err(format!("{seq:?} has rows of tokens that nobody draws: {entry:?}"));
                     }
                 }
                 State::Exhausted => {}
             }
-            if entry.state != State::Running && (table > 0 || entry.computed + entry.in_flight > 0) {
+            if entry.state != State::Running && (table > 0 || entry.next_row() > 0) {
                 return Err(format!("{seq:?} does not run and holds {table} blocks: {entry:?}"));
+            }
+            let planned = self.flights.rows_of(*seq, entry.valid_from);
+            if planned != (entry.in_flight, entry.pending) {
+                return Err(format!("{seq:?} has {planned:?} rows in plans that count: {entry:?}"));
             }
         }
         if (waiting, running) != (self.waiting.len(), self.running.len()) {
@@ -458,6 +485,7 @@ impl Scheduler {
         let StepPlan { chunks, copies, .. } = &mut self.plan;
         chunks.reserve(self.running.len().saturating_sub(chunks.len()));
         copies.reserve(self.running.len().saturating_sub(copies.len()));
+        self.flights.reserve(self.running.len());
     }
 
     /// Takes a sequence off its seat and its blocks back.
@@ -468,10 +496,4 @@ impl Scheduler {
         let released = blocks.release(seq);
         debug_assert!(released.is_ok(), "{seq:?} ran without blocks");
     }
-}
-
-/// Tokens a sequence can come to hold: its limit, or one more than the pool has slots for.
-fn reserved_tokens(entry: &Entry, blocks: &BlockAllocator) -> u32 {
-    let slots = blocks.capacity() * blocks.block_size();
-    entry.limit_tokens.min(slots.saturating_add(1)).max(entry.len())
 }

@@ -14,29 +14,33 @@ pub(super) enum Relief {
     Freed,
     /// It has left its seat itself.
     Left,
-    /// Everybody else is in flight: it sits this step out.
+    /// Everybody else is in this very step: it sits it out.
     Wait,
+    /// Whoever could give way has rows in earlier plans: nobody else is planned until they are committed.
+    Stall,
 }
 
 impl Scheduler {
     /// Makes room for the sequence on seat `at`.
     pub(super) fn relieve(&mut self, at: usize, blocks: &mut BlockAllocator) -> Relief {
-        if self.running.len() == 1 {
-            self.exhaust(at, blocks);
-            return Relief::Left;
-        }
         let in_flight = |seat: &Seat| self.entries.get(&seat.seq).is_some_and(|entry| entry.in_flight > 0);
+        let sit_out = if self.flights.is_empty() { Relief::Wait } else { Relief::Stall };
+        let last = self.running.len() - 1;
         match self.running.iter().rposition(|seat| !in_flight(seat)) {
             Some(victim) if victim > at => {
                 self.preempt(victim, blocks);
                 Relief::Freed
             }
-            // Everyone behind it is in this very step; a preemption there would throw work away that is planned.
-            Some(victim) if victim == at && at + 1 < self.running.len() => Relief::Wait,
-            _ => {
+            Some(victim) if victim == at && last == 0 => {
+                self.exhaust(at, blocks);
+                Relief::Left
+            }
+            Some(victim) if victim == at && at == last => {
                 self.preempt(at, blocks);
                 Relief::Left
             }
+            // It is in flight itself, or everyone behind it is: a preemption there would throw planned work away.
+            _ => sit_out,
         }
     }
 

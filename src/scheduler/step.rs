@@ -1,8 +1,9 @@
 //! One step: the plan, its results, and the two calls that make and digest them.
 //!
 //! A plan lists rows; the results say which token came out of each chunk that wanted one. A sequence's rows are computed
-//! in order and without gaps, each once, unless it is preempted and starts over.
+//! in order and without gaps, each once, unless it is preempted and starts over, or rows ahead of a result are void.
 
+use super::flights::Flight;
 use super::preempt::Relief;
 use super::{Scheduler, State, Tick, reserved_tokens};
 use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
@@ -10,6 +11,8 @@ use crate::kv_cache::{BlockAllocator, BlockId, SeqId};
 /// What one step computes. The vectors are used again by the next plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
+    /// Counts plans, empty ones included.
+    pub number: u64,
     /// Rows to compute: decodes, then chunks of running prompts, then newly admitted sequences.
     pub chunks: Vec<Chunk>,
     /// Sequences that gave their blocks back and wait again.
@@ -44,8 +47,19 @@ pub struct Chunk {
     pub start: u32,
     /// Rows, at least 1.
     pub len: u32,
-    /// Whether the last row's logits are wanted: it is the last token known.
+    /// Whether the last row's logits are wanted: it is the last token there is.
     pub samples: bool,
+    /// Where its one row's token comes from, if it is not known yet.
+    pub placeholder: Option<Placeholder>,
+}
+
+/// The token that a chunk of a plan in flight samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Placeholder {
+    /// The plan's number.
+    pub plan: u64,
+    /// The chunk's place in it.
+    pub chunk: usize,
 }
 
 /// What came out of a plan: a result a chunk, in the same order.
@@ -74,9 +88,23 @@ enum Phase {
     Prefill,
 }
 
+/// What is left of a step.
+#[derive(Clone, Copy, Debug)]
+struct Budget {
+    rows: u32,
+    logit_rows: u32,
+}
+
+impl Budget {
+    fn take(&mut self, rows: u32, logit_rows: u32) {
+        self.rows -= rows;
+        self.logit_rows -= logit_rows;
+    }
+}
+
 impl Scheduler {
     /// Makes the plan of the next step. Running sequences first, then admissions in order; none is admitted in a step that
-    /// had to preempt.
+    /// had to preempt. A plan without chunks needs no commit.
     pub fn schedule(&mut self, now: Tick, blocks: &mut BlockAllocator) -> &StepPlan {
         self.clock = self.clock.max(now);
         for seq in self.plan.exhausted.drain(..) {
@@ -85,12 +113,14 @@ impl Scheduler {
             }
         }
         self.plan.clear();
-        let mut budget = self.step_budget_tokens;
-        self.plan_running(Phase::Decode, &mut budget, blocks);
-        self.plan_running(Phase::Prefill, &mut budget, blocks);
-        if self.plan.preempted.is_empty() {
+        self.plan.number = self.flights.next_plan();
+        let mut budget = Budget { rows: self.step_budget_tokens, logit_rows: self.config.max_logit_rows };
+        let flows = self.plan_running(Phase::Decode, &mut budget, blocks)
+            && self.plan_running(Phase::Prefill, &mut budget, blocks);
+        if flows && self.plan.preempted.is_empty() {
             self.plan_waiting(&mut budget, blocks);
         }
+        self.flights.take_off(&self.plan);
         &self.plan
     }
 
@@ -99,64 +129,104 @@ impl Scheduler {
         &self.plan
     }
 
-    /// Takes the results of the plan made last.
+    /// Whether rows of the sequence in a plan in flight are void by now: their results mean nothing.
+    pub fn is_void(&self, plan: u64, seq: SeqId) -> bool {
+        self.entries.get(&seq).is_none_or(|entry| entry.valid_from > plan)
+    }
+
+    /// Takes the results of the oldest plan in flight. Those of void chunks are ignored.
     pub fn commit(&mut self, done: &StepOutput, blocks: &mut BlockAllocator) {
-        for result in &done.results {
-            // Unknown: aborted meanwhile. Nothing in flight: aborted and added again under the same id.
-            let Some(entry) = self.entries.get_mut(&result.seq).filter(|entry| entry.in_flight > 0) else { continue };
-            let end = entry.computed + std::mem::take(&mut entry.in_flight);
-            let samples = end == entry.len();
-            let failed = result.token.is_none() && (samples || result.finished);
-            entry.computed = if failed { end - 1 } else { end };
-            if !(failed && result.finished) {
-                let shared = entry.f32_from.map_or(entry.computed, |from| from.min(entry.computed));
-                blocks.publish(result.seq, &entry.tokens[..shared as usize]);
-            }
-            if result.finished {
-                let rank = entry.rank;
-                self.entries.remove(&result.seq);
-                self.leave_seat(result.seq, rank, blocks);
-            } else if samples && let Some(token) = result.token {
-                entry.tokens.push(token);
+        let Some(Flight { plan, chunks }) = self.flights.pop() else { return };
+        let mut results = done.results.as_slice();
+        for chunk in &chunks {
+            let found = results.iter().position(|result| result.seq == chunk.seq);
+            let result = found.map(|at| {
+                let result = results[at];
+                results = &results[at + 1..];
+                result
+            });
+            if !self.is_void(plan, chunk.seq) {
+                self.commit_chunk(chunk, result, blocks);
             }
         }
-        for chunk in &self.plan.chunks {
-            if let Some(entry) = self.entries.get_mut(&chunk.seq) {
-                entry.in_flight = 0;
-            }
+        self.flights.recycle(chunks);
+    }
+
+    fn commit_chunk(&mut self, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
+        let next_plan = self.flights.next_plan();
+        let Some(entry) = self.entries.get_mut(&chunk.seq) else { return };
+        entry.in_flight -= chunk.len;
+        entry.pending -= u32::from(chunk.samples);
+        let redo = std::mem::take(&mut entry.redo);
+        let Some(result) = result else {
+            self.wasted_rows += u64::from(entry.void(next_plan));
+            return;
+        };
+        let end = chunk.start + chunk.len;
+        let failed = result.token.is_none() && (chunk.samples || result.finished);
+        entry.computed = if failed { end - 1 } else { end };
+        entry.logits_from = entry.logits_from.map(|from| from.max(entry.computed));
+        if !(failed && result.finished) {
+            let shared = entry.f32_from.map_or(entry.computed, |from| from.min(entry.computed));
+            blocks.publish(chunk.seq, &entry.tokens[..shared as usize]);
+        }
+        if result.finished {
+            let (rank, in_flight) = (entry.rank, entry.in_flight);
+            self.wasted_rows += u64::from(in_flight);
+            self.entries.remove(&chunk.seq);
+            self.leave_seat(chunk.seq, rank, blocks);
+            return;
+        }
+        if chunk.samples
+            && let Some(token) = result.token
+        {
+            entry.tokens.push(token);
+        }
+        if failed || redo {
+            self.wasted_rows += u64::from(entry.void(next_plan));
         }
     }
 
-    fn plan_running(&mut self, phase: Phase, budget: &mut u32, blocks: &mut BlockAllocator) {
+    /// False if nothing more may be planned, so that rows in flight come out of it.
+    fn plan_running(&mut self, phase: Phase, budget: &mut Budget, blocks: &mut BlockAllocator) -> bool {
         let mut at = 0;
-        while at < self.running.len() && *budget > 0 {
+        while at < self.running.len() && budget.rows > 0 {
             let seq = self.running[at].seq;
             let Some(entry) = self.entries.get(&seq) else { break };
-            let (start, len) = (entry.computed, entry.len());
-            let decodes = len - start == 1;
-            if entry.in_flight > 0 || decodes != (phase == Phase::Decode) {
+            let (start, left) = (entry.next_row(), entry.rows_left());
+            if left == 0 || (left == 1) != (phase == Phase::Decode) {
                 at += 1;
                 continue;
             }
             if entry.is_exhausted(blocks) {
-                self.exhaust(at, blocks);
+                if entry.in_flight > 0 {
+                    at += 1;
+                } else {
+                    self.exhaust(at, blocks);
+                }
                 continue;
             }
-            let rows = (len - start).min(*budget);
+            let rows = entry.rows_within(start, left.min(budget.rows), budget.logit_rows);
+            if rows == 0 {
+                at += 1;
+                continue;
+            }
             if blocks.prepare_rows(seq, start, start + rows, &mut self.plan.copies).is_ok() {
-                self.plan_chunk(seq, rows);
-                *budget -= rows;
+                self.plan_chunk(seq, rows, budget);
                 at += 1;
                 continue;
             }
-            if self.relieve(at, blocks) == Relief::Wait {
-                at += 1;
+            match self.relieve(at, blocks) {
+                Relief::Freed | Relief::Left => {}
+                Relief::Wait => at += 1,
+                Relief::Stall => return false,
             }
         }
+        true
     }
 
-    fn plan_waiting(&mut self, budget: &mut u32, blocks: &mut BlockAllocator) {
-        while *budget > 0 && self.running.len() < self.config.max_num_seqs as usize {
+    fn plan_waiting(&mut self, budget: &mut Budget, blocks: &mut BlockAllocator) {
+        while budget.rows > 0 && self.running.len() < self.config.max_num_seqs as usize {
             let Some((rank, seq)) = self.waiting.first() else { return };
             let Some(entry) = self.entries.get_mut(&seq) else { return };
             let len = entry.len();
@@ -172,9 +242,12 @@ impl Scheduler {
             } else {
                 self.hit.reset(&entry.salt);
             }
+            let start = self.hit.tokens();
+            let rows = entry.rows_within(start, (len - start).min(budget.rows), budget.logit_rows);
             let spare = if self.running.is_empty() { 0 } else { self.config.watermark_blocks };
             let needed = blocks.admission_blocks(&self.hit, len);
-            if needed.saturating_add(spare) > blocks.available() || blocks.admit(seq, &self.hit, len).is_err() {
+            let fits = needed.saturating_add(spare) <= blocks.available();
+            if rows == 0 || !fits || blocks.admit(seq, &self.hit, len).is_err() {
                 return;
             }
             let reserved = reserved_tokens(entry, blocks);
@@ -182,21 +255,25 @@ impl Scheduler {
             debug_assert!(table.is_ok());
             entry.tokens.reserve_exact((reserved as usize).saturating_sub(entry.tokens.len()));
             entry.state = State::Running;
-            entry.computed = self.hit.tokens();
-            entry.cached_tokens = self.hit.tokens().min(entry.prompt_len);
-            let rows = (len - entry.computed).min(*budget);
+            entry.computed = start;
+            entry.cached_tokens = start.min(entry.prompt_len);
             self.waiting.remove(rank);
             self.seat(seq, rank);
-            self.plan_chunk(seq, rows);
-            *budget -= rows;
+            self.plan_chunk(seq, rows, budget);
         }
     }
 
-    fn plan_chunk(&mut self, seq: SeqId, rows: u32) {
-        if let Some(entry) = self.entries.get_mut(&seq) {
-            let samples = entry.computed + rows == entry.len();
-            entry.in_flight = rows;
-            self.plan.chunks.push(Chunk { seq, start: entry.computed, len: rows, samples });
+    fn plan_chunk(&mut self, seq: SeqId, rows: u32, budget: &mut Budget) {
+        let Some(entry) = self.entries.get_mut(&seq) else { return };
+        let start = entry.next_row();
+        let samples = start + rows == entry.plannable();
+        let placeholder = (start >= entry.len()).then_some(entry.newest);
+        budget.take(rows, entry.prompt_logits(start, start + rows) + u32::from(samples));
+        entry.in_flight += rows;
+        if samples {
+            entry.pending += 1;
+            entry.newest = Placeholder { plan: self.plan.number, chunk: self.plan.chunks.len() };
         }
+        self.plan.chunks.push(Chunk { seq, start, len: rows, samples, placeholder });
     }
 }

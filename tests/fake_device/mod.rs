@@ -34,6 +34,8 @@ pub struct Twin {
     pub token_steps: Vec<u64>,
     pub admissions: u32,
     pub cached_tokens: u32,
+    /// Prompt rows whose logits have been looked at; `None` if nobody wants them.
+    pub seen_logits: Option<u32>,
 }
 
 /// Scheduler, pool and fake device together.
@@ -85,6 +87,7 @@ impl Rig {
             token_steps: Vec::new(),
             admissions: 0,
             cached_tokens: 0,
+            seen_logits: meta.prompt_logits.then_some(0),
         };
         self.scheduler.add(SeqId(id), meta, Tick(self.step * 1_000), &self.blocks)?;
         self.live.insert(SeqId(id), twin);
@@ -130,6 +133,7 @@ impl Rig {
         }
         let mut written = BTreeSet::new();
         let mut results = Vec::new();
+        let mut logit_rows = 0;
         for chunk in &plan.chunks {
             let twin = self.live.get_mut(&chunk.seq).expect("only live sequences are planned");
             let tokens = [&twin.prompt[..], &twin.output].concat();
@@ -160,10 +164,18 @@ impl Rig {
                 }
             }
             twin.computed = end as u32;
+            logit_rows += u32::from(chunk.samples);
+            if let Some(seen) = &mut twin.seen_logits {
+                let last = (end as u32).min(twin.prompt.len() as u32 - 1);
+                assert!(*seen >= chunk.start.min(last), "rows of the prompt are missed: {chunk:?}");
+                logit_rows += last.saturating_sub(*seen);
+                *seen = last.max(*seen);
+            }
             let token = chunk.samples.then(|| self.constant_token.unwrap_or(expected as u32 % 5));
             let finished = token.is_some() && twin.output.len() + 1 == twin.max_tokens as usize;
             results.push((SeqResult { seq: chunk.seq, token, finished }, chunk.seq));
         }
+        assert!(logit_rows <= self.scheduler.config().max_logit_rows, "{logit_rows} rows of logits: {plan:?}");
         // Nobody may read a slot that somebody else writes in the same step.
         for chunk in &plan.chunks {
             for other in plan.chunks.iter().filter(|other| other.seq != chunk.seq) {

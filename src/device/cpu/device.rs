@@ -90,6 +90,9 @@ impl CpuDevice {
             max_block_size: 1024,
             default_block_size: 16,
             static_shapes: false,
+            unified_memory: true,
+            // A launch has ended when the call returns: there is nothing to run beside it.
+            default_pipeline_depth: 1,
             batch_invariant: true,
             max_ranks: 16,
             retry_f32: true,
@@ -236,6 +239,10 @@ impl Device for CpuDevice {
         for &(to, from) in rows {
             let mut token = [0; 4];
             token.copy_from_slice(state.bytes(word(best, from))?);
+            if token == super::arg_max::NO_ID.to_ne_bytes() {
+                // What the row computes is nobody's, but its id has to be one.
+                token = [0; 4];
+            }
             state.bytes_mut(word(ids, to))?.copy_from_slice(&token);
         }
         Ok(())

@@ -1,0 +1,147 @@
+//! Steps in flight: launched, and not taken out yet.
+//!
+//! ```text
+//!   depth 2     prepare 1 ─ launch 1 ─ prepare 2 ─ launch 2 ─ take out 1 ─ prepare 3 ─ launch 3 ─ take out 2 …
+//!   the device              └── 1 runs ──────────────────────┘└── 2 runs ───────────────────────┘└── 3 runs …
+//! ```
+//! - *prepare*: attend to callers, schedule, lay out rows and tables;
+//! - *compute*: the model's launch and what the device makes of it;
+//! - *output*: wait, sample, detokenise, publish, commit.
+//!
+//! All of it is one thread's work; what overlaps is the device's. Steps are taken out in the order in which they were
+//! planned, so a request sees the same tokens in the same order at any depth. A step whose sequence has ended meanwhile has
+//! void rows; nothing of these is looked at. An error in a step ends the engine, and those behind it with it: nothing of
+//! them is published.
+
+use std::collections::VecDeque;
+
+use crate::graph::Cost;
+use crate::kv_cache::BlockAllocator;
+use crate::scheduler::{Chunk, Placeholder, Scheduler, SeqResult, StepOutput, Tick};
+
+use super::batch::Batch;
+use super::config::EngineConfig;
+use super::forward::Ticket;
+use super::roster::Roster;
+
+/// One planned step and what comes of it.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    /// The plan's number.
+    plan: u64,
+    pub chunks: Vec<Chunk>,
+    pub batch: Batch,
+    pub output: StepOutput,
+    /// By chunk: whether its results mean nothing any more.
+    pub void: Vec<bool>,
+    pub ticket: Ticket,
+    /// When it was planned.
+    pub planned: Tick,
+    /// When it was launched.
+    pub launched: Tick,
+    pub cost: Cost,
+}
+
+#[derive(Debug)]
+pub(crate) struct Pipeline {
+    depth: usize,
+    /// Oldest first.
+    flying: VecDeque<Step>,
+    spare: Vec<Step>,
+}
+
+impl Pipeline {
+    /// Reserves what the steps of `depth` plans need.
+    pub fn with_room(depth: u32, config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
+        let depth = depth as usize;
+        let spare = (0..depth).map(|_| Step::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
+        Self { depth, flying: VecDeque::with_capacity(depth), spare }
+    }
+
+    /// Whether one more step may be launched.
+    pub fn has_room(&self) -> bool {
+        self.flying.len() < self.depth
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.flying.is_empty()
+    }
+
+    /// The step of the plan made last.
+    pub fn prepare(&mut self, now: Tick, scheduler: &Scheduler, blocks: &BlockAllocator, roster: &Roster) -> Step {
+        let mut step = self.spare.pop().unwrap_or_default();
+        let plan = scheduler.plan();
+        step.plan = plan.number;
+        step.planned = now;
+        step.chunks.clear();
+        step.chunks.extend_from_slice(&plan.chunks);
+        step.batch.fill(&step.chunks, scheduler, blocks, roster, |placeholder| self.source(placeholder));
+        step
+    }
+
+    /// Puts a launched step behind the others.
+    pub fn push(&mut self, step: Step) {
+        self.flying.push_back(step);
+    }
+
+    /// The oldest step, to be taken out.
+    pub fn pop(&mut self) -> Option<Step> {
+        self.flying.pop_front()
+    }
+
+    /// Takes a step's room back.
+    pub fn recycle(&mut self, step: Step) {
+        self.spare.push(step);
+    }
+
+    /// The batch in flight that draws a placeholder, and its row of logits.
+    fn source(&self, placeholder: Placeholder) -> Option<(Ticket, u32)> {
+        let step = self.flying.iter().find(|step| step.plan == placeholder.plan)?;
+        Some((step.ticket, step.batch.sampled(placeholder.chunk)?))
+    }
+}
+
+impl Step {
+    fn with_room(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
+        let seqs = config.max_num_seqs as usize;
+        let rows = config.max_num_batched_tokens as usize;
+        // A table entry a block; with shared prefixes the tables of a step may name a block more than once.
+        let longest = longest_blocks.min(pool_blocks) as usize;
+        let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
+        Self {
+            chunks: Vec::with_capacity(seqs),
+            output: StepOutput { results: Vec::with_capacity(seqs) },
+            void: Vec::with_capacity(seqs),
+            batch: Batch::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
+            ..Self::default()
+        }
+    }
+
+    pub fn rows(&self) -> u32 {
+        self.chunks.iter().map(|chunk| chunk.len).sum()
+    }
+
+    /// Begins to take it out: which of its chunks still count, and no result for any.
+    pub fn open(&mut self, scheduler: &Scheduler) {
+        let Self { plan, chunks, batch, output, void, .. } = self;
+        void.clear();
+        void.extend(chunks.iter().map(|chunk| scheduler.is_void(*plan, chunk.seq)));
+        batch.drop_void(void);
+        output.results.clear();
+        output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
+    }
+
+    /// What a sequence computed before its request failed in this step is not to be found in the prefix cache.
+    pub fn discard_failed(&mut self, roster: &Roster) {
+        let results = self.output.results.iter_mut();
+        for result in results.filter(|result| !result.finished && roster.get(result.seq).is_none()) {
+            *result = SeqResult { seq: result.seq, token: None, finished: true };
+        }
+    }
+
+    /// Choices that end on this step.
+    pub fn finished(&self) -> u32 {
+        let ends = |(result, void): &(&SeqResult, &bool)| result.finished && !**void;
+        u32::try_from(self.output.results.iter().zip(&self.void).filter(ends).count()).unwrap_or(u32::MAX)
+    }
+}
