@@ -95,7 +95,7 @@ impl ModelRunner {
         }
         Ok(Self {
             pool: buffer(
-                shape.pool_blocks,
+                shape.pool_blocks + usize::try_from(layout.reserved_blocks).unwrap_or(usize::MAX / 2),
                 usize::try_from(layout.bytes_per_block).unwrap_or(usize::MAX),
                 MemKind::Device,
             )?,

@@ -153,11 +153,12 @@ op!(aclnnTanhGetWorkspaceSize, aclnnTanh, (x: Handle, out: Handle),
 op!(aclnnAddGetWorkspaceSize, aclnnAdd, (a: Handle, b: Handle, alpha: Handle, out: Handle), {
     #[allow(clippy::cast_possible_truncation)]
     let alpha = scalar(alpha, "alpha")? as f32;
-    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, move |a, b| a + alpha * b)
+    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, move |a, b| a + alpha * b,
+        move |a, b| a + alpha as i64 * b)
 });
 
 op!(aclnnMulGetWorkspaceSize, aclnnMul, (a: Handle, b: Handle, out: Handle),
-    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, |a, b| a * b));
+    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, |a, b| a * b, |a, b| a * b));
 
 op!(aclnnMulsGetWorkspaceSize, aclnnMuls, (x: Handle, other: Handle, out: Handle), {
     #[allow(clippy::cast_possible_truncation)]
