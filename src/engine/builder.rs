@@ -53,6 +53,9 @@ pub struct EngineInfo {
     pub max_model_len: u32,
     /// The device in words.
     pub device: String,
+    /// What the device said of itself when the model was loaded, such as why something runs in another way than it could;
+    /// [`Device::notes`] has what came later.
+    pub device_notes: Vec<String>,
     /// Tokens a KV block.
     pub block_size: u32,
     /// Type of stored keys and values.
@@ -248,6 +251,7 @@ impl EngineBuilder {
             vocab_size: limits.vocab_size,
             max_model_len,
             device: device.caps().description.clone(),
+            device_notes: device.notes(),
             block_size: to_u32(geometry.block_size),
             kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
             pool_blocks,
