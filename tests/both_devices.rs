@@ -3,9 +3,10 @@
 #![cfg(feature = "ascend")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
-mod npu;
 #[path = "support/model.rs"]
+#[allow(dead_code)] // a part of it is used
 mod model;
+mod npu;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +26,6 @@ struct Golden {
 struct Case {
     input_ids: Vec<u32>,
     last_logits: Vec<f32>,
-    greedy: Vec<u32>,
 }
 
 fn models() -> Vec<PathBuf> {

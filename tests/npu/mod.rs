@@ -29,7 +29,9 @@ impl Npu {
     /// The simulator, set up by name and number.
     pub fn with(settings: &[(&str, i64)]) -> Self {
         let npu = Self::new();
-        settings.iter().for_each(|(name, value)| npu.sim.set(name, *value));
+        for (name, value) in settings {
+            npu.sim.set(name, *value);
+        }
         npu
     }
 
@@ -44,6 +46,14 @@ impl Npu {
         self.try_device(|_| ()).expect("the simulated card opens")
     }
 
+    /// What opening a copy of the library gives that lacks some functions.
+    pub fn sim_without(&self, symbols: &[&str]) -> Result<Arc<AscendDevice>, AscendOpenError> {
+        let file =
+            std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("libascend_without_{}.so", symbols[0]));
+        self.sim.without(symbols, &file).expect("a copy");
+        self.try_device(|options| options.library = Some(file))
+    }
+
     /// Operation by operation.
     pub fn eager(&self) -> Arc<AscendDevice> {
         self.try_device(|options| options.capture = false).expect("the simulated card opens")
@@ -53,7 +63,8 @@ impl Npu {
     #[track_caller]
     pub fn assert_clean(&self) {
         assert_eq!(self.sim.complaints(), [""; 0], "complaints");
-        for sort in ["device_blocks", "pinned_blocks", "streams", "events", "contexts", "graphs", "executors", "descriptors"]
+        for sort in
+            ["device_blocks", "pinned_blocks", "streams", "events", "contexts", "graphs", "executors", "descriptors"]
         {
             assert_eq!(self.sim.live(sort), 0, "{sort} left");
         }

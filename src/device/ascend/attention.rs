@@ -83,7 +83,14 @@ impl Layer<'_> {
         let rows = usize::try_from(lengths.ends.last().copied().unwrap_or(0)).unwrap_or(0);
         let table = self.table.tensor(&[seqs, self.table_cols]);
         if self.form == Form::Packed {
-            return run(self.make(QueryLayout::Packed, &[rows, heads, head_dim], 0, table, &lengths.ends, &lengths.keys)?);
+            return run(self.make(
+                QueryLayout::Packed,
+                &[rows, heads, head_dim],
+                0,
+                table,
+                &lengths.ends,
+                &lengths.keys,
+            )?);
         }
         if lengths.is_single() {
             return run(self.make(QueryLayout::Padded, &[seqs, 1, heads, head_dim], 0, table, &[], &lengths.keys)?);

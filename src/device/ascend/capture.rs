@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use ascend_sys::{
-    AscendError, AscendErrorKind, Capture, CaptureMode, DeviceAddress, DeviceBuffer, Event, EventKind, Graph, Op, Stream,
-    TaskGroup, TaskUpdate,
+    AscendError, AscendErrorKind, Capture, CaptureMode, DeviceAddress, DeviceBuffer, Event, EventKind, Graph, Op,
+    Stream, TaskGroup, TaskUpdate,
 };
 
 use super::base::{Base, Shared};

@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Library, Ops, PinnedBuffer, Runtime, TensorDesc};
+use ascend_sys::{
+    AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Library, Ops, PinnedBuffer, Runtime, TensorDesc,
+};
 
 use super::base::Base;
 use super::capture;
@@ -28,15 +30,52 @@ const LANDING_BYTES: usize = 64 << 20;
 
 /// What callers ask of the thread. Lists come from a pool and go back to it.
 pub(super) enum Command {
-    Write { dst: Span, slot: PinnedBuffer, bytes: usize, on: usize },
-    Read { src: Span, after: Option<u64> },
-    Copy { dst: Span, src: Span, on: usize },
-    Feed { ids: Span, best: Span, rows: Vec<u32>, on: usize },
-    Record { on: usize, event: u64 },
-    Wait { on: usize, event: u64 },
-    WaitHost { event: u64 },
-    Launch { program: u64, io: Bindings, shape: LaunchShape, lens: Vec<u32>, on: usize },
-    CopyBlocks { cache: Cache, src: Span, dst: Span, pairs: Vec<u32>, on: usize },
+    Write {
+        dst: Span,
+        slot: PinnedBuffer,
+        bytes: usize,
+        on: usize,
+    },
+    Read {
+        src: Span,
+        after: Option<u64>,
+    },
+    Copy {
+        dst: Span,
+        src: Span,
+        on: usize,
+    },
+    Feed {
+        ids: Span,
+        best: Span,
+        rows: Vec<u32>,
+        on: usize,
+    },
+    Record {
+        on: usize,
+        event: u64,
+    },
+    Wait {
+        on: usize,
+        event: u64,
+    },
+    WaitHost {
+        event: u64,
+    },
+    Launch {
+        program: u64,
+        io: Bindings,
+        shape: LaunchShape,
+        lens: Vec<u32>,
+        on: usize,
+    },
+    CopyBlocks {
+        cache: Cache,
+        src: Span,
+        dst: Span,
+        pairs: Vec<u32>,
+        on: usize,
+    },
     /// Frees slots whose copies have ended.
     Reclaim,
     Call(Box<dyn FnOnce(&mut Card) + Send>),
@@ -121,12 +160,8 @@ impl Card {
             context.set_deterministic(true)?;
         }
         let (free, total) = context.memory_bytes()?;
-        let facts = Facts {
-            chip: runtime.soc_name(),
-            cann: runtime.cann_version().ok(),
-            free_bytes: free,
-            total_bytes: total,
-        };
+        let facts =
+            Facts { chip: runtime.soc_name(), cann: runtime.cann_version().ok(), free_bytes: free, total_bytes: total };
         let ops = Ops::load(&opening.library, runtime);
         let slots = Arc::new(FreeSlots::new(&context, SLOTS)?);
         let base = Base::new(&context, ops, Arc::clone(&slots), opening.limit, Arc::clone(&notes))?;

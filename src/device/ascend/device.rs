@@ -21,8 +21,8 @@ use super::staging::SLOT_BYTES;
 use super::telemetry::Telemetry;
 use super::weights::{WeightSet, activation_elem, convert_tensor, kv_dtype, place};
 use crate::device::{
-    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks, ProgramId, Span, StepArgs,
-    StreamId, WeightSetId,
+    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks,
+    ProgramId, Span, StepArgs, StreamId, WeightSetId,
 };
 use crate::graph::passes::OpSet;
 use crate::graph::{Bucket, CompileError, Plan, Target, Weight};
@@ -218,8 +218,9 @@ impl Known {
                 return Err(invalid("a launch's buffers are device memory"));
             }
         }
-        let keys = [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.best, io.row_status, io.kv_pool]
-            .map(|span| span.buffer.0);
+        let keys =
+            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.best, io.row_status, io.kv_pool]
+                .map(|span| span.buffer.0);
         let block_size = cache.geometry.block_size;
         let longest = args.kv_lens.iter().copied().max().unwrap_or(0) as usize;
         let blocks = cache.blocks(io.kv_pool.bytes) as u64;
@@ -300,13 +301,11 @@ impl Device for AscendDevice {
             return Err(invalid(format!("write of {} bytes into a span of {}", src.len(), dst.bytes)));
         }
         for (index, chunk) in src.chunks(SLOT_BYTES).enumerate() {
-            let slot = match self.desk.slots.try_take() {
-                Some(slot) => Some(slot),
-                None => {
-                    self.push(Command::Reclaim)?;
-                    self.desk.slots.take()
-                }
-            };
+            let mut slot = self.desk.slots.try_take();
+            if slot.is_none() {
+                self.push(Command::Reclaim)?;
+                slot = self.desk.slots.take();
+            }
             let mut slot = slot.ok_or_else(|| self.end())?;
             slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
             let dst = Span { offset: dst.offset + (index * SLOT_BYTES) as u64, bytes: chunk.len() as u64, ..dst };
@@ -524,7 +523,8 @@ impl Device for AscendDevice {
         self.desk.failures.check()?;
         let (cache, on) = {
             let known = self.known.lock();
-            let cache = *known.layouts.get(&layout.id).ok_or_else(|| invalid(format!("unknown layout {}", layout.id)))?;
+            let cache =
+                *known.layouts.get(&layout.id).ok_or_else(|| invalid(format!("unknown layout {}", layout.id)))?;
             if (known.check(src_pool)?, known.check(dst_pool)?) == (MemKind::Pinned, MemKind::Pinned) {
                 return Err(invalid("a copy between two pinned pools"));
             }

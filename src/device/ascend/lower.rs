@@ -14,8 +14,8 @@ use super::memory::{Pieces, Place};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
 use crate::graph::{
-    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand, Plan, RopeStyle,
-    Step,
+    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand, Plan,
+    RopeStyle, Step,
 };
 
 /// Rows that a launch computes.
@@ -44,12 +44,21 @@ pub(super) struct Room {
 
 /// What a step becomes.
 #[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
 pub(super) enum Item {
     Op(Recipe),
     /// Writes keys and values of all rows to their slots.
-    Store { layer: usize, key: Place, value: Place },
+    Store {
+        layer: usize,
+        key: Place,
+        value: Place,
+    },
     /// Attention over what is stored.
-    Attend { shape: AttentionShape, query: Place, out: Place },
+    Attend {
+        shape: AttentionShape,
+        query: Place,
+        out: Place,
+    },
 }
 
 /// Places of a program's own, as offsets into its region behind the arena.
@@ -91,7 +100,8 @@ impl Fixed {
     /// Places for a plan from `base` on, and the bytes of all.
     pub(super) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
         let Sizes { tokens, logits, seqs, table_cols } = sizes;
-        let widest = plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
+        let widest =
+            plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
         let most_groups = plan.steps.iter().map(|step| most_groups(plan, step)).max().unwrap_or(1);
         let mut pieces = Pieces::default();
         let mut words = |count: usize| base.offset(pieces.add(4 * count));
@@ -243,13 +253,12 @@ impl Lowering {
                     let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
                     op_of(Recipe::Linear { x: input(0), weight: *weight, bias: None, out })
                 }
-                None => parts.iter().zip(outputs).try_for_each(|(part, &out)| {
-                    self.linear(part, input(0), out, rows, results, room, &mut op_of)
-                }),
+                None => parts
+                    .iter()
+                    .zip(outputs)
+                    .try_for_each(|(part, &out)| self.linear(part, input(0), out, rows, results, room, &mut op_of)),
             },
-            Op::ActMul(kind) => {
-                self.act_mul(at, *kind, [input(0), input(1)], output(0), &mut op_of)
-            }
+            Op::ActMul(kind) => self.act_mul(at, *kind, [input(0), input(1)], output(0), &mut op_of),
             Op::SwigluLinear { activation, part, .. } => {
                 let product = self.value(scratch.unwrap_or(inputs[0]), rows);
                 self.act_mul(at, *activation, [input(0), input(1)], product, &mut op_of)?;
@@ -316,8 +325,11 @@ impl Lowering {
 
     fn norm(&self, norm: &NormSpec, x: Place, out: Place, rows: usize, cols: usize) -> Recipe {
         let heads = cols / norm.group;
-        let (dims, factors) =
-            if heads == 1 { (vec![rows, cols], vec![rows, 1]) } else { (vec![rows, heads, norm.group], vec![rows, heads, 1]) };
+        let (dims, factors) = if heads == 1 {
+            (vec![rows, cols], vec![rows, 1])
+        } else {
+            (vec![rows, heads, norm.group], vec![rows, heads, 1])
+        };
         Recipe::RmsNorm {
             x: x.tensor(&dims),
             gamma: self.weights.tensor(norm.weight),
@@ -473,7 +485,9 @@ pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
     for step in &plan.steps {
         let name = step.op.name();
         let to = match &step.op {
-            Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => Some(*to),
+            Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
+                Some(*to)
+            }
             _ => None,
         };
         if let Some(to) = to.filter(|&to| to != ActivationType::F32 && to != own) {
@@ -500,8 +514,9 @@ pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
 pub(super) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
     let mut styles = vec![None; plan.ropes.len()];
     for step in &plan.steps {
-        let (Op::Rope { head_dim, style } | Op::QkNormRope { head_dim, style, .. } | Op::RopeKvWrite { head_dim, style, .. }) =
-            &step.op
+        let (Op::Rope { head_dim, style }
+        | Op::QkNormRope { head_dim, style, .. }
+        | Op::RopeKvWrite { head_dim, style, .. }) = &step.op
         else {
             continue;
         };

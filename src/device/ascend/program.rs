@@ -14,7 +14,9 @@ use super::base::{Base, Shared};
 use super::capture::Captured;
 use super::failure::compile_error;
 use super::layout::Cache;
-use super::lower::{Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles};
+use super::lower::{
+    Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
+};
 use super::memory::{GRANULE, Place, padded, zeroed};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
@@ -49,8 +51,16 @@ enum Prepared {
     Ready(Op),
     /// Made for each launch: the library does not keep it.
     Remade(Box<Recipe>),
-    Store { layer: usize, key: Place, value: Place },
-    Attend { shape: AttentionShape, query: Place, out: Place },
+    Store {
+        layer: usize,
+        key: Place,
+        value: Place,
+    },
+    Attend {
+        shape: AttentionShape,
+        query: Place,
+        out: Place,
+    },
 }
 
 /// A loaded plan.
@@ -226,7 +236,8 @@ impl Program {
                 .lower(at, rows, results, room, &base.constants, &mut measure)
                 .map_err(|error| compile_error(name, error, 0))?;
         }
-        workspace = workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
+        workspace =
+            workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
         base.reserve(workspace, 0, 0, 0).map_err(|error| compile_error("workspace", error, workspace as u64))
     }
 

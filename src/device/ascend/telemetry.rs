@@ -7,13 +7,8 @@ use crate::device::Peaks;
 /// Chips with what they do at most: cube operations a second at f16 (cores · 8192 · clock, from the platform files of CANN
 /// 8.1.RC1; int8 does twice as much) and bytes a second from memory (0.85 TB/s achievable by Huawei's own analysis; the
 /// card with half the memory channels half of that).
-const CHIPS: [(&str, u64, u64); 5] = [
-    ("910B1", 364, 850),
-    ("910B2", 354, 850),
-    ("910B3", 295, 850),
-    ("910B4-1", 246, 850),
-    ("910B4", 246, 425),
-];
+const CHIPS: [(&str, u64, u64); 5] =
+    [("910B1", 364, 850), ("910B2", 354, 850), ("910B3", 295, 850), ("910B4-1", 246, 850), ("910B4", 246, 425)];
 
 /// The card's own figures.
 ///

@@ -38,10 +38,9 @@ pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemTyp
         of_type.map(|weight| weight.shape.iter().product::<usize>()).sum()
     };
     match asked {
-        Activations::F16 => ElemType::F16,
         Activations::BF16 => ElemType::BF16,
         Activations::Auto if elements(true) > elements(false) => ElemType::BF16,
-        Activations::Auto => ElemType::F16,
+        Activations::F16 | Activations::Auto => ElemType::F16,
     }
 }
 
@@ -145,7 +144,10 @@ pub(super) fn convert_tensor(
         floats.resize(chunk.len() / block_bytes * block_len, 0.0);
         convert::dequantise(weight.dtype, chunk, &mut floats);
         let bytes = narrowed(&floats, elem);
-        write(at, bytes.ok_or_else(|| invalid("has values beyond f16's 65,504; open the device with bf16 activations"))?)?;
+        write(
+            at,
+            bytes.ok_or_else(|| invalid("has values beyond f16's 65,504; open the device with bf16 activations"))?,
+        )?;
     }
     source.release(name);
     Ok(())
