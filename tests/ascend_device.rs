@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
 use ascend_llm::engine::{BuildError, CacheBudget, Engine, EngineConfig, Forward as _, ForwardInput, Request};
-use ascend_llm::graph::{Numerics, Precision};
+use ascend_llm::graph::{CompileOptions, Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::{BlockId, KvDType};
 use ascend_llm::sampler::SamplingParams;
 use model::Model;
@@ -160,11 +160,16 @@ fn what_is_missing_is_named() {
 fn what_cannot_be_honoured_is_refused_by_name() {
     let npu = Npu::new();
     type Change = fn(&mut EngineConfig);
-    let cases: [(&str, Change); 5] = [
+    let cases: [(&str, Change); 8] = [
         ("numerics", |config| config.numerics = Numerics::Exact),
         ("kv_dtype", |config| config.kv_dtype = Some(KvDType::I8)),
         ("kv_dtype", |config| config.kv_dtype = Some(KvDType::F32)),
         ("overflow", |config| config.compile.precision = Some(Precision::F16)),
+        ("precision", |config| config.compile.precision = Some(Precision::F32)),
+        ("clamp", |config| config.compile.overflow = OverflowPolicy::Clamp),
+        ("precision f16", |config| {
+            (config.compile.precision, config.compile.overflow) = (Some(Precision::F16), OverflowPolicy::Error);
+        }),
         ("block_size", |config| config.block_size = Some(24)),
     ];
     for (name, change) in cases {
@@ -314,4 +319,62 @@ fn mixed_requests_with_preemption_end_well() {
     }
     drop(core);
     npu.assert_clean();
+}
+
+/// Fusion without a rounding less, lanes, and the precision that the model has anyway give the same bits. From level 2 on
+/// gate and up are one product and SwiGLU rounds once where the two operations before it round twice.
+#[test]
+fn settings_that_change_no_number_give_the_same_bits() {
+    let npu = Npu::new();
+    let with = |change: &dyn Fn(&mut EngineConfig)| {
+        let mut config = config();
+        change(&mut config);
+        trace(Model::new(Engine::builder(story::float()).config(config).device(npu.device())), 2)
+    };
+    let plain = with(&|_| ());
+    let [none, least, most] = [0, 1, 3].map(|level| with(&|config| config.compile = CompileOptions::preset(level)));
+    assert!(none == least && most == plain && none != plain);
+    let own = |config: &mut EngineConfig| {
+        (config.compile.precision, config.compile.overflow) = (Some(Precision::BF16), OverflowPolicy::Error);
+    };
+    assert!(with(&own) == plain);
+    npu.assert_clean();
+}
+
+/// Whatever call fails, the failure comes out as a typed error or nothing depends on it, and nothing is left on the card.
+#[test]
+fn any_call_may_fail() {
+    let npu = Npu::new();
+    let run = || -> Result<(), Box<dyn std::error::Error>> {
+        let device = npu.try_device(|options| options.timeout_us = 2_000_000)?;
+        let mut config = config();
+        (config.max_num_batched_tokens, config.max_num_seqs) = (4, 2);
+        config.max_model_len = Some(64);
+        let builder = Engine::builder(story::float()).config(config).device(device);
+        let mut runner = builder.build_runner()?;
+        let mut input = ForwardInput::default();
+        for kv in 1..=3 {
+            input.clear();
+            input.tokens.push(5 + kv);
+            input.q_lens.push(1);
+            input.kv_lens.push(kv);
+            input.tables.push(BlockId(0));
+            input.logit_rows.push(0);
+            runner.forward(&input)?;
+        }
+        Ok(())
+    };
+    let before = npu.sim.count("*");
+    run().unwrap();
+    let calls = npu.sim.count("*") - before;
+    let (mut failed, step) = (0, (calls / 150).max(1));
+    for nth in (1..=calls).step_by(step as usize) {
+        npu.sim.reset();
+        for code in [207_001, 507_015] {
+            npu.sim.fail_call("*", nth, code);
+            failed += u32::from(run().is_err());
+            npu.assert_clean();
+        }
+    }
+    assert!(failed > 100, "{failed} of {calls} calls");
 }

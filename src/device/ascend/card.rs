@@ -14,7 +14,7 @@ use super::base::Base;
 use super::capture;
 use super::failure::{Failures, device_error};
 use super::layout::Cache;
-use super::lower::Results;
+use super::lower::{Results, words};
 use super::memory::{padded, zeroed};
 use super::notes::Notes;
 use super::program::{Batch, Program};
@@ -408,7 +408,7 @@ impl Card {
         base.run(gather, on)?;
         base.run(base.ops.add(&word(drawn, &[count]), &base.constants.one(), &word(drawn, &[count]))?, on)?;
         base.run(base.ops.gather_rows(&base.constants.ids(), &word(drawn, &[count]), &word(fed, &[count]))?, on)?;
-        let (all, to, fed) = (word(ids, &[id_words, 1]), word(to, &[count, 1]), word(fed, &[count, 1]));
+        let (all, to, fed) = (words(ids, &[id_words, 1]), word(to, &[count, 1]), words(fed, &[count, 1]));
         base.run(base.ops.scatter_rows(&all, &to, &fed)?, on)
     }
 

@@ -14,8 +14,8 @@ use super::memory::{Pieces, Place};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
 use crate::graph::{
-    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand, Plan,
-    RopeStyle, Step,
+    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand,
+    OverflowPolicy, Plan, RopeStyle, Step,
 };
 
 /// Rows that a launch computes.
@@ -428,10 +428,11 @@ impl Lowering {
         let (wanted, joint) = (ints(fixed.logit_rows, &[rows.logits]), ints(fixed.terms[0], &[rows.logits]));
         op_of(Recipe::GatherRows { x: ints(fixed.sound, &[rows.tokens]), rows: wanted, out: joint })?;
         op_of(Recipe::Mul { a: joint, b: ints(fixed.logits_sound, &[rows.logits]), out: joint })?;
+        let all = self.plan.bucket.tokens + self.plan.bucket.logit_rows;
         op_of(Recipe::ScatterRows {
-            cache: ints(fixed.sound, &[self.plan.bucket.tokens + self.plan.bucket.logit_rows, 1]),
+            cache: words(fixed.sound, &[all, 1]),
             indices: ints(fixed.status_rows, &[rows.logits, 1]),
-            updates: ints(fixed.terms[0], &[rows.logits, 1]),
+            updates: words(fixed.terms[0], &[rows.logits, 1]),
         })
     }
 }
@@ -445,6 +446,11 @@ fn activation(kind: ActivationKind, x: TensorDesc, out: TensorDesc) -> Recipe {
 
 fn to_usize(n: i64) -> usize {
     usize::try_from(n).unwrap_or(0)
+}
+
+/// 32-bit words that are only moved. Scattering takes f32 and not int32, and moves either as it is.
+pub(super) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
+    TensorDesc::new(address, ElemType::F32, dims)
 }
 
 /// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
@@ -478,10 +484,15 @@ pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Tensor
 }
 
 /// Refuses what a plan asks for and the chip's operations do not give: activations of another type than the weights were
-/// uploaded for, heads that rotate in part.
+/// uploaded for, values that are clamped instead of becoming infinite, heads that rotate in part.
 pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
     let refuse = |op: &'static str, reason: String| Err(CompileError::Unsupported { op, reason });
     let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };
+    if plan.overflow == OverflowPolicy::Clamp {
+        let (option, value) = ("overflow", "clamp".to_owned());
+        let expected = "`error` on this device, where a value that is too large becomes infinite";
+        return Err(CompileError::Option { option, value, expected });
+    }
     for step in &plan.steps {
         let name = step.op.name();
         let to = match &step.op {
