@@ -55,9 +55,14 @@ fn run(args: &Args) -> Result<()> {
     config.max_num_seqs = 1;
     // One answer that people read: the model's own words come before speed. int8 activations move a logit by some tenths,
     // which turns an answer whose first two words are closer than that. `--numerics fast` shows the speed.
-    config.numerics = Numerics::Exact;
+    if args.model.is_cpu() {
+        config.numerics = Numerics::Exact;
+    }
     config.threads = args.model.threads;
     let engine = args.model.load(config)?;
+    for note in &engine.info().device_notes {
+        eprintln!("{}: {note}", args.model.device);
+    }
 
     let mut params = SamplingParams::default();
     params.temperature = args.temperature;

@@ -37,8 +37,9 @@ pub struct ModelArgs {
     /// Instruction-set path of the CPU device; the best this machine has if left out.
     #[arg(long, value_parser = ["plain", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dot"])]
     pub isa: Option<String>,
-    /// Device to run on.
-    #[arg(long, default_value = "cpu")]
+    /// Device to run on; ascend-sim is the Ascend device over the simulated runtime (`ASCEND_SIM_LIBRARY`, or what cargo
+    /// built beside this program).
+    #[arg(long, default_value = "cpu", value_parser = ["cpu", "ascend", "ascend-sim"])]
     pub device: String,
     /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
     #[arg(long, value_parser = ["exact", "fast"])]
@@ -61,13 +62,18 @@ impl ModelArgs {
                 Ok(Arc::new(CpuDevice::new(options)?))
             }
             #[cfg(feature = "ascend")]
-            "ascend" => match ascend_llm::device::ascend::probe(None) {
-                Ok(_) => Err("AscendCL is here, but this version has no Ascend device yet; use --device cpu".into()),
-                Err(missing) => Err(missing.into()),
-            },
+            name => {
+                let mut options = ascend_llm::device::ascend::AscendOptions::default();
+                if name == "ascend-sim" {
+                    options.library = Some(match std::env::var_os("ASCEND_SIM_LIBRARY") {
+                        Some(path) => path.into(),
+                        None => ascend_sim::Simulator::beside_this_binary()?.path().to_owned(),
+                    });
+                }
+                Ok(ascend_llm::device::ascend::AscendDevice::open(options)?)
+            }
             #[cfg(not(feature = "ascend"))]
-            "ascend" => Err("device ascend needs a build with --features ascend".into()),
-            other => Err(format!("device {other:?}: expected cpu or ascend").into()),
+            name => Err(format!("device {name} needs a build with --features ascend").into()),
         }
     }
 
@@ -92,6 +98,11 @@ impl ModelArgs {
         };
         let graph = decoder_graph(&config, files.source.as_ref())?;
         Ok((config, graph))
+    }
+
+    /// Whether the device is the host's processor.
+    pub fn is_cpu(&self) -> bool {
+        self.device == "cpu"
     }
 
     /// The arithmetic asked for.

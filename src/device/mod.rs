@@ -118,6 +118,8 @@ pub struct KvLayout {
     pub bytes_per_block: u64,
     /// Alignment of a pool.
     pub alignment: u64,
+    /// Blocks that a pool has behind those that callers name, for the device's own use.
+    pub reserved_blocks: u64,
 }
 
 /// Buffers of one launch: eight different ones, each span exactly as long as the launch's shape says.
@@ -213,6 +215,11 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// How it lays out blocks of this geometry.
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError>;
+    /// The type it keeps the keys and values of a model with these weights in where nobody says otherwise; none leaves
+    /// that to the numerics.
+    fn kv_dtype(&self, _weights: &[Weight]) -> Option<KvDType> {
+        None
+    }
     /// Packs weights tensor by tensor, releasing the source's pages behind it. A program numbers weights by this list.
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError>;
     /// Gives a weight set back once no program uses it.
@@ -239,6 +246,11 @@ pub trait Device: Send + Sync + fmt::Debug {
         pairs: &[(BlockId, BlockId)],
         on: StreamId,
     ) -> Result<(), DeviceError>;
+
+    /// What its user should know and would not see otherwise, such as why something runs in another way than it could.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
+    }
 
     /// What it can do at most, where that is known or can be measured.
     ///

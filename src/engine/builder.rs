@@ -53,6 +53,9 @@ pub struct EngineInfo {
     pub max_model_len: u32,
     /// The device in words.
     pub device: String,
+    /// What the device said of itself when the model was loaded, such as why something runs in another way than it could;
+    /// [`Device::notes`] has what came later.
+    pub device_notes: Vec<String>,
     /// Tokens a KV block.
     pub block_size: u32,
     /// Type of stored keys and values.
@@ -213,7 +216,7 @@ impl EngineBuilder {
             return Err(refuse("tensor_parallel_size", ranks, expected).into());
         }
         let graphs = cut(&graph, ranks)?;
-        let geometry = settle_geometry(&mut config, &model, stored_heads(&graphs), device.as_ref())?;
+        let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
         let bucket = Bucket {
             tokens: config.max_num_batched_tokens as usize,
@@ -250,6 +253,7 @@ impl EngineBuilder {
             vocab_size: limits.vocab_size,
             max_model_len,
             device: device.caps().description.clone(),
+            device_notes: device.notes(),
             block_size: to_u32(geometry.block_size),
             kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
             pool_blocks,
@@ -331,20 +335,26 @@ fn settle_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u3
 fn settle_geometry(
     config: &mut EngineConfig,
     model: &ModelConfig,
+    graph: &Graph,
     kv_heads: usize,
     device: &dyn Device,
 ) -> Result<KvGeometry, BuildError> {
     let caps = device.caps();
+    if config.numerics == Numerics::Exact && !caps.retry_f32 {
+        let expected = format!("`fast`: device {} has no plans with f32 activations", caps.name);
+        return Err(refuse("numerics", "exact", expected).into());
+    }
     let block_size = config.block_size.map_or(caps.default_block_size, |size| size as usize);
     if !block_size.is_multiple_of(caps.block_size_step) || block_size > caps.max_block_size {
         let expected =
             format!("a multiple of {} up to {} on device {}", caps.block_size_step, caps.max_block_size, caps.name);
         return Err(refuse("block_size", block_size, expected).into());
     }
-    let dtype = config.kv_dtype.unwrap_or(match config.numerics {
+    let of_numerics = || match config.numerics {
         Numerics::Exact => KvDType::F32,
         Numerics::Fast => KvDType::F16,
-    });
+    };
+    let dtype = config.kv_dtype.or_else(|| device.kv_dtype(&graph.weights)).unwrap_or_else(of_numerics);
     if !caps.kv_dtypes.contains(&dtype) {
         let expected = format!("one of {:?} on device {}", caps.kv_dtypes, caps.name);
         return Err(refuse("kv_dtype", format!("{dtype:?}"), expected).into());

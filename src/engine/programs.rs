@@ -13,7 +13,8 @@ use super::runner::Programs;
 use crate::device::{Device, OwnedProgram, OwnedWeights};
 use crate::graph::passes::shard;
 use crate::graph::{
-    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Rank, compile,
+    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision, Rank,
+    compile,
 };
 use crate::kv_cache::KvGeometry;
 
@@ -49,6 +50,11 @@ impl Plans {
         largest: Bucket,
     ) -> Result<Self, BuildError> {
         let (target, options) = (device.caps().target, &config.compile);
+        let f32_asked = options.precision_overrides.values().chain(&options.precision).any(|p| *p == Precision::F32);
+        if f32_asked && !device.caps().retry_f32 {
+            let expected = format!("`mix`, `f16` or `bf16`: device {} has no f32 activations", device.caps().name);
+            return Err(refuse("compile.precision", "f32", expected).into());
+        }
         let of_ranks = |options: &CompileOptions, bucket: Bucket| {
             graphs
                 .iter()

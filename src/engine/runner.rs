@@ -110,7 +110,7 @@ impl ModelRunner {
         if shape.max_in_flight == 0 {
             return Err(DeviceError::Invalid { what: "max_in_flight is 0, expected at least 1".into() });
         }
-        let pool_bytes = shape.pool_blocks as u64 * layout.bytes_per_block;
+        let pool_bytes = (shape.pool_blocks as u64 + layout.reserved_blocks).saturating_mul(layout.bytes_per_block);
         Ok(Self {
             pool: OwnedBuffer::new(&device, pool_bytes, MemKind::Device)?,
             sets: (0..shape.max_in_flight).map(|_| IoSet::new(&device, &shape)).collect::<Result<_, _>>()?,

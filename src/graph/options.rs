@@ -242,6 +242,12 @@ pub enum CompileError {
     /// The graph or plan breaks one of its own rules.
     #[error("invalid plan: {0}")]
     Invalid(String),
+    /// The device failed while it prepared the program.
+    #[error("the device failed while loading: {reason}")]
+    Device {
+        /// Its own words.
+        reason: String,
+    },
     /// No room for the program's own buffers.
     #[error("no memory for the program")]
     Memory(#[source] ArenaTooLarge),

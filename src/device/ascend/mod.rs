@@ -1,13 +1,41 @@
-//! The Ascend NPU, as far as it goes: finds AscendCL on this machine and says what is missing.
+//! The Ascend NPU as a [`Device`](crate::device::Device), through `AscendCL` found at run time.
 //!
-//! There is no device here yet. [`probe`] loads the runtime and asks it for its version, so that a program can tell its
-//! user whether the machine is ready; it never falls back to another device.
+//! ```text
+//!  callers ── checked ──► queue of commands ──► the card's thread: owns the context, issues everything
+//!                                                 H2D from pinned slots │ operations or a captured graph │ D2H to a landing
+//! ```
+//! [`AscendDevice::open`] says what is missing where it cannot be had, and never falls back to the CPU. A plan's layers run
+//! as operations of the vendor's library at the rows of their bucket, activations in 16 bits; decode steps are captured
+//! into graphs where the runtime can ([`Device::notes`](crate::device::Device::notes) says what is in force, and why).
+//!
+//! What it does not do is refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
 
-#![forbid(unsafe_code)]
+mod attention;
+mod base;
+mod capture;
+mod card;
+mod constants;
+mod device;
+mod failure;
+mod layout;
+mod lower;
+mod memory;
+mod notes;
+mod options;
+mod program;
+mod queue;
+mod recipe;
+mod reply;
+mod staging;
+mod stream;
+mod telemetry;
+mod weights;
 
 use std::path::Path;
 
 pub use ascend_sys::{AscendError, Library, LoadError, Runtime};
+pub use device::AscendDevice;
+pub use options::{Activations, AscendOpenError, AscendOptions};
 
 /// Loads AscendCL from `path` (the library or a folder that holds it), or from where CANN puts it.
 ///

@@ -274,7 +274,7 @@ impl Device for CpuDevice {
         let layout = self.layout(geometry)?;
         let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
         let id = format!("cpu-tile16-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}");
-        Ok(KvLayout { id, bytes_per_block: layout.bytes_per_block() as u64, alignment: 64 })
+        Ok(KvLayout { id, bytes_per_block: layout.bytes_per_block() as u64, alignment: 64, reserved_blocks: 0 })
     }
 
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {

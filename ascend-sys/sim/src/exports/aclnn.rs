@@ -151,13 +151,15 @@ op!(aclnnTanhGetWorkspaceSize, aclnnTanh, (x: Handle, out: Handle),
     elementwise::map(&tensor(x, "self")?, &tensor(out, "out")?, f32::tanh));
 
 op!(aclnnAddGetWorkspaceSize, aclnnAdd, (a: Handle, b: Handle, alpha: Handle, out: Handle), {
+    let given = scalar(alpha, "alpha")?;
     #[allow(clippy::cast_possible_truncation)]
-    let alpha = scalar(alpha, "alpha")? as f32;
-    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, move |a, b| a + alpha * b)
+    let (alpha, times) = (given as f32, given as i64);
+    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, move |a, b| a + alpha * b,
+        move |a, b| a + times * b)
 });
 
 op!(aclnnMulGetWorkspaceSize, aclnnMul, (a: Handle, b: Handle, out: Handle),
-    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, |a, b| a * b));
+    elementwise::zip(&tensor(a, "self")?, &tensor(b, "other")?, &tensor(out, "out")?, |a, b| a * b, |a, b| a * b));
 
 op!(aclnnMulsGetWorkspaceSize, aclnnMuls, (x: Handle, other: Handle, out: Handle), {
     #[allow(clippy::cast_possible_truncation)]

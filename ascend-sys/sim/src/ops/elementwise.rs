@@ -28,14 +28,15 @@ pub(crate) fn gelu_tanh(v: f32) -> f32 {
     0.5 * v * (1.0 + inner.tanh())
 }
 
-/// `out = f(a, b)` with broadcasting.
+/// `out = f(a, b)` with broadcasting, or `g(a, b)` of whole numbers.
 pub(crate) fn zip(
     a: &View,
     b: &View,
     out: &View,
     f: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
+    g: impl Fn(i64, i64) -> i64 + Send + Sync + 'static,
 ) -> Done<Prepared> {
-    rule!(a.elem.is_float(), OP_INVALID, "self is {:?}", a.elem);
+    rule!(a.elem.is_float() || a.elem.is_index(), OP_INVALID, "self is {:?}", a.elem);
     same_elem(a, b, "other")?;
     same_elem(a, out, "out")?;
     let (spread_a, spread_b) = (spread(a, &out.dims)?, spread(b, &out.dims)?);
@@ -45,7 +46,13 @@ pub(crate) fn zip(
     };
     let is_joint = out.dims.iter().enumerate().all(is_needed);
     rule!(is_joint, OP_INVALID, "out {:?} of {:?} and {:?}", out.dims, a.dims, b.dims);
+    let is_whole = a.elem.is_index();
     let kernel = move |bench: &mut Bench<'_>| {
+        if is_whole {
+            let (a, b) = (bench.whole(0)?, bench.whole(1)?);
+            let values: Vec<i64> = a.iter().zip(&b).map(|(&a, &b)| g(a, b)).collect();
+            return bench.store_whole(2, &values);
+        }
         let (a, b) = (bench.floats(0)?, bench.floats(1)?);
         let values: Vec<f32> = a.iter().zip(&b).map(|(&a, &b)| f(a, b)).collect();
         bench.store(2, &values)

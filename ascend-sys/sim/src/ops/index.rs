@@ -108,6 +108,7 @@ pub(crate) fn scatter_pa(
 /// `cache[indices[i, 0], ..] = updates[i, ..]`.
 pub(crate) fn scatter_nd(cache: &View, indices: &View, updates: &View) -> Done<Prepared> {
     rule!(indices.elem.is_index(), OP_INVALID, "indices are {:?}", indices.elem);
+    is_one_of(cache, &[Elem::F16, Elem::BF16, Elem::F32, Elem::I64, Elem::Bool, Elem::I8], "varRef")?;
     same_elem(cache, updates, "updates")?;
     is_contiguous(cache, "varRef")?;
     is_contiguous(updates, "updates")?;

@@ -1,0 +1,251 @@
+//! Captured decode steps: one graph a bucket, attention refreshed layer by layer while it runs.
+//!
+//! A graph is captured when its bucket is first used by a batch whose sequences bring one row each. Its buffers are the
+//! program's own, so a replay needs no addresses; attention's lengths are host values, so its calls are task groups that
+//! an update stream issues again, each ordered against the replay by an external event. The first replay waits for its
+//! updates to be accepted, so that a driver without them is found before anything hangs on it.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use ascend_sys::{
+    AscendError, AscendErrorKind, Capture, CaptureMode, DeviceAddress, DeviceBuffer, Event, EventKind, Graph, Op,
+    Stream, TaskGroup, TaskUpdate,
+};
+
+use super::base::{Base, Shared};
+use super::lower::{Item, Results, RowCounts};
+use super::memory::{Pieces, Place, zeroed};
+use super::program::{Batch, Program};
+use crate::graph::AttentionShape;
+
+/// A bucket's graph.
+#[derive(Debug, Default)]
+pub(super) enum Captured {
+    /// Nobody has asked yet.
+    #[default]
+    NotYet,
+    /// Why it runs operation by operation stands in the device's notes.
+    Never,
+    Ready(Box<Replay>),
+}
+
+/// A graph with what refreshes it and what it works on.
+#[derive(Debug)]
+pub(super) struct Replay {
+    graph: Graph,
+    layers: Vec<Refreshed>,
+    is_proven: bool,
+    /// The end of the last replay: its attention must not be changed before.
+    done: Event,
+    pool: (DeviceAddress, u64),
+    results: Results,
+    /// Numbers behind the batch's rows, for rows of logits that nobody wants.
+    padding: DeviceAddress,
+    shared: Arc<Shared>,
+    _region: DeviceBuffer,
+}
+
+/// One layer's attention in a graph.
+#[derive(Debug)]
+struct Refreshed {
+    group: TaskGroup,
+    event: Event,
+    shape: AttentionShape,
+    query: Place,
+    out: Place,
+}
+
+/// Whether a failed capture leaves the device as it was.
+fn is_harmless(error: &AscendError) -> bool {
+    matches!(
+        error.kind,
+        AscendErrorKind::Capture
+            | AscendErrorKind::ResourceExhausted
+            | AscendErrorKind::Unsupported
+            | AscendErrorKind::Refused
+            | AscendErrorKind::OutOfMemory
+    )
+}
+
+/// Why nothing is captured on this install, if so.
+pub(super) fn missing(base: &Base) -> Option<&'static str> {
+    let capabilities = base.context.runtime().capabilities();
+    match (capabilities.capture, capabilities.task_update) {
+        (false, _) => Some("this CANN cannot capture streams (8.1 and later can)"),
+        (_, false) => Some("this CANN cannot update tasks of captured graphs"),
+        _ => None,
+    }
+}
+
+impl Program {
+    /// Whether a batch is one that a graph can run.
+    pub(super) fn can_replay(&self, batch: &Batch<'_>, most_rows: usize) -> bool {
+        let rows = self.sizes.tokens;
+        rows <= most_rows
+            && self.sizes.seqs == rows
+            && self.sizes.logits == rows
+            && batch.shape.seqs == batch.shape.tokens
+            && batch.shape.logit_rows > 0
+            // Padding rows have a slot each in the reserved block.
+            && rows - batch.shape.tokens <= self.cache.geometry.block_size
+    }
+
+    /// Queues one batch as a replay; `false` if there is no graph and none can be had.
+    pub(super) fn replay(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
+        let pool = (batch.pool, batch.pool_bytes);
+        if let Captured::Ready(replay) = &self.captured
+            && replay.pool != pool
+        {
+            base.synchronize()?;
+            self.captured = Captured::NotYet;
+        }
+        if matches!(self.captured, Captured::NotYet) {
+            let captured = self.capture(base, pool, on);
+            self.captured = self.settle(base, captured.map(|replay| Captured::Ready(Box::new(replay))))?;
+        }
+        if matches!(self.captured, Captured::Never) {
+            return Ok(false);
+        }
+        self.fill_in(base, batch, on)?;
+        let Captured::Ready(mut replay) = std::mem::take(&mut self.captured) else { return Ok(false) };
+        self.lengths.fill(batch.q_lens, batch.kv_lens, self.sizes.seqs);
+        if !replay.is_proven {
+            let updated = self.update(base, &mut replay);
+            if updated.is_err() {
+                base.synchronize()?;
+            }
+            if let Captured::Never = self.settle(base, updated.map(|()| Captured::NotYet))? {
+                self.captured = Captured::Never;
+                return Ok(false);
+            }
+        }
+        let ran = self.run(base, batch, &mut replay, on);
+        replay.is_proven = true;
+        self.captured = Captured::Ready(replay);
+        ran.map(|()| true)
+    }
+
+    /// Turns a failure that leaves the device as it was into a note, and goes on without a graph.
+    fn settle(&self, base: &Base, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
+        match outcome {
+            Err(error) if is_harmless(&error) => {
+                let rows = self.sizes.tokens;
+                base.notes.add(format!("decode steps of up to {rows} rows run operation by operation: {error}"));
+                Ok(Captured::Never)
+            }
+            other => other,
+        }
+    }
+
+    /// Launches the graph and refreshes it, then hands its results over.
+    fn run(&self, base: &Base, batch: &Batch<'_>, replay: &mut Replay, on: usize) -> Result<(), AscendError> {
+        let stream = base.streams.get(on);
+        let (wanted, all) = (batch.shape.logit_rows, self.sizes.logits);
+        if wanted < all {
+            let rest = self.lowering.fixed.status_rows.offset(4 * wanted);
+            stream.copy_within(rest, replay.padding, 4 * (all - wanted))?;
+        }
+        replay.graph.launch(stream)?;
+        if replay.is_proven {
+            let updated = self.update(base, replay);
+            if updated.is_err() {
+                // The replay waits for all of them: let it end, with stale lengths that nobody will read.
+                let update = update_stream(base)?;
+                replay.layers.iter().try_for_each(|layer| update.record(&layer.event))?;
+            }
+            updated?;
+        }
+        let Results { logits, best, status } = batch.results;
+        stream.copy_within(logits, replay.results.logits, 4 * wanted * self.lowering.plan.vocab_size)?;
+        stream.copy_within(best, replay.results.best, 4 * wanted)?;
+        stream.copy_within(status, replay.results.status, batch.shape.tokens)?;
+        stream.record(&replay.done)
+    }
+
+    /// Issues every layer's attention again with this batch's lengths.
+    fn update(&self, base: &Base, replay: &mut Replay) -> Result<(), AscendError> {
+        let update = update_stream(base)?;
+        update.wait(&replay.done)?;
+        let Replay { layers, pool, shared, .. } = replay;
+        for Refreshed { group, event, shape, query, out } in layers {
+            TaskUpdate::run(update, group, || {
+                self.attend(base, shape, *query, *out, *pool, &self.lengths, &mut |op| launch(op, shared, update))
+            })?;
+            update.record(event)?;
+        }
+        Ok(())
+    }
+
+    fn capture(&mut self, base: &mut Base, pool: (DeviceAddress, u64), on: usize) -> Result<Replay, AscendError> {
+        if base.update.is_none() {
+            base.update = Some(Stream::new(&base.context)?);
+        }
+        let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
+        let mut pieces = Pieces::default();
+        let offsets = [4 * rows.logits * self.lowering.plan.vocab_size, 4 * rows.logits, rows.tokens, 4 * rows.logits]
+            .map(|bytes| pieces.add(bytes));
+        let region = zeroed(&base.context, pieces.bytes())?;
+        let [logits, best, status, padding] = offsets.map(|offset| region.address().offset(offset));
+        let numbers: Vec<u8> = (rows.tokens..rows.tokens + rows.logits)
+            .flat_map(|row| u32::try_from(row).unwrap_or(u32::MAX).to_le_bytes())
+            .collect();
+        region.write(offsets[3], &numbers)?;
+        let results = Results { logits, best, status };
+        // The longest lengths: what a shorter one is given later fits their workspace.
+        let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
+        let seqs = self.sizes.seqs;
+        self.lengths.fill(&vec![1; seqs], &vec![longest; seqs], seqs);
+
+        let (base, program, shared) = (&*base, &*self, base.shared());
+        let stream = base.streams.get(on);
+        let done = Event::new(&base.context, EventKind::Ordering)?;
+        let count = program.forms.len();
+        let mut events =
+            (0..count).map(|_| Event::new(&base.context, EventKind::External)).collect::<Result<Vec<_>, _>>()?;
+        let mut layers = Vec::with_capacity(count);
+        let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
+        for recipe in program.slots() {
+            launch(recipe.make(&base.ops)?, &shared, stream)?;
+        }
+        program.body_items(base, shared.room(), &mut |item| match item {
+            Item::Op(recipe) => launch(recipe.make(&base.ops)?, &shared, stream),
+            Item::Store { layer, key, value } => {
+                program.store(base, layer, [key, value], rows.tokens, pool, &mut |op| launch(op, &shared, stream))
+            }
+            Item::Attend { shape, query, out } => {
+                let event = match events.pop() {
+                    Some(event) => event,
+                    None => Event::new(&base.context, EventKind::External)?,
+                };
+                stream.wait(&event)?;
+                stream.reset(&event)?;
+                let group = capture.group(|| {
+                    let mut issue = |op| launch(op, &shared, stream);
+                    program.attend(base, &shape, query, out, pool, &program.lengths, &mut issue)
+                })?;
+                layers.push(Refreshed { group, event, shape, query, out });
+                Ok(())
+            }
+        })?;
+        program.tail(base, rows, results, &shared, &mut |op| launch(op, &shared, stream))?;
+        let graph = capture.end()?;
+        Ok(Replay { graph, layers, is_proven: false, done, pool, results, padding, shared, _region: region })
+    }
+}
+
+fn launch(mut op: Op, shared: &Shared, on: &Stream) -> Result<(), AscendError> {
+    let bytes = op.workspace_bytes();
+    op.launch(shared.workspace.address(), bytes, on)
+}
+
+/// The stream that refreshes graphs; made before the first capture.
+fn update_stream(base: &Base) -> Result<&Stream, AscendError> {
+    base.update.as_ref().ok_or_else(|| AscendError {
+        call: "aclmdlRICaptureTaskUpdateBegin",
+        code: ascend_sys::SHIM_MISUSE,
+        kind: AscendErrorKind::Usage,
+        message: "no update stream".into(),
+    })
+}

@@ -1,0 +1,550 @@
+//! One card: the thread that owns its context, and what it does for each command.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ascend_sys::{
+    AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Library, Ops, PinnedBuffer, Runtime, TensorDesc,
+};
+
+use super::base::Base;
+use super::capture;
+use super::failure::{Failures, device_error};
+use super::layout::Cache;
+use super::lower::{Results, words};
+use super::memory::{padded, zeroed};
+use super::notes::Notes;
+use super::program::{Batch, Program};
+use super::queue::Queue;
+use super::reply::Landing;
+use super::staging::{FreeSlots, SLOTS, copy_out, copy_pinned};
+use super::weights::WeightSet;
+use crate::device::{Bindings, DeviceError, LaunchShape, MemKind, Span};
+use crate::kv_cache::BlockId;
+
+/// Most bytes that come back in one copy; larger reads take several.
+const LANDING_BYTES: usize = 64 << 20;
+
+/// What callers ask of the thread. Lists come from a pool and go back to it.
+pub(super) enum Command {
+    Write {
+        dst: Span,
+        slot: PinnedBuffer,
+        bytes: usize,
+        on: usize,
+    },
+    Read {
+        src: Span,
+        after: Option<u64>,
+    },
+    Copy {
+        dst: Span,
+        src: Span,
+        on: usize,
+    },
+    Feed {
+        ids: Span,
+        best: Span,
+        rows: Vec<u32>,
+        on: usize,
+    },
+    Record {
+        on: usize,
+        event: u64,
+    },
+    Wait {
+        on: usize,
+        event: u64,
+    },
+    WaitHost {
+        event: u64,
+    },
+    Launch {
+        program: u64,
+        io: Bindings,
+        shape: LaunchShape,
+        lens: Vec<u32>,
+        on: usize,
+    },
+    CopyBlocks {
+        cache: Cache,
+        src: Span,
+        dst: Span,
+        pairs: Vec<u32>,
+        on: usize,
+    },
+    /// Frees slots whose copies have ended.
+    Reclaim,
+    Call(Box<dyn FnOnce(&mut Card) + Send>),
+    Stop,
+}
+
+/// What the thread and its callers share.
+#[derive(Debug)]
+pub(super) struct Desk {
+    pub queue: Queue<Command>,
+    pub failures: Failures,
+    pub slots: Arc<FreeSlots>,
+    pub landing: Landing,
+    /// Emptied lists, to be used again.
+    pub lists: parking_lot::Mutex<Vec<Vec<u32>>>,
+    pub notes: Arc<Notes>,
+}
+
+impl std::fmt::Debug for Command {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Command")
+    }
+}
+
+#[derive(Debug)]
+enum Memory {
+    Device(DeviceBuffer),
+    Pinned(PinnedBuffer),
+}
+
+/// A card with all that lives on it.
+#[derive(Debug)]
+pub(super) struct Card {
+    programs: HashMap<u64, Program>,
+    weights: HashMap<u64, Arc<WeightSet>>,
+    buffers: HashMap<u64, Memory>,
+    pub base: Base,
+    /// Feeding's four lists on the device, and the bytes of each.
+    feed: Option<(DeviceBuffer, usize)>,
+    capture_max_rows: usize,
+    /// Whether it has ended: nothing is waited for any more.
+    is_lost: bool,
+}
+
+/// What a card is opened with.
+pub(super) struct Opening {
+    pub library: Library,
+    pub runtime: Runtime,
+    pub card: u32,
+    pub limit: Duration,
+    pub is_deterministic: bool,
+    /// 0: nothing is captured.
+    pub capture_max_rows: usize,
+}
+
+/// What an open card says of itself.
+#[derive(Clone, Debug)]
+pub(super) struct Facts {
+    pub chip: Option<String>,
+    pub cann: Option<i32>,
+    pub free_bytes: u64,
+    pub total_bytes: u64,
+}
+
+impl Card {
+    /// Binds the calling thread to the card.
+    pub(super) fn open(opening: &Opening) -> Result<(Self, Arc<Desk>, Facts), AscendError> {
+        let runtime = &opening.runtime;
+        runtime.init()?;
+        let context = Context::create(runtime, opening.card)?;
+        let notes = Arc::new(Notes::default());
+        if runtime.capabilities().kernel_time_limit {
+            // A kernel that hangs shows after 18 minutes otherwise.
+            runtime.set_kernel_time_limit(opening.limit)?;
+        } else {
+            notes.add("this CANN cannot limit a kernel's time: one that hangs is noticed by the host only".into());
+        }
+        if !runtime.capabilities().stop_on_failure {
+            notes.add("this CANN cannot stop a stream at its first failure: errors may name a later operation".into());
+        }
+        if opening.is_deterministic {
+            context.set_deterministic(true)?;
+        }
+        let (free, total) = context.memory_bytes()?;
+        let facts =
+            Facts { chip: runtime.soc_name(), cann: runtime.cann_version().ok(), free_bytes: free, total_bytes: total };
+        let ops = Ops::load(&opening.library, runtime);
+        let slots = Arc::new(FreeSlots::new(&context, SLOTS)?);
+        let base = Base::new(&context, ops, Arc::clone(&slots), opening.limit, Arc::clone(&notes))?;
+        let mut capture_max_rows = opening.capture_max_rows;
+        if capture_max_rows == 0 {
+            notes.add("capture is off".into());
+        } else if let Some(reason) = capture::missing(&base) {
+            notes.add(format!("decode steps run operation by operation: {reason}"));
+            capture_max_rows = 0;
+        } else {
+            notes.add(format!("decode steps of up to {capture_max_rows} rows are captured when they are first met"));
+        }
+        let landing = PinnedBuffer::new(&context, 1 << 16)?;
+        let desk = Desk {
+            queue: Queue::new(),
+            failures: Failures::default(),
+            slots,
+            landing: Landing::new(landing),
+            lists: parking_lot::Mutex::default(),
+            notes,
+        };
+        let card = Self {
+            programs: HashMap::new(),
+            weights: HashMap::new(),
+            buffers: HashMap::new(),
+            base,
+            feed: None,
+            capture_max_rows,
+            is_lost: false,
+        };
+        Ok((card, Arc::new(desk), facts))
+    }
+
+    /// Serves commands until the last.
+    pub(super) fn serve(mut self, desk: &Desk) {
+        // Whoever waits must hear of it, whatever ends this thread.
+        let _closing = Closing(desk);
+        loop {
+            let command = desk.queue.pop();
+            if matches!(command, Command::Stop) {
+                break;
+            }
+            self.obey(command, desk);
+        }
+        self.settle();
+        drop(desk.slots.close());
+        drop(desk.landing.close(DeviceError::Lost));
+    }
+
+    fn obey(&mut self, command: Command, desk: &Desk) {
+        if let Err(fatal) = desk.failures.check() {
+            match command {
+                Command::Write { slot, .. } => desk.slots.give(slot),
+                Command::Read { .. } | Command::WaitHost { .. } => desk.landing.answer(Err(fatal)),
+                // It gives memory back, or answers with a failure of its own.
+                Command::Call(call) => call(self),
+                _ => {}
+            }
+            return;
+        }
+        let outcome = match command {
+            Command::Write { dst, slot, bytes, on } => self.write(dst, slot, bytes, on),
+            Command::Copy { dst, src, on } => self.copy(dst, src, on),
+            Command::Feed { ids, best, rows, on } => {
+                let outcome = self.feed(ids, best, &rows, on);
+                desk.give_list(rows);
+                outcome
+            }
+            Command::Record { on, event } => self.base.streams.record(on, event, self.base.limit),
+            Command::Wait { on, event } => self.base.streams.wait(on, event),
+            Command::Launch { program, io, shape, lens, on } => {
+                let outcome = self.launch(program, &io, shape, &lens, on);
+                desk.give_list(lens);
+                outcome
+            }
+            Command::CopyBlocks { cache, src, dst, pairs, on } => {
+                let outcome = self.copy_blocks(&cache, src, dst, &pairs, on);
+                desk.give_list(pairs);
+                outcome
+            }
+            Command::Reclaim => self.reclaim(),
+            Command::Read { src, after } => {
+                let mut landing = desk.landing.take();
+                let outcome = self.read(src, after, &mut landing);
+                let told = self.tell(desk, outcome);
+                desk.landing.put(landing);
+                desk.landing.answer(told);
+                return;
+            }
+            Command::WaitHost { event } => {
+                let outcome = self.wait_host(event);
+                let told = self.tell(desk, outcome);
+                desk.landing.answer(told);
+                return;
+            }
+            Command::Call(call) => {
+                call(self);
+                return;
+            }
+            Command::Stop => return,
+        };
+        if let Err(error) = outcome {
+            self.note(desk, error);
+        }
+    }
+
+    /// Keeps a failure of queued work for the next call that waits.
+    fn note(&mut self, desk: &Desk, error: AscendError) {
+        let words = error.to_string();
+        let error = device_error(error, 0, self.base.limit);
+        if error.is_lost() {
+            self.is_lost = true;
+            self.base.abort();
+            desk.notes.add(words);
+        }
+        desk.failures.note(error);
+    }
+
+    /// The answer to a call that waits: its own failure, or that of queued work before it.
+    fn tell(&mut self, desk: &Desk, outcome: Result<(), AscendError>) -> Result<(), DeviceError> {
+        if let Err(error) = outcome {
+            self.note(desk, error);
+        }
+        desk.failures.take()
+    }
+
+    fn address(&self, span: Span) -> DeviceAddress {
+        match self.buffers.get(&span.buffer.0) {
+            Some(Memory::Device(buffer)) => buffer.address().offset(to_usize(span.offset)),
+            // Spans were checked when the command was made; a buffer freed meanwhile leads nowhere.
+            _ => DeviceAddress(0),
+        }
+    }
+
+    fn pinned(&self, span: Span) -> Option<&PinnedBuffer> {
+        match self.buffers.get(&span.buffer.0) {
+            Some(Memory::Pinned(buffer)) => Some(buffer),
+            _ => None,
+        }
+    }
+
+    fn write(&mut self, dst: Span, mut slot: PinnedBuffer, bytes: usize, on: usize) -> Result<(), AscendError> {
+        let offset = to_usize(dst.offset);
+        if let Some(Memory::Pinned(_)) = self.buffers.get(&dst.buffer.0) {
+            // Host memory: behind what is queued before, and at once.
+            self.base.streams.synchronize(on, self.base.limit)?;
+            if let Some(Memory::Pinned(buffer)) = self.buffers.get_mut(&dst.buffer.0) {
+                buffer.as_mut_slice()[offset..offset + bytes].copy_from_slice(&slot.as_mut_slice()[..bytes]);
+            }
+            self.base.in_flight.free().give(slot);
+            return Ok(());
+        }
+        let dst = self.address(dst);
+        let mark = self.base.streams.next_mark(on);
+        let Base { streams, in_flight, .. } = &mut self.base;
+        in_flight.copy_in(slot, bytes, dst, streams.get(on), mark)
+    }
+
+    fn reclaim(&mut self) -> Result<(), AscendError> {
+        if let Some(oldest) = self.base.in_flight.oldest() {
+            let passed = self.base.streams.synchronize(oldest.stream, self.base.limit)?;
+            self.base.passed(passed);
+        }
+        Ok(())
+    }
+
+    fn copy(&self, dst: Span, src: Span, on: usize) -> Result<(), AscendError> {
+        let stream = self.base.streams.get(on);
+        let bytes = to_usize(src.bytes);
+        match (self.pinned(dst), self.pinned(src)) {
+            (None, None) => stream.copy_within(self.address(dst), self.address(src), bytes),
+            (Some(host), None) => copy_pinned(host, to_usize(dst.offset), self.address(src), bytes, false, stream),
+            (None, Some(host)) => copy_pinned(host, to_usize(src.offset), self.address(dst), bytes, true, stream),
+            // Refused when the command was made.
+            (Some(_), Some(_)) => Ok(()),
+        }
+    }
+
+    fn read(&mut self, src: Span, after: Option<u64>, landing: &mut PinnedBuffer) -> Result<(), AscendError> {
+        let bytes = to_usize(src.bytes);
+        if landing.bytes() < bytes {
+            *landing = PinnedBuffer::new(&self.base.context, bytes.next_power_of_two().min(LANDING_BYTES))?;
+        }
+        let base = &mut self.base;
+        match after {
+            Some(event) => base.streams.hold(&base.output, event)?,
+            None => base.streams.hold_for_all(&base.output)?,
+        }
+        if let Some(Memory::Pinned(buffer)) = self.buffers.get(&src.buffer.0) {
+            base.output.synchronize(Some(base.limit))?;
+            let from = to_usize(src.offset);
+            landing.as_mut_slice()[..bytes].copy_from_slice(&buffer.as_slice()[from..from + bytes]);
+        } else {
+            let from = match self.buffers.get(&src.buffer.0) {
+                Some(Memory::Device(buffer)) => buffer.address().offset(to_usize(src.offset)),
+                _ => DeviceAddress(0),
+            };
+            copy_out(landing, from, bytes, &base.output, base.limit)?;
+        }
+        match after {
+            Some(event) => {
+                if let Some(passed) = base.streams.reached(event) {
+                    base.passed(passed);
+                }
+            }
+            None => base.all_passed(),
+        }
+        Ok(())
+    }
+
+    fn wait_host(&mut self, event: u64) -> Result<(), AscendError> {
+        if let Some(passed) = self.base.streams.wait_host(event, self.base.limit)? {
+            self.base.passed(passed);
+        }
+        Ok(())
+    }
+
+    /// `ids[to] = ids_by_number[best[from] + 1]`, on the device.
+    fn feed(&mut self, ids: Span, best: Span, rows: &[u32], on: usize) -> Result<(), AscendError> {
+        let count = rows.len() / 2;
+        if count == 0 {
+            return Ok(());
+        }
+        let needed = padded(4 * count);
+        let (at, line) = match &self.feed {
+            Some((buffer, line)) if *line >= needed => (buffer.address(), *line),
+            _ => {
+                self.base.synchronize()?;
+                let buffer = zeroed(&self.base.context, 4 * needed)?;
+                let at = buffer.address();
+                self.feed = Some((buffer, needed));
+                (at, needed)
+            }
+        };
+        let word = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
+        let [to, from, drawn, fed] = [0, 1, 2, 3].map(|i| at.offset(i * line));
+        let (tos, froms) = rows.split_at(count);
+        self.base.stage(to, bytemuck::cast_slice(tos), on)?;
+        self.base.stage(from, bytemuck::cast_slice(froms), on)?;
+        let (best_words, id_words) = (to_usize(best.bytes / 4), to_usize(ids.bytes / 4));
+        let (best, ids) = (self.address(best), self.address(ids));
+        let base = &self.base;
+        let gather = base.ops.gather_rows(&word(best, &[best_words]), &word(from, &[count]), &word(drawn, &[count]))?;
+        base.run(gather, on)?;
+        base.run(base.ops.add(&word(drawn, &[count]), &base.constants.one(), &word(drawn, &[count]))?, on)?;
+        base.run(base.ops.gather_rows(&base.constants.ids(), &word(drawn, &[count]), &word(fed, &[count]))?, on)?;
+        let (all, to, fed) = (words(ids, &[id_words, 1]), word(to, &[count, 1]), words(fed, &[count, 1]));
+        base.run(base.ops.scatter_rows(&all, &to, &fed)?, on)
+    }
+
+    fn launch(
+        &mut self,
+        program: u64,
+        io: &Bindings,
+        shape: LaunchShape,
+        lens: &[u32],
+        on: usize,
+    ) -> Result<(), AscendError> {
+        let (q_lens, kv_lens) = lens.split_at(shape.seqs);
+        let results = Results {
+            logits: self.address(io.logits),
+            best: self.address(io.best),
+            status: self.address(io.row_status),
+        };
+        let batch = Batch {
+            token_ids: self.address(io.token_ids),
+            positions: self.address(io.positions),
+            block_tables: self.address(io.block_tables),
+            logit_rows: self.address(io.logit_rows),
+            results,
+            pool: self.address(io.kv_pool),
+            pool_bytes: io.kv_pool.bytes,
+            shape,
+            q_lens,
+            kv_lens,
+        };
+        // Unloaded meanwhile: nobody waits for it.
+        let Some(program) = self.programs.get_mut(&program) else { return Ok(()) };
+        self.base.begin_launch(on)?;
+        if program.can_replay(&batch, self.capture_max_rows) && program.replay(&mut self.base, &batch, on)? {
+            return Ok(());
+        }
+        program.launch(&mut self.base, &batch, on)
+    }
+
+    /// Copies whole blocks: as many pieces as layers have keys and values.
+    fn copy_blocks(&self, cache: &Cache, src: Span, dst: Span, pairs: &[u32], on: usize) -> Result<(), AscendError> {
+        let piece = cache.block_bytes();
+        let place = |pool: Span, layer: usize, side: usize, block: u32| {
+            let offset = cache.offset(layer, side, cache.blocks(pool.bytes)) + block as usize * piece;
+            Span { offset: pool.offset + offset as u64, bytes: piece as u64, ..pool }
+        };
+        for pair in pairs.chunks_exact(2) {
+            for layer in 0..cache.geometry.layers {
+                for side in [0, 1] {
+                    self.copy(place(dst, layer, side, pair[1]), place(src, layer, side, pair[0]), on)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn alloc(&mut self, id: u64, bytes: u64, kind: MemKind) -> Result<(), AscendError> {
+        let (context, bytes) = (&self.base.context, usize::try_from(bytes).unwrap_or(usize::MAX / 2));
+        let memory = match kind {
+            MemKind::Device => Memory::Device(zeroed(context, bytes)?),
+            MemKind::Pinned => Memory::Pinned(PinnedBuffer::new(context, bytes.max(1))?),
+        };
+        self.buffers.insert(id, memory);
+        Ok(())
+    }
+
+    /// Makes sure that nothing runs that could use what is given back.
+    fn settle(&mut self) {
+        // Memory of a device that does not answer is given back all the same, once nothing of it runs.
+        if !self.is_lost && self.base.synchronize().is_err() {
+            self.is_lost = true;
+            self.base.abort();
+        }
+    }
+
+    pub(super) fn free(&mut self, buffer: u64) {
+        if self.buffers.contains_key(&buffer) {
+            self.settle();
+            self.buffers.remove(&buffer);
+        }
+    }
+
+    pub(super) fn unload(&mut self, program: u64) {
+        if self.programs.contains_key(&program) {
+            self.settle();
+            self.programs.remove(&program);
+        }
+    }
+
+    pub(super) fn release_weights(&mut self, set: u64) {
+        if self.weights.contains_key(&set) {
+            self.settle();
+            self.weights.remove(&set);
+        }
+    }
+
+    pub(super) fn add_weights(&mut self, id: u64, set: WeightSet) {
+        self.weights.insert(id, Arc::new(set));
+    }
+
+    pub(super) fn weights(&self, id: u64) -> Option<Arc<WeightSet>> {
+        self.weights.get(&id).map(Arc::clone)
+    }
+
+    pub(super) fn add_program(&mut self, id: u64, program: Program) {
+        self.programs.insert(id, program);
+    }
+}
+
+impl Desk {
+    /// An empty list.
+    pub(super) fn list(&self) -> Vec<u32> {
+        self.lists.lock().pop().unwrap_or_default()
+    }
+
+    fn give_list(&self, mut list: Vec<u32>) {
+        list.clear();
+        self.lists.lock().push(list);
+    }
+}
+
+/// Lets nobody wait for a thread that has ended.
+struct Closing<'a>(&'a Desk);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.failures.note(DeviceError::Lost);
+        self.0.queue.close();
+        drop(self.0.slots.close());
+        drop(self.0.landing.close(DeviceError::Lost));
+    }
+}
+
+pub(super) fn pairs_list(pairs: &[(BlockId, BlockId)], list: &mut Vec<u32>) {
+    list.extend(pairs.iter().flat_map(|(from, to)| [from.0, to.0]));
+}
+
+fn to_usize(n: u64) -> usize {
+    usize::try_from(n).unwrap_or(usize::MAX)
+}

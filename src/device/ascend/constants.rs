@@ -1,0 +1,79 @@
+//! What every program of a card reads: a few numbers, the causal mask, the ids by number.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::{AscendError, Context, DeviceBuffer, ElemType, MASK_SIDE, TensorDesc};
+
+use super::memory::{GRANULE, zeroed};
+
+/// Numbers that stand in a granule each.
+const NUMBERS: [i32; 4] = [1, -1, 2, -2];
+
+/// Constant tensors in device memory.
+#[derive(Debug)]
+pub(super) struct Constants {
+    numbers: DeviceBuffer,
+    mask: DeviceBuffer,
+    /// `ids[i + 1] = i`, and 0 for what stands for none.
+    ids: DeviceBuffer,
+    known_ids: usize,
+}
+
+impl Constants {
+    pub(super) fn new(context: &Context) -> Result<Self, AscendError> {
+        let numbers = zeroed(context, NUMBERS.len() * GRANULE)?;
+        for (index, number) in NUMBERS.iter().enumerate() {
+            numbers.write(index * GRANULE, &number.to_le_bytes())?;
+        }
+        let mask = zeroed(context, MASK_SIDE * MASK_SIDE)?;
+        let mut rows = vec![0u8; MASK_SIDE * MASK_SIDE];
+        for (row, columns) in rows.chunks_exact_mut(MASK_SIDE).enumerate() {
+            columns[row + 1..].fill(1);
+        }
+        mask.write(0, &rows)?;
+        Ok(Self { numbers, mask, ids: zeroed(context, 4)?, known_ids: 0 })
+    }
+
+    fn number(&self, index: usize) -> TensorDesc {
+        TensorDesc::new(self.numbers.address().offset(index * GRANULE), ElemType::I32, &[1])
+    }
+
+    pub(super) fn one(&self) -> TensorDesc {
+        self.number(0)
+    }
+
+    pub(super) fn minus_one(&self) -> TensorDesc {
+        self.number(1)
+    }
+
+    pub(super) fn two(&self) -> TensorDesc {
+        self.number(2)
+    }
+
+    pub(super) fn minus_two(&self) -> TensorDesc {
+        self.number(3)
+    }
+
+    /// Bool, 1 above the diagonal.
+    pub(super) fn mask(&self) -> TensorDesc {
+        TensorDesc::new(self.mask.address(), ElemType::Bool, &[MASK_SIDE, MASK_SIDE])
+    }
+
+    /// Row `best + 1` holds the id to feed: 0 where `best` is none.
+    pub(super) fn ids(&self) -> TensorDesc {
+        TensorDesc::new(self.ids.address(), ElemType::I32, &[self.known_ids + 1])
+    }
+
+    /// Makes room for a vocabulary; the streams are at their ends.
+    pub(super) fn know_ids(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
+        if count <= self.known_ids {
+            return Ok(());
+        }
+        let ids = zeroed(context, 4 * (count + 1))?;
+        let id = |i: usize| u32::try_from(i.saturating_sub(1)).unwrap_or(0).to_le_bytes();
+        let bytes: Vec<u8> = (0..=count).flat_map(id).collect();
+        ids.write(0, &bytes)?;
+        (self.ids, self.known_ids) = (ids, count);
+        Ok(())
+    }
+}

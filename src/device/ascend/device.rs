@@ -1,0 +1,568 @@
+//! [`Device`] for an Ascend card: checks what it is asked on the caller's thread, and hands it to the card's.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+
+use ascend_sys::{AscendError, DeviceBuffer, Library, Ops, Pages, Runtime};
+use parking_lot::Mutex;
+
+use super::card::{Card, Command, Desk, Facts, Opening, pairs_list};
+use super::failure::device_error;
+use super::layout::{Cache, RESERVED_BLOCKS};
+use super::memory::{GRANULE, padded};
+use super::options::{Activations, AscendOpenError, AscendOptions};
+use super::program::Program;
+use super::staging::SLOT_BYTES;
+use super::telemetry::Telemetry;
+use super::weights::{WeightSet, activation_elem, convert_tensor, kv_dtype, place};
+use crate::device::{
+    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks,
+    ProgramId, Span, StepArgs, StreamId, WeightSetId,
+};
+use crate::graph::passes::OpSet;
+use crate::graph::{Bucket, CompileError, Plan, Target, Weight};
+use crate::kv_cache::{BlockId, KvDType, KvGeometry};
+use crate::weights::WeightSource;
+
+/// Operations without which no model runs.
+const NEEDED: [&str; 9] = [
+    "aclnnEmbedding",
+    "aclnnRmsNorm",
+    "aclnnMm",
+    "aclnnRotaryPositionEmbedding",
+    "aclnnIndexSelect",
+    "aclnnCast",
+    "aclnnAdd",
+    "aclnnMul",
+    "aclnnArgMax",
+];
+
+/// An Ascend NPU. See the [module](super).
+#[derive(Debug)]
+pub struct AscendDevice {
+    caps: DeviceCaps,
+    library: PathBuf,
+    activations: Activations,
+    limit: std::time::Duration,
+    desk: Arc<Desk>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// High bits of every id, so that another device's ids are not found here.
+    tag: u64,
+    next: AtomicU64,
+    known: Mutex<Known>,
+    telemetry: Telemetry,
+}
+
+/// What callers were given, as far as their calls are checked against it.
+#[derive(Debug, Default)]
+struct Known {
+    streams: u64,
+    events: u64,
+    buffers: HashMap<u64, (u64, MemKind)>,
+    programs: HashMap<u64, Loaded>,
+    layouts: HashMap<String, Cache>,
+}
+
+/// What a launch is checked against.
+#[derive(Clone, Copy, Debug)]
+struct Loaded {
+    bucket: Bucket,
+    vocab_size: usize,
+    cache: Cache,
+}
+
+fn invalid(what: impl Into<String>) -> DeviceError {
+    DeviceError::Invalid { what: what.into() }
+}
+
+impl AscendDevice {
+    /// Loads the runtime, binds a thread to the card and finds out what it can do.
+    ///
+    /// # Errors
+    /// [`AscendOpenError`] names the library, function, operation or card that is missing, or the call that failed. No other
+    /// device is tried.
+    pub fn open(options: AscendOptions) -> Result<Arc<Self>, AscendOpenError> {
+        static DEVICES: AtomicU64 = AtomicU64::new(1);
+        let &[card] = &options.cards[..] else { return Err(AscendOpenError::Cards { count: options.cards.len() }) };
+        let library = Library::open(options.library.as_deref())?;
+        let runtime = Runtime::load(&library)?;
+        let path = library.path().to_owned();
+        let ops = Ops::load(&library, &runtime);
+        let names: Vec<&'static str> = NEEDED.into_iter().filter(|name| !ops.has(name)).collect();
+        if !names.is_empty() {
+            return Err(AscendOpenError::MissingOperations { library: path, names });
+        }
+        let call = |source: AscendError| AscendOpenError::Call { card, source };
+        runtime.init().map_err(call)?;
+        let count = runtime.device_count().map_err(call)?;
+        if card >= count {
+            return Err(AscendOpenError::Card { card, count });
+        }
+        let limit = options.timeout();
+        let capture_max_rows = if options.capture { options.capture_max_rows as usize } else { 0 };
+        let is_deterministic = options.deterministic;
+        let opening = Opening { library, runtime, card, limit, is_deterministic, capture_max_rows };
+        let (open, opened) = mpsc::sync_channel(1);
+        let serve = move || match Card::open(&opening) {
+            Ok((card, desk, facts)) => {
+                // Nobody waits for a device that was given up.
+                if open.send(Ok((Arc::clone(&desk), facts))).is_ok() {
+                    card.serve(&desk);
+                }
+            }
+            Err(error) => drop(open.send(Err(error))),
+        };
+        let thread = std::thread::Builder::new().name(format!("ascend-{card}")).spawn(serve);
+        let thread = thread.map_err(|error| AscendOpenError::Thread { reason: error.to_string() })?;
+        let opened = opened.recv().map_err(|_| AscendOpenError::Thread { reason: "it ended at once".into() })?;
+        let (desk, facts) = opened.map_err(call)?;
+        Ok(Arc::new(Self {
+            caps: caps(&facts, card, &path),
+            library: path,
+            activations: options.activations,
+            limit,
+            desk,
+            thread: Mutex::new(Some(thread)),
+            tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
+            next: AtomicU64::new(1),
+            known: Mutex::default(),
+            telemetry: Telemetry::default(),
+        }))
+    }
+
+    /// The library that was taken.
+    pub fn library(&self) -> &std::path::Path {
+        &self.library
+    }
+
+    fn new_id(&self) -> u64 {
+        self.tag | self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Queues a command.
+    fn push(&self, command: Command) -> Result<(), DeviceError> {
+        self.desk.queue.push_with(|| (command, ())).ok_or_else(|| self.end())
+    }
+
+    /// What ended the device.
+    fn end(&self) -> DeviceError {
+        self.desk.failures.fatal().unwrap_or(DeviceError::Lost)
+    }
+
+    /// Runs something on the card's thread and waits for what it gives.
+    fn call<R: Send + 'static>(&self, run: impl FnOnce(&mut Card) -> R + Send + 'static) -> Result<R, DeviceError> {
+        let (give, given) = mpsc::sync_channel(1);
+        // Whoever asked waits below, unless it is gone with its whole thread.
+        self.push(Command::Call(Box::new(move |card| drop(give.send(run(card))))))?;
+        given.recv().map_err(|_| self.end())
+    }
+
+    /// The same for a call of the runtime.
+    fn attempt<R: Send + 'static>(
+        &self,
+        asked_bytes: u64,
+        run: impl FnOnce(&mut Card) -> Result<R, AscendError> + Send + 'static,
+    ) -> Result<R, DeviceError> {
+        self.desk.failures.check()?;
+        let outcome = self.call(run)?.map_err(|error| device_error(error, asked_bytes, self.limit));
+        if let Err(error) = &outcome
+            && error.is_lost()
+        {
+            self.desk.failures.note(error.clone());
+        }
+        outcome
+    }
+
+    fn index(&self, known: &Known, on: StreamId) -> Result<usize, DeviceError> {
+        let number = on.0.checked_sub(self.tag).filter(|number| (1..=known.streams).contains(number));
+        let number = number.ok_or_else(|| invalid("unknown stream"))?;
+        Ok(usize::try_from(number - 1).unwrap_or(0))
+    }
+
+    fn event(&self, known: &Known, event: EventId) -> Result<u64, DeviceError> {
+        let number = event.0.checked_sub(self.tag).filter(|number| (1..=known.events).contains(number));
+        number.ok_or_else(|| invalid("unknown event"))
+    }
+}
+
+impl Known {
+    fn check(&self, span: Span) -> Result<MemKind, DeviceError> {
+        let (bytes, kind) = *self.buffers.get(&span.buffer.0).ok_or_else(|| invalid("unknown buffer"))?;
+        if span.offset.checked_add(span.bytes).is_none_or(|end| end > bytes) {
+            return Err(invalid(format!("span {span:?} is outside a buffer of {bytes} bytes")));
+        }
+        Ok(kind)
+    }
+
+    /// A launch that keeps the contract, as far as it can be seen on the host.
+    fn check_launch(&self, loaded: &Loaded, args: &StepArgs<'_>) -> Result<(), DeviceError> {
+        let Loaded { bucket, vocab_size, cache } = *loaded;
+        let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
+        let io = &args.io;
+        let spans = [
+            (io.token_ids, 4 * tokens),
+            (io.positions, 4 * tokens),
+            (io.block_tables, seqs.saturating_mul(table_stride).saturating_mul(4)),
+            (io.logit_rows, 4 * logit_rows),
+            (io.logits, logit_rows.saturating_mul(4 * vocab_size)),
+            (io.best, 4 * logit_rows),
+            (io.row_status, tokens),
+        ];
+        for (span, _) in spans.iter().chain(&[(io.kv_pool, 0)]) {
+            if self.check(*span)? != MemKind::Device {
+                return Err(invalid("a launch's buffers are device memory"));
+            }
+        }
+        let keys =
+            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.best, io.row_status, io.kv_pool]
+                .map(|span| span.buffer.0);
+        let block_size = cache.geometry.block_size;
+        let longest = args.kv_lens.iter().copied().max().unwrap_or(0) as usize;
+        let blocks = cache.blocks(io.kv_pool.bytes) as u64;
+        let lens = || args.q_lens.iter().zip(args.kv_lens);
+        let rules = [
+            ("eight different buffers", (1..keys.len()).all(|i| !keys[..i].contains(&keys[i]))),
+            ("there is a row", tokens > 0),
+            ("rows fit the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
+            ("sequences fit the bucket", seqs <= bucket.seqs),
+            ("the longest sequence fits the bucket", longest <= bucket.kv_tokens),
+            ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
+            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
+            ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
+            ("a table line has all blocks of its sequence", longest.div_ceil(block_size) <= table_stride),
+            ("buffers are as long as the shape says", spans.iter().all(|(span, bytes)| span.bytes == *bytes as u64)),
+            ("buffers start at multiples of 32 bytes", spans.iter().all(|(span, _)| span.offset.is_multiple_of(32))),
+            ("the pool has blocks behind those of its callers", blocks > RESERVED_BLOCKS),
+        ];
+        match rules.iter().find(|(_, holds)| !holds) {
+            Some((rule, _)) => Err(invalid(format!("launch: broken rule: {rule}"))),
+            None => Ok(()),
+        }
+    }
+}
+
+fn caps(facts: &Facts, card: u32, library: &std::path::Path) -> DeviceCaps {
+    let mut target = Target::new(GRANULE);
+    (target.int8_activations, target.bf16_activations, target.attention_schedules) = (false, false, false);
+    target.ops = OpSet::ALL.without(&["custom", "all_reduce", "all_gather"]);
+    let chip = facts.chip.as_deref().unwrap_or("Ascend");
+    let cann = facts.cann.map_or("CANN before 8.5".to_owned(), |version| {
+        format!("CANN {}.{}.{}", version / 10_000_000, version / 100_000 % 100, version / 1000 % 100)
+    });
+    let gib = facts.total_bytes as f64 / f64::from(1 << 30);
+    DeviceCaps {
+        name: "ascend",
+        description: format!("{chip}, card {card}, {gib:.1} GiB, {cann}, {}", library.display()),
+        target,
+        kv_dtypes: vec![KvDType::F16, KvDType::BF16],
+        block_size_step: 16,
+        max_block_size: 1024,
+        default_block_size: 128,
+        static_shapes: true,
+        batch_invariant: false,
+        max_ranks: 1,
+        retry_f32: false,
+        unified_memory: false,
+        default_pipeline_depth: 2,
+        memory_bytes: Some(facts.free_bytes).filter(|bytes| *bytes > 0),
+    }
+}
+
+impl Device for AscendDevice {
+    fn caps(&self) -> &DeviceCaps {
+        &self.caps
+    }
+
+    fn alloc(&self, bytes: u64, kind: MemKind) -> Result<BufferId, DeviceError> {
+        let id = self.new_id();
+        self.attempt(bytes, move |card| card.alloc(id, bytes, kind))?;
+        self.known.lock().buffers.insert(id, (bytes, kind));
+        Ok(BufferId(id))
+    }
+
+    fn free(&self, buffer: BufferId) {
+        if self.known.lock().buffers.remove(&buffer.0).is_some() {
+            // A device that has ended has freed everything.
+            let _ = self.call(move |card| card.free(buffer.0));
+        }
+    }
+
+    fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let on = {
+            let known = self.known.lock();
+            known.check(dst)?;
+            self.index(&known, on)?
+        };
+        if dst.bytes != src.len() as u64 {
+            return Err(invalid(format!("write of {} bytes into a span of {}", src.len(), dst.bytes)));
+        }
+        for (index, chunk) in src.chunks(SLOT_BYTES).enumerate() {
+            let mut slot = self.desk.slots.try_take();
+            if slot.is_none() {
+                self.push(Command::Reclaim)?;
+                slot = self.desk.slots.take();
+            }
+            let mut slot = slot.ok_or_else(|| self.end())?;
+            slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
+            let dst = Span { offset: dst.offset + (index * SLOT_BYTES) as u64, bytes: chunk.len() as u64, ..dst };
+            self.push(Command::Write { dst, slot, bytes: chunk.len(), on })?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let after = {
+            let known = self.known.lock();
+            known.check(src)?;
+            after.map(|event| self.event(&known, event)).transpose()?
+        };
+        if src.bytes != dst.len() as u64 {
+            return Err(invalid(format!("read of a span of {} bytes into {}", src.bytes, dst.len())));
+        }
+        let _turn = self.desk.landing.turn();
+        // What comes back at a time fits the landing place.
+        const PIECE: usize = 64 << 20;
+        for (index, piece) in dst.chunks_mut(PIECE).enumerate() {
+            let src = Span { offset: src.offset + (index * PIECE) as u64, bytes: piece.len() as u64, ..src };
+            self.push(Command::Read { src, after })?;
+            self.desk.landing.wait(|landing| piece.copy_from_slice(&landing.as_slice()[..piece.len()]))?;
+        }
+        if dst.is_empty() { self.desk.failures.take() } else { Ok(()) }
+    }
+
+    fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        if dst.bytes != src.bytes {
+            return Err(invalid(format!("copy of {} bytes into {}", src.bytes, dst.bytes)));
+        }
+        let on = {
+            let known = self.known.lock();
+            if (known.check(src)?, known.check(dst)?) == (MemKind::Pinned, MemKind::Pinned) {
+                return Err(invalid("a copy between two pinned buffers"));
+            }
+            self.index(&known, on)?
+        };
+        self.push(Command::Copy { dst, src, on })
+    }
+
+    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let on = {
+            let known = self.known.lock();
+            if (known.check(ids)?, known.check(best)?) != (MemKind::Device, MemKind::Device) {
+                return Err(invalid("tokens are fed in device memory"));
+            }
+            self.index(&known, on)?
+        };
+        let (to_words, from_words) = (ids.bytes / 4, best.bytes / 4);
+        let is_inside = |(to, from): &&(u32, u32)| u64::from(*to) < to_words && u64::from(*from) < from_words;
+        if let Some(pair) = rows.iter().find(|pair| !is_inside(pair)) {
+            return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
+        }
+        let mut list = self.desk.list();
+        list.extend(rows.iter().map(|(to, _)| *to));
+        list.extend(rows.iter().map(|(_, from)| *from));
+        self.push(Command::Feed { ids, best, rows: list, on })
+    }
+
+    fn stream(&self) -> Result<StreamId, DeviceError> {
+        self.attempt(0, |card| card.base.streams.add())?;
+        let mut known = self.known.lock();
+        known.streams += 1;
+        Ok(StreamId(self.tag | known.streams))
+    }
+
+    fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
+        self.desk.failures.check()?;
+        let on = self.index(&self.known.lock(), on)?;
+        // Numbers grow in the queue's order.
+        let number = self.desk.queue.push_with(|| {
+            let mut known = self.known.lock();
+            known.events += 1;
+            (Command::Record { on, event: known.events }, known.events)
+        });
+        number.map(|number| EventId(self.tag | number)).ok_or_else(|| self.end())
+    }
+
+    fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let (on, event) = {
+            let known = self.known.lock();
+            (self.index(&known, on)?, self.event(&known, event)?)
+        };
+        self.push(Command::Wait { on, event })
+    }
+
+    fn wait_host(&self, event: EventId) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let event = self.event(&self.known.lock(), event)?;
+        let _turn = self.desk.landing.turn();
+        self.push(Command::WaitHost { event })?;
+        self.desk.landing.wait(|_| ())
+    }
+
+    fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
+        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
+        let (step, most) = (self.caps.block_size_step, self.caps.max_block_size);
+        if block_size == 0 || !block_size.is_multiple_of(step) || block_size > most {
+            return Err(invalid(format!("block size {block_size} is no multiple of {step} up to {most}")));
+        }
+        if !self.caps.kv_dtypes.contains(&dtype) {
+            return Err(invalid(format!("KV type {dtype:?} is not available")));
+        }
+        let bytes = [layers, kv_heads, head_dim, block_size, 4].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
+        if bytes.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) || !head_dim.is_multiple_of(16) {
+            return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
+        }
+        let cache = Cache::new(*geometry);
+        let layout = cache.describe();
+        self.known.lock().layouts.insert(layout.id.clone(), cache);
+        Ok(layout)
+    }
+
+    fn kv_dtype(&self, weights: &[Weight]) -> Option<KvDType> {
+        Some(kv_dtype(activation_elem(self.activations, weights)))
+    }
+
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {
+        let elem = activation_elem(self.activations, weights);
+        let (offsets, bytes) = place(weights).ok_or_else(|| invalid("the weights' sizes overflow"))?;
+        let buffer = self.attempt(bytes as u64, move |card| {
+            DeviceBuffer::new(&card.base.context, padded(bytes), Pages::HugeFirst)
+        })?;
+        let id = self.new_id();
+        let set = WeightSet::new(buffer, elem, offsets.clone(), weights);
+        self.call(move |card| card.add_weights(id, set))?;
+        let fill = |weight: &Weight, offset: usize| {
+            convert_tensor(source, weight, elem, &mut |at, bytes| {
+                self.attempt(bytes.len() as u64, move |card| match card.weights(id) {
+                    Some(set) => set.buffer().write(offset + at, &bytes),
+                    None => Ok(()),
+                })
+            })
+        };
+        let filled = weights.iter().zip(offsets).try_for_each(|(weight, offset)| fill(weight, offset));
+        if let Err(error) = filled {
+            self.release_weights(WeightSetId(id));
+            return Err(error);
+        }
+        Ok(WeightSetId(id))
+    }
+
+    fn release_weights(&self, weights: WeightSetId) {
+        // A device that has ended has freed everything.
+        let _ = self.call(move |card| card.release_weights(weights.0));
+    }
+
+    fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError> {
+        plans.iter().try_for_each(Plan::check)?;
+        let ([plan], &[set]) = (plans, weights) else {
+            return Err(CompileError::Invalid(format!("{} plans with {} weight sets", plans.len(), weights.len())));
+        };
+        self.kv_layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
+        let failed = |error: DeviceError| CompileError::Device { reason: error.to_string() };
+        self.desk.failures.check().map_err(failed)?;
+        let (id, cache) = (self.new_id(), Cache::new(*kv));
+        let loaded = Loaded { bucket: plan.bucket, vocab_size: plan.vocab_size, cache };
+        let plan = plan.clone();
+        self.call(move |card| {
+            let set = card.weights(set.0).filter(|set| set.serves(&plan.weights));
+            let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
+            let program = Program::load(&mut card.base, &plan, set, cache)?;
+            card.add_program(id, program);
+            Ok(())
+        })
+        .map_err(failed)
+        .flatten()?;
+        self.known.lock().programs.insert(id, loaded);
+        Ok(ProgramId(id))
+    }
+
+    fn overflows(&self, _program: ProgramId) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    fn custom_failures(&self, _program: ProgramId) -> Vec<CustomFailure> {
+        Vec::new()
+    }
+
+    fn unload(&self, program: ProgramId) {
+        if self.known.lock().programs.remove(&program.0).is_some() {
+            // A device that has ended has freed everything.
+            let _ = self.call(move |card| card.unload(program.0));
+        }
+    }
+
+    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+        self.desk.failures.take()?;
+        let on = {
+            let known = self.known.lock();
+            let loaded = known.programs.get(&program.0).ok_or_else(|| invalid("unknown program"))?;
+            known.check_launch(loaded, args)?;
+            self.index(&known, on)?
+        };
+        let mut lens = self.desk.list();
+        lens.extend_from_slice(args.q_lens);
+        lens.extend_from_slice(args.kv_lens);
+        self.push(Command::Launch { program: program.0, io: args.io, shape: args.shape, lens, on })
+    }
+
+    fn copy_blocks(
+        &self,
+        layout: &KvLayout,
+        src_pool: Span,
+        dst_pool: Span,
+        pairs: &[(BlockId, BlockId)],
+        on: StreamId,
+    ) -> Result<(), DeviceError> {
+        self.desk.failures.check()?;
+        let (cache, on) = {
+            let known = self.known.lock();
+            let cache =
+                *known.layouts.get(&layout.id).ok_or_else(|| invalid(format!("unknown layout {}", layout.id)))?;
+            if (known.check(src_pool)?, known.check(dst_pool)?) == (MemKind::Pinned, MemKind::Pinned) {
+                return Err(invalid("a copy between two pinned pools"));
+            }
+            (cache, self.index(&known, on)?)
+        };
+        let blocks = |pool: Span| (cache.blocks(pool.bytes) as u64).saturating_sub(RESERVED_BLOCKS);
+        for (pool, block) in pairs.iter().flat_map(|(from, to)| [(src_pool, from), (dst_pool, to)]) {
+            if u64::from(block.0) >= blocks(pool) {
+                return Err(invalid(format!("block {} is outside the pool", block.0)));
+            }
+        }
+        let mut list = self.desk.list();
+        pairs_list(pairs, &mut list);
+        self.push(Command::CopyBlocks { cache, src: src_pool, dst: dst_pool, pairs: list, on })
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.desk.notes.all()
+    }
+
+    fn peaks(&self) -> Option<Peaks> {
+        self.telemetry.peaks(&self.caps.description)
+    }
+
+    fn energy_uj(&self) -> Option<u64> {
+        self.telemetry.energy_uj()
+    }
+}
+
+impl Drop for AscendDevice {
+    fn drop(&mut self) {
+        // A thread that has ended takes nothing any more.
+        let _ = self.push(Command::Stop);
+        if let Some(thread) = self.thread.lock().take() {
+            // It reports its failures where it meets them.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! The runtime's failures as the device contract has them, and where those of queued work wait to be told.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+use ascend_sys::{AscendError, AscendErrorKind};
+use parking_lot::Mutex;
+
+use crate::device::DeviceError;
+use crate::graph::{ArenaTooLarge, CompileError};
+
+/// What a failed call means to the caller: what can be tried again, and what has ended the device.
+pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration) -> DeviceError {
+    match error.kind {
+        AscendErrorKind::OutOfMemory => DeviceError::OutOfMemory { kind: "device", asked_bytes, free_bytes: 0 },
+        AscendErrorKind::WaitTimeout => {
+            DeviceError::TimedOut { call: error.call, limit_us: u64::try_from(limit.as_micros()).unwrap_or(u64::MAX) }
+        }
+        AscendErrorKind::KernelTimeout
+        | AscendErrorKind::KernelException
+        | AscendErrorKind::DeviceLost
+        | AscendErrorKind::HardwareMemory => DeviceError::Lost,
+        _ => DeviceError::Call { call: error.call, code: error.code, message: error.message },
+    }
+}
+
+/// A failure while a program is loaded.
+pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64) -> CompileError {
+    match error.kind {
+        AscendErrorKind::OutOfMemory => CompileError::Memory(ArenaTooLarge { bytes }),
+        AscendErrorKind::Refused | AscendErrorKind::Unsupported => {
+            CompileError::Unsupported { op, reason: error.to_string() }
+        }
+        _ => CompileError::Device { reason: error.to_string() },
+    }
+}
+
+/// The first failure of queued work that nobody has heard of, and the one that ended the device.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    untold: Option<DeviceError>,
+    fatal: Option<DeviceError>,
+}
+
+impl Failures {
+    /// Keeps a failure of queued work.
+    pub(super) fn note(&self, error: DeviceError) {
+        let state = &mut *self.state.lock();
+        if error.is_lost() {
+            state.fatal.get_or_insert(error);
+        } else {
+            state.untold.get_or_insert(error);
+        }
+    }
+
+    /// What ended the device, if it has ended.
+    pub(super) fn fatal(&self) -> Option<DeviceError> {
+        self.state.lock().fatal.clone()
+    }
+
+    /// Whether the device still works.
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        self.fatal().map_or(Ok(()), Err)
+    }
+
+    /// The same, and what queued work failed with since the last time.
+    pub(super) fn take(&self) -> Result<(), DeviceError> {
+        let state = &mut *self.state.lock();
+        state.fatal.clone().or_else(|| state.untold.take()).map_or(Ok(()), Err)
+    }
+}

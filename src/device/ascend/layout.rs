@@ -1,0 +1,61 @@
+//! How keys and values lie in a pool: for each layer the keys of all blocks, then the values of all blocks, each block
+//! `[tokens, heads · head_dim]`, as the attention and scatter operations take them.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::ElemType;
+
+use crate::device::KvLayout;
+use crate::kv_cache::{KvDType, KvGeometry};
+
+/// Blocks behind those that callers name: rows that only fill a batch up write there.
+pub(super) const RESERVED_BLOCKS: u64 = 1;
+
+/// Keys and values of one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cache {
+    pub geometry: KvGeometry,
+}
+
+impl Cache {
+    pub(super) const fn new(geometry: KvGeometry) -> Self {
+        Self { geometry }
+    }
+
+    pub(super) const fn elem(&self) -> ElemType {
+        match self.geometry.dtype {
+            KvDType::BF16 => ElemType::BF16,
+            _ => ElemType::F16,
+        }
+    }
+
+    /// Elements of a token's keys in one layer.
+    pub(super) const fn row(&self) -> usize {
+        self.geometry.kv_heads * self.geometry.head_dim
+    }
+
+    /// Bytes of a block's keys in one layer.
+    pub(super) const fn block_bytes(&self) -> usize {
+        self.geometry.block_size * self.row() * 2
+    }
+
+    /// Blocks of a pool, reserved ones included.
+    pub(super) fn blocks(&self, pool_bytes: u64) -> usize {
+        usize::try_from(pool_bytes).unwrap_or(usize::MAX) / self.geometry.bytes_per_block()
+    }
+
+    /// Bytes from a pool's start to a layer's keys (`side` 0) or values (1).
+    pub(super) const fn offset(&self, layer: usize, side: usize, blocks: usize) -> usize {
+        (2 * layer + side) * blocks * self.block_bytes()
+    }
+
+    pub(super) fn describe(&self) -> KvLayout {
+        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = self.geometry;
+        KvLayout {
+            id: format!("ascend-BnBsH-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}"),
+            bytes_per_block: self.geometry.bytes_per_block() as u64,
+            alignment: super::memory::GRANULE as u64,
+            reserved_blocks: RESERVED_BLOCKS,
+        }
+    }
+}

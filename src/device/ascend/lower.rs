@@ -1,0 +1,544 @@
+//! From the steps of a plan to operations of the library.
+//!
+//! Values lie where the plan puts them; rooms that are made for f32 rows hold 16-bit rows here. What a step needs besides
+//! (norm factors, rotated keys, tables of cosines) has fixed places of the program's own.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
+
+use super::constants::Constants;
+use super::memory::{Pieces, Place};
+use super::recipe::Recipe;
+use super::weights::WeightSet;
+use crate::graph::{
+    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand,
+    OverflowPolicy, Plan, RopeStyle, Step,
+};
+
+/// Rows that a launch computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RowCounts {
+    pub tokens: usize,
+    pub logits: usize,
+}
+
+/// Where a launch's results go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Results {
+    pub logits: DeviceAddress,
+    pub best: DeviceAddress,
+    pub status: DeviceAddress,
+}
+
+/// Scratch that all programs of a card share.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Logits before they are widened.
+    pub logits: DeviceAddress,
+    /// A flag an element of the widest rows that are checked.
+    pub flags: DeviceAddress,
+}
+
+/// What a step becomes.
+#[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
+pub(super) enum Item {
+    Op(Recipe),
+    /// Writes keys and values of all rows to their slots.
+    Store {
+        layer: usize,
+        key: Place,
+        value: Place,
+    },
+    /// Attention over what is stored.
+    Attend {
+        shape: AttentionShape,
+        query: Place,
+        out: Place,
+    },
+}
+
+/// Places of a program's own, as offsets into its region behind the arena.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fixed {
+    pub ids: DeviceAddress,
+    pub positions: DeviceAddress,
+    pub logit_rows: DeviceAddress,
+    /// Block tables, `table_cols` a sequence, and one line more whose first entry is the reserved block.
+    pub table: DeviceAddress,
+    /// For each row its entry of `table`, then (from a multiple of 8 on) its place in the block: what the host fills in.
+    pub entries: DeviceAddress,
+    pub slots: DeviceAddress,
+    /// Rows that results of rows of logits belong to; padding rows have numbers behind the batch's.
+    pub status_rows: DeviceAddress,
+    /// Whether rows are sound: those of the batch, then room for padding rows of logits.
+    pub sound: DeviceAddress,
+    row_flags: DeviceAddress,
+    logit_flags: DeviceAddress,
+    logits_sound: DeviceAddress,
+    largest: DeviceAddress,
+    terms: [DeviceAddress; 2],
+    rstd: DeviceAddress,
+    turned: [DeviceAddress; 2],
+    gate_up: DeviceAddress,
+}
+
+/// Sizes that fix those places.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    pub tokens: usize,
+    pub logits: usize,
+    pub seqs: usize,
+    /// Entries of a line of the block table, a multiple of 8.
+    pub table_cols: usize,
+}
+
+impl Fixed {
+    /// Places for a plan from `base` on, and the bytes of all.
+    pub(super) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
+        let Sizes { tokens, logits, seqs, table_cols } = sizes;
+        let widest =
+            plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
+        let most_groups = plan.steps.iter().map(|step| most_groups(plan, step)).max().unwrap_or(1);
+        let mut pieces = Pieces::default();
+        let mut words = |count: usize| base.offset(pieces.add(4 * count));
+        let fixed = Self {
+            ids: words(tokens),
+            positions: words(tokens),
+            logit_rows: words(logits),
+            table: words((seqs + 1) * table_cols),
+            entries: words(tokens.next_multiple_of(8) + tokens),
+            slots: words(tokens),
+            status_rows: words(logits),
+            sound: words(tokens + logits),
+            row_flags: words(tokens),
+            logit_flags: words(logits),
+            logits_sound: words(logits),
+            largest: words(logits),
+            terms: [words(tokens.max(logits)), words(tokens.max(logits))],
+            rstd: words(tokens.max(logits) * most_groups),
+            turned: [words(tokens * widest.div_ceil(2)), words(tokens * widest.div_ceil(2))],
+            gate_up: words(tokens * widest),
+        };
+        (fixed, pieces.bytes())
+    }
+}
+
+/// Groups a row that a step norms.
+fn most_groups(plan: &Plan, step: &Step) -> usize {
+    match &step.op {
+        Op::RmsNorm(norm) | Op::QkNormRope { norm, .. } | Op::RopeKvWrite { norm: Some(norm), .. } => {
+            plan.values[step.inputs[0]].cols.div_ceil(norm.group.max(1))
+        }
+        _ => 1,
+    }
+}
+
+/// Tables of one kind of rotation: `[positions, head_dim]` each.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RopeTables {
+    pub cos: DeviceAddress,
+    pub sin: DeviceAddress,
+    pub positions: usize,
+    pub head_dim: usize,
+    pub is_interleaved: bool,
+}
+
+/// A plan with the places of everything it works on.
+#[derive(Debug)]
+pub(super) struct Lowering {
+    pub plan: Plan,
+    pub weights: Arc<WeightSet>,
+    pub arena: DeviceAddress,
+    pub fixed: Fixed,
+    pub ropes: Vec<RopeTables>,
+    /// Gate and up projections that are one product, by step, with the joined weight; and the steps that take both halves.
+    pub joined: Vec<Option<TensorDesc>>,
+    pub halves: Vec<bool>,
+}
+
+impl Lowering {
+    fn elem(&self) -> ElemType {
+        self.weights.elem
+    }
+
+    /// Where a value lies.
+    pub(super) fn place(&self, value: usize) -> Place {
+        let offset = match self.plan.values[value].operand {
+            Operand::Arena { offset } => offset,
+            Operand::Io(_) | Operand::Effect => 0,
+        };
+        Place::new(self.arena.offset(offset), self.elem())
+    }
+
+    fn cols(&self, value: usize) -> usize {
+        self.plan.values[value].cols
+    }
+
+    fn rows(&self, value: usize, rows: RowCounts) -> usize {
+        match self.plan.values[value].rows {
+            crate::graph::Rows::Tokens => rows.tokens,
+            crate::graph::Rows::LogitRows => rows.logits,
+        }
+    }
+
+    fn value(&self, value: usize, rows: RowCounts) -> TensorDesc {
+        self.place(value).tensor(&[self.rows(value, rows), self.cols(value)])
+    }
+
+    fn is_logits(&self, value: usize) -> bool {
+        self.plan.values[value].operand == Operand::Io(Io::Logits)
+    }
+
+    /// Whether a step computes rows of logits or what is told of them: such steps are made anew for each launch.
+    pub(super) fn is_tail(&self, step: &Step) -> bool {
+        matches!(step.op, Op::GatherRows | Op::RowStatus)
+            || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::Rows::LogitRows)
+    }
+
+    /// The operations of a step, in order.
+    pub(super) fn lower(
+        &self,
+        at: usize,
+        rows: RowCounts,
+        results: Results,
+        room: Room,
+        constants: &Constants,
+        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let Step { op, inputs, outputs, scratch, .. } = &self.plan.steps[at];
+        let ints = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
+        let flags = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::Bool, dims);
+        let input = |n: usize| self.value(inputs[n], rows);
+        let output = |n: usize| self.value(outputs[n], rows);
+        let mut op_of = |recipe: Recipe| emit(Item::Op(recipe));
+        let fixed = &self.fixed;
+        match op {
+            Op::Embed { table, .. } => {
+                let ids = ints(fixed.ids, &[rows.tokens]);
+                op_of(Recipe::Embedding { table: self.weights.tensor(*table), ids, out: output(0) })
+            }
+            Op::RopeAngles { rope } => {
+                let RopeTables { cos, sin, positions, head_dim, .. } = self.ropes[*rope];
+                let [cos_rows, sin_rows] = self.angles(outputs[0], head_dim);
+                for (table, out) in [(cos, cos_rows), (sin, sin_rows)] {
+                    op_of(Recipe::GatherRows {
+                        x: TensorDesc::new(table, self.elem(), &[positions, head_dim]),
+                        rows: ints(fixed.positions, &[rows.tokens]),
+                        out: out.tensor(&[rows.tokens, head_dim]),
+                    })?;
+                }
+                Ok(())
+            }
+            Op::RmsNorm(norm) | Op::NormCast { norm, .. } => {
+                let (x, out) = (self.place(inputs[0]), self.place(outputs[0]));
+                op_of(self.norm(norm, x, out, self.rows(inputs[0], rows), self.cols(inputs[0])))
+            }
+            Op::AddRmsNorm { norm, .. } => {
+                let rstd = TensorDesc::new(fixed.rstd, ElemType::F32, &[self.rows(inputs[0], rows), 1]);
+                let gamma = self.weights.tensor(norm.weight);
+                let operands = Box::new([input(0), input(1), gamma, output(1), rstd, output(0)]);
+                op_of(Recipe::AddRmsNorm { operands, eps: f64::from(norm.eps) })
+            }
+            Op::Add => op_of(Recipe::Add { a: input(0), b: input(1), out: output(0) }),
+            Op::Mul => op_of(Recipe::Mul { a: input(0), b: input(1), out: output(0) }),
+            Op::Activation(kind) => op_of(activation(*kind, input(0), output(0))),
+            Op::Cast(_) => op_of(Recipe::Copy { dst: output(0), src: input(0) }),
+            Op::Linear(part) => self.linear(part, input(0), outputs[0], rows, results, room, &mut op_of),
+            Op::LinearMulti(parts) => match &self.joined[at] {
+                Some(weight) => {
+                    let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
+                    op_of(Recipe::Linear { x: input(0), weight: *weight, bias: None, out })
+                }
+                None => parts
+                    .iter()
+                    .zip(outputs)
+                    .try_for_each(|(part, &out)| self.linear(part, input(0), out, rows, results, room, &mut op_of)),
+            },
+            Op::ActMul(kind) => self.act_mul(at, *kind, [input(0), input(1)], output(0), &mut op_of),
+            Op::SwigluLinear { activation, part, .. } => {
+                let product = self.value(scratch.unwrap_or(inputs[0]), rows);
+                self.act_mul(at, *activation, [input(0), input(1)], product, &mut op_of)?;
+                self.linear(part, product, outputs[0], rows, results, room, &mut op_of)
+            }
+            Op::Rope { head_dim, .. } => {
+                let (x, out) = (self.place(inputs[0]), self.place(outputs[0]));
+                op_of(self.rope(x, inputs[1], out, rows.tokens, self.cols(inputs[0]), *head_dim))
+            }
+            Op::QkNormRope { norm, head_dim, .. } => {
+                let cols = self.cols(inputs[0]);
+                let normed = Place::new(fixed.turned[0], self.elem());
+                op_of(self.norm(norm, self.place(inputs[0]), normed, rows.tokens, cols))?;
+                op_of(self.rope(normed, inputs[1], self.place(outputs[0]), rows.tokens, cols, *head_dim))
+            }
+            Op::KvWrite { layer } => {
+                emit(Item::Store { layer: *layer, key: self.place(inputs[0]), value: self.place(inputs[1]) })
+            }
+            Op::RopeKvWrite { layer, head_dim, norm, .. } => {
+                let (cols, mut key) = (self.cols(inputs[0]), self.place(inputs[0]));
+                if let Some(norm) = norm {
+                    let normed = Place::new(fixed.turned[0], self.elem());
+                    op_of(self.norm(norm, key, normed, rows.tokens, cols))?;
+                    key = normed;
+                }
+                let turned = Place::new(fixed.turned[1], self.elem());
+                op_of(self.rope(key, inputs[1], turned, rows.tokens, cols, *head_dim))?;
+                emit(Item::Store { layer: *layer, key: turned, value: self.place(inputs[2]) })
+            }
+            Op::Attention(shape) => {
+                emit(Item::Attend { shape: *shape, query: self.place(inputs[0]), out: self.place(outputs[0]) })
+            }
+            Op::GatherRows => {
+                let wanted = ints(fixed.logit_rows, &[rows.logits]);
+                op_of(Recipe::GatherRows { x: input(0), rows: wanted, out: output(0) })
+            }
+            Op::ArgMax => self.largest(rows.logits, results, room, constants, &mut op_of),
+            Op::LinearArgMax(part) => {
+                self.linear(part, input(0), outputs[0], rows, results, room, &mut op_of)?;
+                self.largest(rows.logits, results, room, constants, &mut op_of)
+            }
+            Op::RowStatus => {
+                let (tokens, cols) = (rows.tokens, self.cols(inputs[0]));
+                op_of(Recipe::IsFinite { x: input(0), out: flags(room.flags, &[tokens, cols]) })?;
+                op_of(Recipe::All { x: flags(room.flags, &[tokens, cols]), out: flags(fixed.row_flags, &[tokens]) })?;
+                op_of(Recipe::Cast { x: flags(fixed.row_flags, &[tokens]), out: ints(fixed.sound, &[tokens]) })?;
+                self.join_logits_status(rows, &mut op_of)?;
+                let [sound, term] = [ints(fixed.sound, &[tokens]), ints(fixed.terms[0], &[tokens])];
+                op_of(Recipe::Mul { a: sound, b: constants.minus_two(), out: term })?;
+                op_of(Recipe::Add { a: term, b: constants.two(), out: term })?;
+                let out = TensorDesc::new(results.status, ElemType::I8, &[tokens]);
+                op_of(Recipe::Cast { x: term, out })
+            }
+            // Not among the device's operations: plans that have them are refused when they are compiled.
+            Op::Custom(_) | Op::AllReduce | Op::AllGather => Ok(()),
+        }
+    }
+
+    /// Places of cosines and sines in the room of the angles.
+    fn angles(&self, value: usize, head_dim: usize) -> [Place; 2] {
+        let cos = self.place(value);
+        [cos, cos.from(self.plan.bucket.tokens * head_dim)]
+    }
+
+    fn norm(&self, norm: &NormSpec, x: Place, out: Place, rows: usize, cols: usize) -> Recipe {
+        let heads = cols / norm.group;
+        let (dims, factors) = if heads == 1 {
+            (vec![rows, cols], vec![rows, 1])
+        } else {
+            (vec![rows, heads, norm.group], vec![rows, heads, 1])
+        };
+        Recipe::RmsNorm {
+            x: x.tensor(&dims),
+            gamma: self.weights.tensor(norm.weight),
+            eps: f64::from(norm.eps),
+            out: out.tensor(&dims),
+            rstd: TensorDesc::new(self.fixed.rstd, ElemType::F32, &factors),
+        }
+    }
+
+    fn rope(&self, x: Place, angles: usize, out: Place, rows: usize, cols: usize, head_dim: usize) -> Recipe {
+        let dims = [rows, cols / head_dim, head_dim];
+        let [cos, sin] = self.angles(angles, head_dim).map(|place| place.tensor(&[rows, 1, head_dim]));
+        let is_interleaved = self.ropes.iter().any(|rope| rope.head_dim == head_dim && rope.is_interleaved);
+        Recipe::Rope { x: x.tensor(&dims), cos, sin, is_interleaved, out: out.tensor(&dims) }
+    }
+
+    fn gate_up(&self, rows: usize, cols: usize) -> TensorDesc {
+        TensorDesc::new(self.fixed.gate_up, self.elem(), &[rows, 2 * cols])
+    }
+
+    fn act_mul(
+        &self,
+        at: usize,
+        kind: ActivationKind,
+        [gate, up]: [TensorDesc; 2],
+        out: TensorDesc,
+        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        if self.halves[at] {
+            let (rows, cols) = (to_usize(out.dims()[0]), to_usize(out.dims()[1]));
+            return op_of(Recipe::Swiglu { x: self.gate_up(rows, cols), out });
+        }
+        op_of(activation(kind, gate, out))?;
+        op_of(Recipe::Mul { a: out, b: up, out })
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn linear(
+        &self,
+        part: &LinearPart,
+        x: TensorDesc,
+        out: usize,
+        rows: RowCounts,
+        results: Results,
+        room: Room,
+        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let weight = self.weights.tensor(part.weight);
+        let bias = part.bias.map(|bias| self.weights.tensor(bias));
+        if !self.is_logits(out) {
+            return op_of(Recipe::Linear { x, weight, bias, out: self.value(out, rows) });
+        }
+        let dims = [rows.logits, self.plan.vocab_size];
+        let narrow = TensorDesc::new(room.logits, self.elem(), &dims);
+        op_of(Recipe::Linear { x, weight, bias, out: narrow })?;
+        op_of(Recipe::Cast { x: narrow, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })
+    }
+
+    /// Whether each row of logits is finite, and `best = largest · finite + (finite - 1)`: -1, all bits set, where not.
+    fn largest(
+        &self,
+        rows: usize,
+        results: Results,
+        room: Room,
+        constants: &Constants,
+        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let fixed = &self.fixed;
+        let ints = |address: DeviceAddress| TensorDesc::new(address, ElemType::I32, &[rows]);
+        let dims = [rows, self.plan.vocab_size];
+        let logits = TensorDesc::new(room.logits, self.elem(), &dims);
+        let flags = TensorDesc::new(room.flags, ElemType::Bool, &dims);
+        let row_flags = TensorDesc::new(fixed.logit_flags, ElemType::Bool, &[rows]);
+        let (sound, largest) = (ints(fixed.logits_sound), ints(fixed.largest));
+        let [product, offset] = fixed.terms.map(ints);
+        op_of(Recipe::IsFinite { x: logits, out: flags })?;
+        op_of(Recipe::All { x: flags, out: row_flags })?;
+        op_of(Recipe::Cast { x: row_flags, out: sound })?;
+        op_of(Recipe::ArgMax { x: logits, out: largest })?;
+        op_of(Recipe::Mul { a: largest, b: sound, out: product })?;
+        op_of(Recipe::Add { a: sound, b: constants.minus_one(), out: offset })?;
+        op_of(Recipe::Add { a: product, b: offset, out: ints(results.best) })
+    }
+
+    /// A row is sound if its last sums and, where they are wanted, its logits are.
+    fn join_logits_status(
+        &self,
+        rows: RowCounts,
+        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        if rows.logits == 0 {
+            return Ok(());
+        }
+        let fixed = &self.fixed;
+        let ints = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
+        let (wanted, joint) = (ints(fixed.logit_rows, &[rows.logits]), ints(fixed.terms[0], &[rows.logits]));
+        op_of(Recipe::GatherRows { x: ints(fixed.sound, &[rows.tokens]), rows: wanted, out: joint })?;
+        op_of(Recipe::Mul { a: joint, b: ints(fixed.logits_sound, &[rows.logits]), out: joint })?;
+        let all = self.plan.bucket.tokens + self.plan.bucket.logit_rows;
+        op_of(Recipe::ScatterRows {
+            cache: words(fixed.sound, &[all, 1]),
+            indices: ints(fixed.status_rows, &[rows.logits, 1]),
+            updates: words(fixed.terms[0], &[rows.logits, 1]),
+        })
+    }
+}
+
+fn activation(kind: ActivationKind, x: TensorDesc, out: TensorDesc) -> Recipe {
+    match kind {
+        ActivationKind::Silu => Recipe::Silu { x, out },
+        ActivationKind::GeluTanh => Recipe::Gelu { x, out },
+    }
+}
+
+fn to_usize(n: i64) -> usize {
+    usize::try_from(n).unwrap_or(0)
+}
+
+/// 32-bit words that are only moved. Scattering takes f32 and not int32, and moves either as it is.
+pub(super) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
+    TensorDesc::new(address, ElemType::F32, dims)
+}
+
+/// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
+/// product, whose halves SwiGLU takes.
+pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<TensorDesc>>, Vec<bool>) {
+    let count = plan.steps.len();
+    let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
+    for (at, step) in plan.steps.iter().enumerate() {
+        let Op::LinearMulti(parts) = &step.op else { continue };
+        let ([gate, up], [gate_part, up_part]) = (&step.outputs[..], &parts[..]) else { continue };
+        if gate_part.bias.is_some() || up_part.bias.is_some() {
+            continue;
+        }
+        let readers: Vec<usize> =
+            (0..count).filter(|&at| plan.steps[at].inputs.iter().any(|input| input == gate || input == up)).collect();
+        let [reader] = readers[..] else { continue };
+        let is_swiglu = matches!(
+            plan.steps[reader].op,
+            Op::ActMul(ActivationKind::Silu) | Op::SwigluLinear { activation: ActivationKind::Silu, .. }
+        );
+        if !is_swiglu || plan.steps[reader].inputs[..] != [*gate, *up] {
+            continue;
+        }
+        if weights.rows(gate_part.weight) != weights.rows(up_part.weight) {
+            continue;
+        }
+        joined[at] = weights.joined(&[gate_part.weight, up_part.weight]);
+        halves[reader] = joined[at].is_some();
+    }
+    (joined, halves)
+}
+
+/// Refuses what a plan asks for and the chip's operations do not give: activations of another type than the weights were
+/// uploaded for, values that are clamped instead of becoming infinite, heads that rotate in part.
+pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
+    let refuse = |op: &'static str, reason: String| Err(CompileError::Unsupported { op, reason });
+    let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };
+    if plan.overflow == OverflowPolicy::Clamp {
+        let (option, value) = ("overflow", "clamp".to_owned());
+        let expected = "`error` on this device, where a value that is too large becomes infinite";
+        return Err(CompileError::Option { option, value, expected });
+    }
+    for step in &plan.steps {
+        let name = step.op.name();
+        let to = match &step.op {
+            Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
+                Some(*to)
+            }
+            _ => None,
+        };
+        if let Some(to) = to.filter(|&to| to != ActivationType::F32 && to != own) {
+            let (to, own) = (to.name(), own.name());
+            return refuse(name, format!("precision {to}: this model's activations are {own} on this device"));
+        }
+        match &step.op {
+            Op::Embed { first_id, .. } if *first_id > 0 => {
+                return refuse(name, "a part of the vocabulary".into());
+            }
+            Op::Rope { head_dim, .. } | Op::QkNormRope { head_dim, .. } | Op::RopeKvWrite { head_dim, .. } => {
+                let angles = plan.values[step.inputs[1]].cols;
+                if angles != *head_dim {
+                    return refuse(name, format!("heads of {head_dim} of which {angles} elements rotate"));
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Pairing and head size of each kind of rotation.
+pub(super) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
+    let mut styles = vec![None; plan.ropes.len()];
+    for step in &plan.steps {
+        let (Op::Rope { head_dim, style }
+        | Op::QkNormRope { head_dim, style, .. }
+        | Op::RopeKvWrite { head_dim, style, .. }) = &step.op
+        else {
+            continue;
+        };
+        let writer = plan.steps.iter().find(|writer| writer.outputs.contains(&step.inputs[1]));
+        let Some(Op::RopeAngles { rope }) = writer.map(|writer| &writer.op) else { continue };
+        let found = (*head_dim, *style == RopeStyle::Interleaved);
+        if styles[*rope].is_some_and(|known| known != found) {
+            let reason = "one table of frequencies with two pairings".to_owned();
+            return Err(CompileError::Unsupported { op: step.op.name(), reason });
+        }
+        styles[*rope] = Some(found);
+    }
+    Ok(styles.into_iter().map(|style| style.unwrap_or((2, false))).collect())
+}

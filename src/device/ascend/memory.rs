@@ -1,0 +1,63 @@
+//! Device memory in pieces: every piece starts at a multiple of 512 bytes and has room behind it that kernels may read.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Pages, TensorDesc};
+
+/// Where pieces start: what torch-npu uses, whole lines of every cache on the chip.
+pub(super) const GRANULE: usize = 512;
+/// Bytes behind every contiguous operand that kernels may read.
+pub(super) const BEHIND: usize = 32;
+
+/// Bytes of a piece with what is behind it.
+pub(super) const fn padded(bytes: usize) -> usize {
+    (bytes + BEHIND).next_multiple_of(GRANULE)
+}
+
+/// Zeroed device memory. The fill does not wait for streams, which cannot know the memory yet.
+pub(super) fn zeroed(context: &Context, bytes: usize) -> Result<DeviceBuffer, AscendError> {
+    let buffer = DeviceBuffer::new(context, padded(bytes), Pages::HugeFirst)?;
+    buffer.fill(0)?;
+    Ok(buffer)
+}
+
+/// Sums up pieces before they are allocated as one.
+#[derive(Debug, Default)]
+pub(super) struct Pieces {
+    bytes: usize,
+}
+
+impl Pieces {
+    /// Offset of a further piece.
+    pub(super) fn add(&mut self, bytes: usize) -> usize {
+        let offset = self.bytes;
+        self.bytes += padded(bytes);
+        offset
+    }
+
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// A stretch of device memory with its element type: what descriptions are made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub address: DeviceAddress,
+    pub elem: ElemType,
+}
+
+impl Place {
+    pub(super) const fn new(address: DeviceAddress, elem: ElemType) -> Self {
+        Self { address, elem }
+    }
+
+    /// The place some elements on.
+    pub(super) const fn from(self, elements: usize) -> Self {
+        Self { address: self.address.offset(elements * self.elem.bits() / 8), elem: self.elem }
+    }
+
+    pub(super) fn tensor(self, dims: &[usize]) -> TensorDesc {
+        TensorDesc::new(self.address, self.elem, dims)
+    }
+}

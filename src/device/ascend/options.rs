@@ -1,0 +1,108 @@
+//! How an Ascend device is opened, and why it may not open.
+
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ascend_sys::{AscendError, LoadError};
+
+/// What activations, weights and logits are held in; sums are f32 inside the chip.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Activations {
+    /// bf16 where most of the model's matrices are bf16, else f16.
+    #[default]
+    Auto,
+    /// Half precision: 11 bits, at most 65,504. A row that exceeds it is not finite and ends its request.
+    F16,
+    /// bfloat16: 8 bits, the range of f32.
+    BF16,
+}
+
+/// How to open an [`AscendDevice`](super::AscendDevice). Start from `default()` and assign fields.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AscendOptions {
+    /// `libascendcl.so`, or a folder that holds it; `None` = where CANN puts it. Nothing else is tried once one is given.
+    pub library: Option<PathBuf>,
+    /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). One, until the collectives are in.
+    pub cards: Vec<u32>,
+    /// Longest time the host waits for queued work before the device counts as hung, in microseconds. A step of a large
+    /// prompt takes some seconds at most.
+    pub timeout_us: u64,
+    /// What activations are held in.
+    pub activations: Activations,
+    /// Whether decode steps are captured into graphs, where the runtime can.
+    pub capture: bool,
+    /// Most rows of a decode step that is captured: each bucket up to it gets a graph when it is first used. Graphs take
+    /// streams and memory; larger batches are bound by the chip, not by the host.
+    pub capture_max_rows: u32,
+    /// Asks for kernels whose sums do not depend on timing; slower.
+    pub deterministic: bool,
+}
+
+impl Default for AscendOptions {
+    fn default() -> Self {
+        Self {
+            library: None,
+            cards: vec![0],
+            timeout_us: 60_000_000,
+            activations: Activations::default(),
+            capture: true,
+            capture_max_rows: 64,
+            deterministic: false,
+        }
+    }
+}
+
+impl AscendOptions {
+    pub(super) fn timeout(&self) -> Duration {
+        Duration::from_micros(self.timeout_us.max(1000))
+    }
+}
+
+/// Why an Ascend device could not be opened. There is no fallback to another device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AscendOpenError {
+    /// `AscendCL` is not on this machine, or lacks a function that is needed.
+    #[error(transparent)]
+    Library(#[from] LoadError),
+    /// The libraries lack operations that every model needs.
+    #[error("{} lacks operations that every model needs: {}", library.display(), names.join(", "))]
+    MissingOperations {
+        /// Where the libraries are.
+        library: PathBuf,
+        /// The functions.
+        names: Vec<&'static str>,
+    },
+    /// No such card.
+    #[error("card {card} does not exist: this process may use {count}")]
+    Card {
+        /// The number asked for.
+        card: u32,
+        /// Cards there are.
+        count: u32,
+    },
+    /// A number of cards that cannot be used together.
+    #[error("{count} cards were asked for; this version uses exactly 1")]
+    Cards {
+        /// How many were asked for.
+        count: usize,
+    },
+    /// A call of the runtime failed.
+    #[error("card {card}: {source}")]
+    Call {
+        /// The card.
+        card: u32,
+        /// The call, its code and the runtime's words.
+        source: AscendError,
+    },
+    /// The device's thread could not be started.
+    #[error("the device's thread could not be started: {reason}")]
+    Thread {
+        /// The system's words.
+        reason: String,
+    },
+}

@@ -1,0 +1,500 @@
+//! A loaded plan: what it works on, and its launches one operation after the other.
+//!
+//! The layers run at the bucket's rows with operations made once; what depends on lengths or on the pool (attention,
+//! writing keys and values) is made for each launch, and so are the rows of logits, of which there are few.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, DeviceBuffer, ElemType, Op, TensorDesc};
+
+use super::attention::{Form, Layer, Lengths, probe};
+use super::base::{Base, Shared};
+use super::capture::Captured;
+use super::failure::compile_error;
+use super::layout::Cache;
+use super::lower::{
+    Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
+};
+use super::memory::{GRANULE, Place, padded, zeroed};
+use super::recipe::Recipe;
+use super::weights::WeightSet;
+use crate::device::LaunchShape;
+use crate::graph::{AttentionShape, CompileError, Op as PlanOp, Plan};
+
+/// What a launch is given, with its buffers as addresses.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Batch<'a> {
+    pub token_ids: DeviceAddress,
+    pub positions: DeviceAddress,
+    pub block_tables: DeviceAddress,
+    pub logit_rows: DeviceAddress,
+    pub results: Results,
+    pub pool: DeviceAddress,
+    pub pool_bytes: u64,
+    pub shape: LaunchShape,
+    pub q_lens: &'a [u32],
+    pub kv_lens: &'a [u32],
+}
+
+impl Batch<'_> {
+    pub(super) const fn rows(&self) -> RowCounts {
+        RowCounts { tokens: self.shape.tokens, logits: self.shape.logit_rows }
+    }
+}
+
+/// One operation of the layers.
+#[derive(Debug)]
+enum Prepared {
+    /// Made once.
+    Ready(Op),
+    /// Made for each launch: the library does not keep it.
+    Remade(Box<Recipe>),
+    Store {
+        layer: usize,
+        key: Place,
+        value: Place,
+    },
+    Attend {
+        shape: AttentionShape,
+        query: Place,
+        out: Place,
+    },
+}
+
+/// A loaded plan.
+#[derive(Debug)]
+pub(super) struct Program {
+    pub lowering: Lowering,
+    pub cache: Cache,
+    pub sizes: Sizes,
+    /// By layer of the pool.
+    pub forms: Vec<Form>,
+    pub has_kv_scatter: bool,
+    body: Vec<Prepared>,
+    pub tail_from: usize,
+    pub block_size: TensorDesc,
+    pub lengths: Lengths,
+    words: Vec<u32>,
+    /// The pool whose reserved block stands in the table.
+    known_pool: Option<(DeviceAddress, u64)>,
+    pub captured: Captured,
+    /// Dropped last: everything above works on it.
+    _region: DeviceBuffer,
+}
+
+impl Program {
+    /// Checks a plan, finds a place for all it works on, and makes the operations of its layers.
+    pub(super) fn load(
+        base: &mut Base,
+        plan: &Plan,
+        weights: Arc<WeightSet>,
+        cache: Cache,
+    ) -> Result<Self, CompileError> {
+        let elem = weights.elem;
+        check_plan(plan, elem)?;
+        let bucket = plan.bucket;
+        let geometry = cache.geometry;
+        let table_cols = bucket.kv_tokens.div_ceil(geometry.block_size).max(1).next_multiple_of(8);
+        let sizes = Sizes { tokens: bucket.tokens, logits: bucket.logit_rows, seqs: bucket.seqs, table_cols };
+        let styles = rope_styles(plan)?;
+        let (_, fixed_bytes) = Fixed::new(plan, sizes, DeviceAddress(0));
+        let table_bytes = |&(head_dim, _): &(usize, bool)| 2 * padded(bucket.kv_tokens * head_dim * 2);
+        let rope_bytes: usize = styles.iter().map(table_bytes).sum();
+        let arena_bytes = padded(plan.arena_bytes);
+        let bytes = arena_bytes + fixed_bytes + rope_bytes + GRANULE;
+        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64);
+        let region = zeroed(&base.context, bytes).map_err(|error| failed("arena", error))?;
+        let at = |offset: usize| region.address().offset(offset);
+        let (fixed, _) = Fixed::new(plan, sizes, at(arena_bytes));
+
+        let mut ropes = Vec::with_capacity(styles.len());
+        let mut end = arena_bytes + fixed_bytes;
+        for (frequencies, &(head_dim, is_interleaved)) in plan.ropes.iter().zip(&styles) {
+            let tables = angles(frequencies, bucket.kv_tokens, head_dim, is_interleaved, elem);
+            let [cos, sin] = tables.map(|table| {
+                let offset = end;
+                end += padded(table.len());
+                (offset, table)
+            });
+            for (offset, table) in [&cos, &sin] {
+                region.write(*offset, table).map_err(|error| failed("rope_angles", error))?;
+            }
+            let (cos, sin) = (at(cos.0), at(sin.0));
+            ropes.push(RopeTables { cos, sin, positions: bucket.kv_tokens, head_dim, is_interleaved });
+        }
+        let block_size = u32::try_from(geometry.block_size).unwrap_or(u32::MAX);
+        region.write(end, &block_size.to_le_bytes()).map_err(|error| failed("kv_write", error))?;
+        let block_size = TensorDesc::new(at(end), ElemType::I32, &[1]);
+
+        let (joined, halves) = join_gates(plan, &weights);
+        let lowering = Lowering { plan: plan.clone(), weights, arena: at(0), fixed, ropes, joined, halves };
+        let first_tail = plan.steps.iter().position(|step| lowering.is_tail(step)).unwrap_or(plan.steps.len());
+        if plan.steps[first_tail..].iter().any(|step| !lowering.is_tail(step)) {
+            return Err(CompileError::Invalid("a layer's step stands behind the rows of logits".into()));
+        }
+        let mut program = Self {
+            lowering,
+            cache,
+            sizes,
+            forms: Vec::new(),
+            has_kv_scatter: base.ops.has("aclnnScatterPaKvCache"),
+            body: Vec::with_capacity(plan.steps.len() * 2),
+            tail_from: first_tail,
+            block_size,
+            lengths: Lengths::with_room(bucket.seqs),
+            words: Vec::with_capacity(2 * bucket.tokens + 8),
+            known_pool: None,
+            captured: Captured::default(),
+            _region: region,
+        };
+        program.probe(base)?;
+        program.share(base)?;
+        program.prepare(base)?;
+        Ok(program)
+    }
+
+    /// Finds the form of every layer's attention.
+    fn probe(&mut self, base: &Base) -> Result<(), CompileError> {
+        let table = Place::new(self.lowering.fixed.table, ElemType::I32);
+        let query = Place::new(self.lowering.arena, self.lowering.weights.elem);
+        self.forms = vec![Form::Packed; self.cache.geometry.layers];
+        let mut known: Vec<(AttentionShape, Form)> = Vec::new();
+        for step in &self.lowering.plan.steps {
+            let PlanOp::Attention(shape) = &step.op else { continue };
+            let fits = shape.layer < self.forms.len()
+                && shape.kv_heads == self.cache.geometry.kv_heads
+                && shape.head_dim == self.cache.geometry.head_dim;
+            if !fits || self.cache.elem() != self.lowering.weights.elem {
+                let reason = format!("the KV cache is {:?}, the model's attention is {shape:?}", self.cache.geometry);
+                return Err(CompileError::Unsupported { op: "attention", reason });
+            }
+            let alike = |other: &AttentionShape| AttentionShape { layer: shape.layer, ..*other } == *shape;
+            let form = match known.iter().find(|(other, _)| alike(other)) {
+                Some((_, form)) => *form,
+                None => probe(&base.ops, &base.constants, shape, &self.cache, query, table)
+                    .map_err(|error| compile_error("attention", error, 0))?,
+            };
+            known.push((*shape, form));
+            self.forms[shape.layer] = form;
+        }
+        Ok(())
+    }
+
+    /// Sees to it that the card's shared scratch is large enough for this program.
+    fn share(&self, base: &mut Base) -> Result<(), CompileError> {
+        let (plan, Sizes { tokens, logits, .. }) = (&self.lowering.plan, self.sizes);
+        let widest = |step: &crate::graph::Step| match step.op {
+            PlanOp::RowStatus => tokens * plan.values[step.inputs[0]].cols,
+            _ => 0,
+        };
+        let flags = plan.steps.iter().map(widest).max().unwrap_or(0).max(logits * plan.vocab_size);
+        base.reserve(0, 2 * logits * plan.vocab_size, flags, plan.vocab_size)
+            .map_err(|error| compile_error("logits", error, flags as u64))
+    }
+
+    /// Makes the operations of the layers, and measures the workspace.
+    fn prepare(&mut self, base: &mut Base) -> Result<(), CompileError> {
+        let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
+        let (room, results) = (base.shared().room(), nowhere());
+        let mut workspace = 0;
+        for at in 0..self.tail_from {
+            let name = self.lowering.plan.steps[at].op.name();
+            let body = &mut self.body;
+            let mut prepare = |item: Item| {
+                body.push(match item {
+                    Item::Store { layer, key, value } => Prepared::Store { layer, key, value },
+                    Item::Attend { shape, query, out } => Prepared::Attend { shape, query, out },
+                    Item::Op(recipe) => {
+                        let mut op = recipe.make(&base.ops)?;
+                        workspace = workspace.max(op.workspace_bytes());
+                        match op.make_repeatable() {
+                            Ok(()) => Prepared::Ready(op),
+                            Err(error) if is_refusal(&error) => Prepared::Remade(Box::new(recipe)),
+                            Err(error) => return Err(error),
+                        }
+                    }
+                });
+                Ok(())
+            };
+            self.lowering
+                .lower(at, rows, results, room, &base.constants, &mut prepare)
+                .map_err(|error| compile_error(name, error, 0))?;
+        }
+        for at in self.tail_from..self.lowering.plan.steps.len() {
+            let name = self.lowering.plan.steps[at].op.name();
+            let mut measure = |item: Item| {
+                if let Item::Op(recipe) = item {
+                    workspace = workspace.max(recipe.make(&base.ops)?.workspace_bytes());
+                }
+                Ok(())
+            };
+            // Where results go is known at launch; the widest rows stand for them here.
+            let results = Results { logits: room.logits, best: self.lowering.fixed.ids, status: room.flags };
+            self.lowering
+                .lower(at, rows, results, room, &base.constants, &mut measure)
+                .map_err(|error| compile_error(name, error, 0))?;
+        }
+        workspace =
+            workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
+        base.reserve(workspace, 0, 0, 0).map_err(|error| compile_error("workspace", error, workspace as u64))
+    }
+
+    /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
+    fn attention_workspace(&mut self, base: &Base) -> Result<usize, AscendError> {
+        let Sizes { tokens, seqs, .. } = self.sizes;
+        let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
+        let mut workspace = 0;
+        let rows = u32::try_from(tokens).unwrap_or(u32::MAX).min(longest);
+        let decode = (vec![1; seqs.min(tokens)], vec![longest; seqs.min(tokens)]);
+        for (q_lens, kv_lens) in [(vec![rows], vec![longest]), decode] {
+            self.lengths.fill(&q_lens, &kv_lens, 0);
+            let shapes = self.lowering.plan.steps.iter().filter_map(|step| match &step.op {
+                PlanOp::Attention(shape) => Some(shape),
+                _ => None,
+            });
+            for shape in shapes {
+                let query = Place::new(self.lowering.arena, self.lowering.weights.elem);
+                let pool = (self.lowering.arena, 2 * self.cache.geometry.bytes_per_block() as u64);
+                self.attend(base, shape, query, query, pool, &self.lengths, &mut |op| {
+                    workspace = workspace.max(op.workspace_bytes());
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(workspace)
+    }
+
+    /// One layer's keys and values in a pool.
+    pub(super) fn caches(&self, layer: usize, pool: (DeviceAddress, u64)) -> [Place; 2] {
+        let blocks = self.cache.blocks(pool.1);
+        [0, 1].map(|side| Place::new(pool.0.offset(self.cache.offset(layer, side, blocks)), self.cache.elem()))
+    }
+
+    /// Makes one layer's attention over a batch.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn attend(
+        &self,
+        base: &Base,
+        shape: &AttentionShape,
+        query: Place,
+        out: Place,
+        pool: (DeviceAddress, u64),
+        lengths: &Lengths,
+        run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let block_size = self.cache.geometry.block_size;
+        let dims = [self.cache.blocks(pool.1), block_size, self.cache.row()];
+        let layer = Layer {
+            ops: &base.ops,
+            constants: &base.constants,
+            shape,
+            form: self.forms[shape.layer],
+            block_size,
+            caches: self.caches(shape.layer, pool).map(|place| place.tensor(&dims)),
+            query,
+            out,
+            table: Place::new(self.lowering.fixed.table, ElemType::I32),
+            table_cols: self.sizes.table_cols,
+        };
+        layer.each(lengths, run)
+    }
+
+    /// Makes the writing of `rows` rows of keys and values to their slots.
+    pub(super) fn store(
+        &self,
+        base: &Base,
+        layer: usize,
+        [key, value]: [Place; 2],
+        rows: usize,
+        pool: (DeviceAddress, u64),
+        run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let geometry = self.cache.geometry;
+        let (blocks, row) = (self.cache.blocks(pool.1), self.cache.row());
+        let [keys, values] = self.caches(layer, pool);
+        let slots = self.lowering.fixed.slots;
+        if self.has_kv_scatter {
+            let new = [rows, geometry.kv_heads, geometry.head_dim];
+            let all = [blocks, geometry.block_size, geometry.kv_heads, geometry.head_dim];
+            let slots = TensorDesc::new(slots, ElemType::I32, &[rows]);
+            let (key, value) = (key.tensor(&new), value.tensor(&new));
+            return run(base.ops.kv_scatter(&key, &value, &slots, &keys.tensor(&all), &values.tensor(&all))?);
+        }
+        let slots = TensorDesc::new(slots, ElemType::I32, &[rows, 1]);
+        for (new, all) in [(key, keys), (value, values)] {
+            let all = all.tensor(&[blocks * geometry.block_size, row]);
+            run(base.ops.scatter_rows(&all, &slots, &new.tensor(&[rows, row]))?)?;
+        }
+        Ok(())
+    }
+
+    /// Fills in what a launch's operations read: ids, positions, wanted rows, tables, and where keys and values go.
+    pub(super) fn fill_in(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
+        let fixed = self.lowering.fixed;
+        let Sizes { tokens, logits, seqs, table_cols } = self.sizes;
+        let block_size = self.cache.geometry.block_size;
+        let pool = (batch.pool, batch.pool_bytes);
+        if self.known_pool != Some(pool) {
+            let reserved = u32::try_from(self.cache.blocks(pool.1).saturating_sub(1)).unwrap_or(0);
+            base.stage(fixed.table.offset(4 * seqs * table_cols), &reserved.to_le_bytes(), on)?;
+            self.known_pool = Some(pool);
+        }
+        let LaunchShape { tokens: rows, seqs: sequences, logit_rows, table_stride } = batch.shape;
+        let stream = base.streams.get(on);
+        stream.copy_within(fixed.ids, batch.token_ids, 4 * rows)?;
+        stream.copy_within(fixed.positions, batch.positions, 4 * rows)?;
+        if logit_rows > 0 {
+            stream.copy_within(fixed.logit_rows, batch.logit_rows, 4 * logit_rows)?;
+            stream.copy_within(fixed.status_rows, batch.logit_rows, 4 * logit_rows)?;
+        }
+        let needed = batch.kv_lens.iter().map(|&kv| (kv as usize).div_ceil(block_size)).max().unwrap_or(0);
+        let dst = TensorDesc::view(
+            fixed.table,
+            ElemType::I32,
+            &[sequences, needed],
+            &[table_cols, 1],
+            0,
+            &[(seqs + 1) * table_cols],
+        );
+        let src = TensorDesc::view(
+            batch.block_tables,
+            ElemType::I32,
+            &[sequences, needed],
+            &[table_stride, 1],
+            0,
+            &[sequences * table_stride],
+        );
+        base.run(base.ops.copy(&dst, &src)?, on)?;
+
+        // Entry of the table, then place in the block, of each row; rows that fill the bucket up go to the reserved block.
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        self.words.clear();
+        let rows_of = || batch.q_lens.iter().zip(batch.kv_lens).enumerate();
+        for (sequence, (q, kv)) in rows_of() {
+            let first = number(sequence * table_cols);
+            self.words.extend((kv - q..*kv).map(|position| first + position / number(block_size)));
+        }
+        self.words.resize(tokens.next_multiple_of(8), number(seqs * table_cols));
+        for (_, (q, kv)) in rows_of() {
+            self.words.extend((kv - q..*kv).map(|position| position % number(block_size)));
+        }
+        self.words.extend((0..tokens - rows).map(|padding| number(padding % block_size)));
+        base.stage(fixed.entries, bytemuck::cast_slice(&self.words), on)?;
+        debug_assert!(logit_rows <= logits, "the launch was checked");
+        Ok(())
+    }
+
+    /// The operations that make slots of entries and places.
+    pub(super) fn slots(&self) -> [Recipe; 3] {
+        let Sizes { tokens, seqs, table_cols, .. } = self.sizes;
+        let fixed = self.lowering.fixed;
+        let ints = |address: DeviceAddress, count: usize| TensorDesc::new(address, ElemType::I32, &[count]);
+        let slots = ints(fixed.slots, tokens);
+        [
+            Recipe::GatherRows {
+                x: ints(fixed.table, (seqs + 1) * table_cols),
+                rows: ints(fixed.entries, tokens),
+                out: slots,
+            },
+            Recipe::Mul { a: slots, b: self.block_size, out: slots },
+            Recipe::Add { a: slots, b: ints(fixed.entries.offset(4 * tokens.next_multiple_of(8)), tokens), out: slots },
+        ]
+    }
+
+    /// Queues one batch, operation by operation.
+    pub(super) fn launch(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
+        self.fill_in(base, batch, on)?;
+        for recipe in self.slots() {
+            base.run(recipe.make(&base.ops)?, on)?;
+        }
+        self.lengths.fill(batch.q_lens, batch.kv_lens, 0);
+        let pool = (batch.pool, batch.pool_bytes);
+        let mut body = std::mem::take(&mut self.body);
+        let base = &*base;
+        let ran = body.iter_mut().try_for_each(|prepared| match prepared {
+            Prepared::Ready(op) => base.launch(op, on),
+            Prepared::Remade(recipe) => base.run(recipe.make(&base.ops)?, on),
+            Prepared::Store { layer, key, value } => {
+                self.store(base, *layer, [*key, *value], batch.shape.tokens, pool, &mut |op| base.run(op, on))
+            }
+            Prepared::Attend { shape, query, out } => {
+                self.attend(base, shape, *query, *out, pool, &self.lengths, &mut |op| base.run(op, on))
+            }
+        });
+        self.body = body;
+        ran?;
+        self.tail(base, batch.rows(), batch.results, &base.shared(), &mut |op| base.run(op, on))
+    }
+
+    /// Makes the operations behind the layers.
+    pub(super) fn tail(
+        &self,
+        base: &Base,
+        rows: RowCounts,
+        results: Results,
+        shared: &Shared,
+        run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        for at in self.tail_from..self.lowering.plan.steps.len() {
+            if rows.logits == 0 && !matches!(self.lowering.plan.steps[at].op, PlanOp::RowStatus) {
+                continue;
+            }
+            let mut make = |item: Item| match item {
+                Item::Op(recipe) => run(recipe.make(&base.ops)?),
+                Item::Store { .. } | Item::Attend { .. } => Ok(()),
+            };
+            self.lowering.lower(at, rows, results, shared.room(), &base.constants, &mut make)?;
+        }
+        Ok(())
+    }
+
+    /// All operations of the layers at the bucket's rows, for a capture.
+    pub(super) fn body_items(
+        &self,
+        base: &Base,
+        room: Room,
+        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
+        (0..self.tail_from).try_for_each(|at| self.lowering.lower(at, rows, nowhere(), room, &base.constants, emit))
+    }
+}
+
+/// Results of steps that give none.
+const fn nowhere() -> Results {
+    let none = DeviceAddress(0);
+    Results { logits: none, best: none, status: none }
+}
+
+fn is_refusal(error: &AscendError) -> bool {
+    matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
+}
+
+/// Cosines and sines of all positions, each for a whole head: f32 angles as the reference has them, rounded once.
+#[allow(clippy::cast_possible_truncation)]
+fn angles(
+    frequencies: &crate::graph::RopeFrequencies,
+    positions: usize,
+    head_dim: usize,
+    is_interleaved: bool,
+    elem: ElemType,
+) -> [Vec<u8>; 2] {
+    let pairs = frequencies.inv_freq.len();
+    let mut tables = [(); 2].map(|()| Vec::with_capacity(2 * positions * head_dim));
+    let narrow = |value: f32| match elem {
+        ElemType::BF16 => half::bf16::from_f32(value).to_le_bytes(),
+        _ => half::f16::from_f32(value).to_le_bytes(),
+    };
+    for position in 0..positions {
+        for i in 0..head_dim {
+            let pair = if is_interleaved { i / 2 } else { i % pairs.max(1) };
+            let angle = f64::from(position as f32 * frequencies.inv_freq.get(pair).copied().unwrap_or(0.0));
+            let factor = frequencies.attention_factor;
+            tables[0].extend_from_slice(&narrow(angle.cos() as f32 * factor));
+            tables[1].extend_from_slice(&narrow(angle.sin() as f32 * factor));
+        }
+    }
+    tables
+}

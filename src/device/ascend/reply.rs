@@ -1,0 +1,82 @@
+//! The one place where reads and host waits are answered: a landing buffer and an answer, used again and again.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::PinnedBuffer;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::device::DeviceError;
+
+/// Where the device's thread answers; one caller waits at a time.
+#[derive(Debug)]
+pub(super) struct Landing {
+    /// Held by the caller that waits.
+    turn: Mutex<()>,
+    state: Mutex<State>,
+    answered: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    buffer: Option<PinnedBuffer>,
+    answer: Option<Result<(), DeviceError>>,
+    /// What everybody hears once the thread has ended.
+    end: Option<DeviceError>,
+}
+
+impl Landing {
+    pub(super) fn new(buffer: PinnedBuffer) -> Self {
+        let state = State { buffer: Some(buffer), answer: None, end: None };
+        Self { turn: Mutex::new(()), state: Mutex::new(state), answered: Condvar::new() }
+    }
+
+    /// Keeps other callers out.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// Waits for the answer to what was asked; `then` sees the landing buffer of a good one.
+    pub(super) fn wait(&self, then: impl FnOnce(&PinnedBuffer)) -> Result<(), DeviceError> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(answer) = state.answer.take() {
+                answer?;
+                if let Some(buffer) = &state.buffer {
+                    then(buffer);
+                }
+                return Ok(());
+            }
+            if let Some(end) = &state.end {
+                return Err(end.clone());
+            }
+            self.answered.wait(&mut state);
+        }
+    }
+
+    /// Takes the buffer out, to be filled.
+    ///
+    /// # Panics
+    /// If it is out already: there is one thread, which puts it back.
+    pub(super) fn take(&self) -> PinnedBuffer {
+        self.state.lock().buffer.take().expect("the landing buffer is in")
+    }
+
+    pub(super) fn put(&self, buffer: PinnedBuffer) {
+        self.state.lock().buffer = Some(buffer);
+    }
+
+    pub(super) fn answer(&self, answer: Result<(), DeviceError>) {
+        self.state.lock().answer = Some(answer);
+        self.answered.notify_all();
+    }
+
+    /// Answers everybody from now on.
+    pub(super) fn close(&self, end: DeviceError) -> Option<PinnedBuffer> {
+        let mut state = self.state.lock();
+        state.end.get_or_insert(end);
+        let buffer = state.buffer.take();
+        drop(state);
+        self.answered.notify_all();
+        buffer
+    }
+}

@@ -1,0 +1,160 @@
+//! Pinned host memory for the copies of the step loop: a fixed number of slots to the device, one landing place back.
+//!
+//! A slot is moved, never shared: a caller takes a free one and fills it, the device's thread queues the copy and keeps it
+//! until the stream has passed, then it is free again.
+
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use ascend_sys::{AscendError, Context, DeviceAddress, PinnedBuffer, Stream};
+use parking_lot::{Condvar, Mutex};
+
+/// Bytes of a slot: ids, positions or tables of a large step fit one.
+pub(super) const SLOT_BYTES: usize = 64 << 10;
+/// Slots of callers: a step takes about six.
+pub(super) const SLOTS: usize = 64;
+/// Slots of the device's thread, which must not wait for those that lie in the queue before it: a launch takes one.
+pub(super) const OWN_SLOTS: usize = 8;
+
+/// Free slots, for callers and the device's thread.
+#[derive(Debug)]
+pub(super) struct FreeSlots {
+    state: Mutex<(Vec<PinnedBuffer>, bool)>,
+    returned: Condvar,
+}
+
+impl FreeSlots {
+    pub(super) fn new(context: &Context, count: usize) -> Result<Self, AscendError> {
+        let slots = (0..count).map(|_| PinnedBuffer::new(context, SLOT_BYTES)).collect::<Result<_, _>>()?;
+        Ok(Self { state: Mutex::new((slots, false)), returned: Condvar::new() })
+    }
+
+    /// A free slot, if there is one.
+    pub(super) fn try_take(&self) -> Option<PinnedBuffer> {
+        self.state.lock().0.pop()
+    }
+
+    /// A free slot, waiting for one; none once the device has ended.
+    pub(super) fn take(&self) -> Option<PinnedBuffer> {
+        let mut state = self.state.lock();
+        loop {
+            if state.1 {
+                return None;
+            }
+            if let Some(slot) = state.0.pop() {
+                return Some(slot);
+            }
+            self.returned.wait(&mut state);
+        }
+    }
+
+    pub(super) fn give(&self, slot: PinnedBuffer) {
+        self.state.lock().0.push(slot);
+        self.returned.notify_one();
+    }
+
+    /// Takes all slots away; nobody waits from now on.
+    pub(super) fn close(&self) -> Vec<PinnedBuffer> {
+        let mut state = self.state.lock();
+        state.1 = true;
+        let slots = std::mem::take(&mut state.0);
+        drop(state);
+        self.returned.notify_all();
+        slots
+    }
+}
+
+/// Where a stream is, in copies it was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub stream: usize,
+    pub count: u64,
+}
+
+/// Slots whose copies may still run, oldest first.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    slots: VecDeque<(PinnedBuffer, Mark)>,
+    free: Arc<FreeSlots>,
+}
+
+impl InFlight {
+    pub(super) fn new(free: Arc<FreeSlots>) -> Self {
+        Self { slots: VecDeque::with_capacity(SLOTS), free }
+    }
+
+    /// Where slots go when they are free.
+    pub(super) fn free(&self) -> &FreeSlots {
+        &self.free
+    }
+
+    /// Queues the copy of a slot's first bytes, and keeps the slot.
+    pub(super) fn copy_in(
+        &mut self,
+        slot: PinnedBuffer,
+        bytes: usize,
+        dst: DeviceAddress,
+        on: &Stream,
+        mark: Mark,
+    ) -> Result<(), AscendError> {
+        debug_assert!(bytes <= slot.bytes(), "a copy of a slot is within it");
+        // SAFETY: the slot is pinned and holds as many bytes; it is kept here, where nobody writes to it, until `on` has
+        // passed the copy.
+        let queued = unsafe { on.copy_in(dst, slot.as_ptr(), bytes) };
+        self.slots.push_back((slot, mark));
+        queued
+    }
+
+    /// The oldest slot's mark.
+    pub(super) fn oldest(&self) -> Option<Mark> {
+        self.slots.front().map(|(_, mark)| *mark)
+    }
+
+    /// Frees the slots that a stream has passed.
+    pub(super) fn reclaim(&mut self, passed: Mark) {
+        for _ in 0..self.slots.len() {
+            let Some((slot, mark)) = self.slots.pop_front() else { return };
+            if mark.stream == passed.stream && mark.count <= passed.count {
+                self.free.give(slot);
+            } else {
+                self.slots.push_back((slot, mark));
+            }
+        }
+    }
+}
+
+/// Copies device memory to `landing` and waits for it.
+pub(super) fn copy_out(
+    landing: &mut PinnedBuffer,
+    src: DeviceAddress,
+    bytes: usize,
+    on: &Stream,
+    limit: std::time::Duration,
+) -> Result<(), AscendError> {
+    debug_assert!(bytes <= landing.bytes(), "a copy to the landing place fits it");
+    // SAFETY: pinned, with room for as many bytes. It is borrowed exclusively until the stream is at its end; where that
+    // does not come within the limit, the device has ended, its streams are aborted, and the memory is not given back
+    // before.
+    unsafe { on.copy_out(landing.as_ptr(), src, bytes) }?;
+    on.synchronize(Some(limit))
+}
+
+/// Queues a copy between device memory and a pinned buffer of the caller's.
+pub(super) fn copy_pinned(
+    pinned: &PinnedBuffer,
+    offset: usize,
+    device: DeviceAddress,
+    bytes: usize,
+    to_device: bool,
+    on: &Stream,
+) -> Result<(), AscendError> {
+    assert!(offset.checked_add(bytes).is_some_and(|end| end <= pinned.bytes()), "a span within its buffer");
+    // SAFETY: within the buffer, which is pinned. It is freed only after all streams were waited for, and it is read and
+    // written by queued copies only, in the order of streams and events that the caller gave.
+    unsafe {
+        let host = pinned.as_ptr().add(offset);
+        if to_device { on.copy_in(device, host, bytes) } else { on.copy_out(host, device, bytes) }
+    }
+}

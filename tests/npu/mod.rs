@@ -1,0 +1,72 @@
+//! A simulated Ascend card for one test at a time: the simulator's state is the process's.
+
+#![allow(dead_code)] // each test file uses a part
+
+use std::sync::{Arc, LazyLock};
+
+use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
+use ascend_sim::Simulator;
+use parking_lot::{Mutex, MutexGuard};
+
+static SIMULATOR: LazyLock<Simulator> =
+    LazyLock::new(|| Simulator::beside_this_binary().expect("cargo builds the simulator beside its tests"));
+static TURN: Mutex<()> = Mutex::new(());
+
+/// The simulator, for as long as this lives.
+pub struct Npu {
+    pub sim: &'static Simulator,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Npu {
+    /// The simulator as at the start.
+    pub fn new() -> Self {
+        let turn = TURN.lock();
+        SIMULATOR.reset();
+        Self { sim: &SIMULATOR, _turn: turn }
+    }
+
+    /// The simulator, set up by name and number.
+    pub fn with(settings: &[(&str, i64)]) -> Self {
+        let npu = Self::new();
+        for (name, value) in settings {
+            npu.sim.set(name, *value);
+        }
+        npu
+    }
+
+    pub fn try_device(&self, change: impl FnOnce(&mut AscendOptions)) -> Result<Arc<AscendDevice>, AscendOpenError> {
+        let mut options = AscendOptions::default();
+        options.library = Some(self.sim.path().to_owned());
+        change(&mut options);
+        AscendDevice::open(options)
+    }
+
+    pub fn device(&self) -> Arc<AscendDevice> {
+        self.try_device(|_| ()).expect("the simulated card opens")
+    }
+
+    /// What opening a copy of the library gives that lacks some functions.
+    pub fn sim_without(&self, symbols: &[&str]) -> Result<Arc<AscendDevice>, AscendOpenError> {
+        let file =
+            std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("libascend_without_{}.so", symbols[0]));
+        self.sim.without(symbols, &file).expect("a copy");
+        self.try_device(|options| options.library = Some(file))
+    }
+
+    /// Operation by operation.
+    pub fn eager(&self) -> Arc<AscendDevice> {
+        self.try_device(|options| options.capture = false).expect("the simulated card opens")
+    }
+
+    /// Nothing is left on the card, and nothing was done that a real one would not forgive.
+    #[track_caller]
+    pub fn assert_clean(&self) {
+        assert_eq!(self.sim.complaints(), [""; 0], "complaints");
+        for sort in
+            ["device_blocks", "pinned_blocks", "streams", "events", "contexts", "graphs", "executors", "descriptors"]
+        {
+            assert_eq!(self.sim.live(sort), 0, "{sort} left");
+        }
+    }
+}
