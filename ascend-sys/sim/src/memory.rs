@@ -44,6 +44,8 @@ pub(crate) struct DeviceMemory {
 
 // SAFETY: the ranges belong to this alone and live until the process ends.
 unsafe impl Send for DeviceMemory {}
+// SAFETY: as above, and a shared reference only reads.
+unsafe impl Sync for DeviceMemory {}
 
 struct Block {
     bytes: usize,
