@@ -112,6 +112,12 @@ constants! {
     /// The error of this thread.
     ACL_RT_THREAD_LEVEL: c_int = 0;
 
+    /// A collective's success.
+    HCCL_SUCCESS: c_int = 0;
+    /// A collective does not take this.
+    HCCL_E_NOT_SUPPORT: c_int = 5;
+    /// The runtime failed inside a collective.
+    HCCL_E_RUNTIME: c_int = 15;
     /// Collective over bytes.
     HCCL_DATA_TYPE_INT8: c_int = 0;
     /// Collective over 32-bit integers.
@@ -139,6 +145,10 @@ constants! {
     DCMI_UTILIZATION_RATE_HBM: c_int = 6;
     /// Percent of memory bandwidth in use.
     DCMI_UTILIZATION_RATE_HBM_BANDWIDTH: c_int = 10;
+    /// Percent of the vector cores in use.
+    DCMI_UTILIZATION_RATE_VECTORCORE: c_int = 12;
+    /// Percent of the chip in use.
+    DCMI_UTILIZATION_RATE_NPU: c_int = 13;
     /// Queries about power and clocks.
     DCMI_MAIN_CMD_LP: c_int = 8;
     /// Bits that say why the clock is reduced (`u64`).

@@ -42,8 +42,20 @@ pub enum LoadError {
         /// The system loader's words.
         reason: String,
     },
+    /// The driver's library of the cards' own figures is absent or does not work.
+    #[error(
+        "no figures of the cards: {} cannot be used: {reason}; it comes with the Ascend driver, and containers need \
+         /usr/local/dcmi and the driver's folders mounted",
+        path.display()
+    )]
+    NoCardFigures {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// The library lacks a function that is needed.
-    #[error("{} has no symbol {symbol}: not AscendCL, or a version before CANN 8.0", library.display())]
+    #[error("{} has no symbol {symbol}: another library, or a version before CANN 8.0", library.display())]
     MissingSymbol {
         /// The library.
         library: PathBuf,
@@ -126,7 +138,7 @@ pub enum AscendErrorKind {
 }
 
 impl AscendErrorKind {
-    /// The kind of a code of the runtime, of an operation, or of the kernel shim (below zero).
+    /// The kind of a code of the runtime, of an operation, or of the kernel shim (-1 to -3).
     pub fn of(code: i32) -> Self {
         match code {
             161_002 | 561_001 | 561_002 => Self::Refused,
@@ -168,16 +180,28 @@ impl AscendErrorKind {
         }
     }
 
-    /// The kind of a collective's result.
+    /// The kind of a collective's result. That other ranks did not come in time (9) is a failure of the link to them.
     pub fn of_hccl(code: i32) -> Self {
         match code {
             1 | 2 => Self::Usage,
             3 | 24 => Self::OutOfMemory,
             5 | 6 => Self::Unsupported,
             7 | 16 => Self::DeviceLost,
-            9 => Self::WaitTimeout,
-            11..=14 | 19 | 21 | 23 => Self::Link,
+            9 | 11..=14 | 19 | 21 | 23 => Self::Link,
             20 | 22 => Self::Aborted,
+            _ => Self::Other,
+        }
+    }
+
+    /// The kind of a result of the driver's management library.
+    pub fn of_dcmi(code: i32) -> Self {
+        match code {
+            -8001 | -8007 => Self::Usage,
+            -8003 => Self::OutOfMemory,
+            -8002 | -8013 | -8255 => Self::Unsupported,
+            -8006 => Self::WaitTimeout,
+            -8008 | -8009 => Self::DeviceLost,
+            -8020 => Self::ResourceExhausted,
             _ => Self::Other,
         }
     }

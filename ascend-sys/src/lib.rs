@@ -6,7 +6,8 @@
 //! - [`abi`] and [`Symbols`]: constants, structs and functions as C declares them;
 //! - [`Runtime`], [`Context`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Graph`]: each call a `Result`
 //!   with the runtime's own words, each object destroyed in its own context;
-//! - [`Ops`]: the operations of a decoder over the kernel shim, a small C library that is compiled in.
+//! - [`Ops`]: the operations of a decoder over the kernel shim, a small C library that is compiled in;
+//! - [`Communicator`]: sums and copies between devices; [`Card`]: what a card says of its power, clocks and memory.
 //!
 //! Libraries stay loaded until the process ends, since they leave threads and exit handlers behind. Host memory stays
 //! safe whatever is passed: a wrong device address is a failure of its stream. Queued copies to and from host memory are
@@ -26,6 +27,8 @@
 
 pub mod abi;
 mod attention;
+mod card;
+mod collective;
 mod context;
 mod dl;
 mod error;
@@ -41,6 +44,8 @@ mod symbols;
 mod tensor;
 
 pub use attention::{Attention, MASK_SIDE, Mask, QueryLayout};
+pub use card::{Card, DCMI_LIBRARY, Dcmi, Hbm, Health, Unit};
+pub use collective::{Collectives, Communicator, RootInfo};
 pub use context::Context;
 pub use error::{AscendError, AscendErrorKind, Attempt, LoadError, SHIM_MISUSE, SHIM_NO_DESCRIPTOR, SHIM_NO_SYMBOL};
 pub use graph::{Capture, CaptureMode, Graph, TaskGroup, TaskUpdate};

@@ -27,9 +27,6 @@ const DESCRIPTORS: &CStr = c"aclCreateTensor";
 /// Libraries of operations by repository, from CANN 8.5 on.
 const SPLIT_OPS: [&str; 3] = ["libopapi_math.so", "libopapi_nn.so", "libopapi_transformer.so"];
 
-/// The driver's library of a card's own figures; a program works without it.
-const TELEMETRY: &str = "/usr/local/dcmi/libdcmi.so";
-
 /// Variables that the toolkit's `set_env.sh` sets; the second is that of older versions.
 const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
@@ -47,6 +44,14 @@ impl Library {
     /// Opening runs the library's own start-up code, as linking to it would.
     pub fn open(path: Option<&Path>) -> Result<Self, LoadError> {
         Self::open_among(&places(path, |variable| std::env::var_os(variable)))
+    }
+
+    /// Opens one file and nothing beside it; the error is in the loader's words.
+    pub(crate) fn open_alone(path: &Path) -> Result<Self, String> {
+        if !path.exists() {
+            return Err("no such file".to_owned());
+        }
+        Ok(Self { handles: vec![Handle::open(path)?], path: path.to_owned(), companions: Vec::new() })
     }
 
     /// Where it was loaded from: the system loader's answer if it has one, else the name it was opened by.
@@ -124,13 +129,6 @@ impl Library {
                 Err(reason) if folder.is_some() => return Err(LoadError::Unloadable { path: file, reason }),
                 Err(_) => {}
             }
-        }
-        let telemetry = Path::new(TELEMETRY);
-        if telemetry.exists()
-            && let Ok(handle) = Handle::open(telemetry)
-        {
-            self.handles.push(handle);
-            self.companions.push(telemetry.to_owned());
         }
         Ok(())
     }

@@ -226,6 +226,8 @@ symbols! {
             hccl_broadcast: "HcclBroadcast" fn(*mut c_void, u64, c_int, u32, HcclComm, AclrtStream) -> c_int,
         }
         optional {
+            /// `HcclResult HcclCommInitAll(uint32_t ndev, int32_t *devices, HcclComm *comms)`.
+            hccl_comm_init_all: "HcclCommInitAll" fn(u32, *mut i32, *mut HcclComm) -> c_int,
             /// `const char *HcclGetErrorString(HcclResult code)`.
             hccl_get_error_string: "HcclGetErrorString" fn(c_int) -> *const c_char,
             /// `HcclResult HcclGetCommAsyncError(HcclComm comm, HcclResult *asyncError)`.

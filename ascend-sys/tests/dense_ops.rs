@@ -31,6 +31,23 @@ fn linear_multiplies_by_stored_rows() {
     }
 }
 
+/// The large product is one that two threads share.
+#[test]
+fn a_row_of_a_product_does_not_know_its_batch() {
+    let rig = Rig::new();
+    let (m, k, n) = (33, 300, 600);
+    let (x, w) = (noise(BF16, m * k, 1), noise(BF16, n * k, 2));
+    let weight = rig.tensor(BF16, &[n, k], &w);
+    let product = |rows: &[f32]| {
+        let x = rig.tensor(BF16, &[rows.len() / k, k], rows);
+        let out = rig.empty(BF16, &[rows.len() / k, n]);
+        rig.run(rig.ops.linear(&x.desc, &weight.desc, None, &out.desc)).expect("linear");
+        out.bytes()
+    };
+    let alone: Vec<u8> = x.chunks(k).flat_map(product).collect();
+    assert_eq!(product(&x), alone);
+}
+
 #[test]
 fn tiled_weights_give_the_same_bits() {
     let rig = Rig::new();

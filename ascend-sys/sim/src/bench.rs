@@ -141,7 +141,7 @@ pub(crate) fn stretch(memory: &DeviceMemory, view: &View, place: usize, count: u
     match view.elem {
         Elem::F32 => into.extend(raw.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
         Elem::F16 => into.extend(raw.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
-        Elem::BF16 => into.extend(raw.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())),
+        Elem::BF16 => into.extend(raw.chunks_exact(2).map(|b| f32::from_bits(u32::from_le_bytes([0, 0, b[0], b[1]])))),
         _ => {
             let mut whole = Vec::with_capacity(count);
             whole_stretch(memory, view, place, count, &mut whole)?;

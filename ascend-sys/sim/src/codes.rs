@@ -65,6 +65,8 @@ pub(crate) const RT_AICORE_EXCEPTION: i32 = 507_015;
 pub(crate) const RT_VECTOR_CORE_EXCEPTION: i32 = 507_035;
 pub(crate) const RT_STREAM_SYNC_TIMEOUT: i32 = 507_046;
 pub(crate) const RT_EVENT_SYNC_TIMEOUT: i32 = 507_047;
+/// What a collective that waits in vain ends with: "hccl fftsplus task timeout".
+pub(crate) const RT_FFTS_PLUS_TIMEOUT: i32 = 507_048;
 pub(crate) const RT_CAPTURE_INVALIDATED: i32 = 507_903;
 
 /// A required pointer is null.

@@ -1,17 +1,21 @@
 //! Collectives: each rank leaves a copy of its data, waits until all have, and takes what it needs.
 //!
-//! Ranks are told apart by their calls' order: the n-th collective of each rank belongs together.
+//! Ranks are told apart by their calls' order: the n-th collective of each rank belongs together, and all of them must ask
+//! for the same. A rank that waits for the others longer than `collective_limit_ms` fails, as does one whose stream is
+//! aborted or whose device is lost.
 
 use crate::bench::{self, Bench};
-use crate::codes::{Done, fail, rule};
-use crate::control;
-use crate::memory::{DeviceMemory, memory};
+use crate::codes::{Done, Fail, RT_FFTS_PLUS_TIMEOUT, fail, rule};
+use crate::context;
+use crate::control::{self, Fault};
+use crate::memory::{DeviceMemory, computes, memory};
 use crate::registry::{Handle, Registry, lock};
+use crate::settings::Setting;
 use crate::stream::{Stream, Work};
 use crate::task::{Cost, Task};
 use crate::tensor::{Elem, View};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,11 +24,16 @@ pub(crate) const PARAMETER: i32 = 1;
 pub(crate) const NULL: i32 = 2;
 const NOT_SUPPORTED: i32 = 5;
 const TIMEOUT: i32 = 9;
+const REMOTE: i32 = 21;
 
-/// How long a rank waits for the others to join. The real library waits 120 s.
-const JOIN_LIMIT: Duration = Duration::from_secs(20);
+/// What a pause counts for at most.
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Failures of a link, which every rank hears of.
+const LINK_ERRORS: [i32; 2] = [507_056, 507_904];
 
 pub(crate) static COMMUNICATORS: Registry<Communicator> = Registry::new("communicator");
+/// Rendezvous that not all ranks have come to.
 static GROUPS: LazyLock<Mutex<HashMap<u64, Arc<Group>>>> = LazyLock::new(|| Mutex::new(HashMap::new()));
 static NEXT_ROOT: AtomicU64 = AtomicU64::new(1);
 
@@ -34,48 +43,95 @@ pub(crate) fn new_root() -> u64 {
 }
 
 struct Group {
-    ranks: usize,
     state: Mutex<GroupState>,
     changed: Condvar,
+    /// What `HcclGetCommAsyncError` answers.
+    async_error: AtomicI32,
 }
 
 #[derive(Default)]
 struct GroupState {
-    joined: usize,
+    /// The device of each rank that has come.
+    devices: Vec<Option<i32>>,
     rounds: HashMap<u64, Round>,
 }
 
-/// One collective: what each rank left, and how many have taken it.
+/// One collective.
 struct Round {
-    left: Vec<Option<Vec<f32>>>,
+    /// What the first rank has asked for.
+    asked: Asked,
+    /// What each rank left, with the modelled moment its stream was at.
+    left: Vec<Option<(Arc<Vec<f32>>, u64)>>,
+    /// Ranks that are done with it.
     taken: usize,
+    /// Why it cannot be done.
+    failure: Option<Fail>,
 }
 
 pub(crate) struct Communicator {
     group: Arc<Group>,
     rank: usize,
+    ranks: usize,
+    device: i32,
     next_round: AtomicU64,
 }
 
-/// Joins a rendezvous and waits for all others.
+impl Communicator {
+    fn add(group: &Arc<Group>, rank: usize, ranks: usize, device: i32) -> Handle {
+        let group = group.clone();
+        COMMUNICATORS.add(Arc::new(Self { group, rank, ranks, device, next_round: AtomicU64::new(0) }))
+    }
+}
+
+impl Group {
+    fn new(ranks: usize) -> Arc<Self> {
+        let state = Mutex::new(GroupState { devices: vec![None; ranks], rounds: HashMap::new() });
+        Arc::new(Self { state, changed: Condvar::new(), async_error: AtomicI32::new(0) })
+    }
+}
+
+/// Joins a rendezvous on the current context's device and waits for all others.
 pub(crate) fn join(root: u64, ranks: usize, rank: usize) -> Done<Handle> {
     rule!(rank < ranks, PARAMETER, "rank {rank} of {ranks}");
-    let group = lock(&GROUPS)
-        .entry(root)
-        .or_insert_with(|| Arc::new(Group { ranks, state: Mutex::default(), changed: Condvar::new() }))
-        .clone();
-    rule!(group.ranks == ranks, PARAMETER, "{ranks} ranks here, {} elsewhere", group.ranks);
+    let device = context::current()?.device;
+    let group = lock(&GROUPS).entry(root).or_insert_with(|| Group::new(ranks)).clone();
     let start = Instant::now();
     let mut state = lock(&group.state);
-    state.joined += 1;
+    let known = state.devices.len();
+    rule!(known == ranks, PARAMETER, "{ranks} ranks here, {known} elsewhere");
+    rule!(state.devices[rank].is_none(), PARAMETER, "rank {rank} has joined already");
+    rule!(!state.devices.contains(&Some(device)), PARAMETER, "device {device} has a rank already");
+    state.devices[rank] = Some(device);
     group.changed.notify_all();
-    while state.joined < ranks {
-        rule!(start.elapsed() < JOIN_LIMIT, TIMEOUT, "{} of {ranks} ranks came", state.joined);
-        let wait = group.changed.wait_timeout(state, Duration::from_millis(10));
+    while state.devices.contains(&None) {
+        let gives_up = if start.elapsed() >= Duration::from_millis(Setting::join_limit_ms.size()) {
+            Some(Fail::new(TIMEOUT, format!("not all of {ranks} ranks came")))
+        } else {
+            control::is_lost().map(|_| Fail::new(REMOTE, "device lost"))
+        };
+        if let Some(fail) = gives_up {
+            state.devices[rank] = None;
+            return Err(fail);
+        }
+        let wait = group.changed.wait_timeout(state, Duration::from_millis(5));
         state = wait.unwrap_or_else(PoisonError::into_inner).0;
     }
     drop(state);
-    Ok(COMMUNICATORS.add(Arc::new(Communicator { group, rank, next_round: AtomicU64::new(0) })))
+    lock(&GROUPS).remove(&root);
+    Ok(Communicator::add(&group, rank, ranks, device))
+}
+
+/// Communicators of all devices of a process at once, in the order of the devices.
+pub(crate) fn join_all(devices: &[i32]) -> Done<Vec<Handle>> {
+    let known = Setting::devices.get();
+    for (at, device) in devices.iter().enumerate() {
+        rule!((0..known).contains(&i64::from(*device)), PARAMETER, "device {device} of {known}");
+        rule!(!devices[..at].contains(device), PARAMETER, "device {device} is named twice");
+    }
+    rule!(!devices.is_empty(), PARAMETER, "no device");
+    let group = Group::new(devices.len());
+    let ranks = devices.iter().enumerate();
+    Ok(ranks.map(|(rank, &device)| Communicator::add(&group, rank, devices.len(), device)).collect())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +150,7 @@ impl Reduce {
     }
 
     /// All ranks' elements in the order of the ranks.
-    fn join(self, all: &[Vec<f32>], i: usize) -> f32 {
+    fn join(self, all: &[Arc<Vec<f32>>], i: usize) -> f32 {
         let values = all.iter().map(|one| one[i]);
         match self {
             Self::Sum => values.sum(),
@@ -103,23 +159,31 @@ impl Reduce {
     }
 }
 
-/// What a rank gives and takes.
-pub(crate) struct Plan {
-    send: View,
-    recv: View,
-    what: What,
-}
-
-#[derive(Clone, Copy)]
-enum What {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
     AllReduce(Reduce),
     AllGather,
     ReduceScatter(Reduce),
     Broadcast(usize),
 }
 
+/// What all ranks must agree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Asked {
+    what: What,
+    count: usize,
+    elem: Elem,
+}
+
+/// What a rank gives and takes.
+pub(crate) struct Plan {
+    asked: Asked,
+    send: usize,
+    recv: usize,
+}
+
 impl Plan {
-    fn new(what: What, send: (usize, usize), recv: (usize, usize), dtype: i32) -> Done<Self> {
+    pub(crate) fn new(what: What, send: usize, recv: usize, count: u64, dtype: i32) -> Done<Self> {
         let elem = match dtype {
             0 => Elem::I8,
             2 => Elem::I32,
@@ -128,8 +192,18 @@ impl Plan {
             11 => Elem::BF16,
             _ => fail!(NOT_SUPPORTED, "data type {dtype}"),
         };
-        rule!(send.0 != 0 && recv.0 != 0, NULL, "a buffer is null");
-        let view = |(address, count): (usize, usize)| View {
+        rule!(send != 0 && recv != 0, NULL, "a buffer is null");
+        let count = match usize::try_from(count) {
+            Ok(count) if count > 0 => count,
+            _ => fail!(PARAMETER, "{count} elements"),
+        };
+        Ok(Self { asked: Asked { what, count, elem }, send, recv })
+    }
+
+    /// Both ends, with the ranks counted where an end holds a share of each.
+    fn views(&self, ranks: usize) -> (View, View) {
+        let Asked { what, count, elem } = self.asked;
+        let view = |address, count| View {
             address,
             elem,
             format: crate::codes::FORMAT_ND,
@@ -138,122 +212,158 @@ impl Plan {
             offset: 0,
             storage: vec![count],
         };
-        Ok(Self { send: view(send), recv: view(recv), what })
-    }
-
-    pub(crate) fn all_reduce(send: usize, recv: usize, count: u64, dtype: i32, reduce: Reduce) -> Done<Self> {
-        let count = elements(count)?;
-        Self::new(What::AllReduce(reduce), (send, count), (recv, count), dtype)
-    }
-
-    pub(crate) fn all_gather(send: usize, recv: usize, count: u64, dtype: i32) -> Done<Self> {
-        let count = elements(count)?;
-        Self::new(What::AllGather, (send, count), (recv, count), dtype)
-    }
-
-    pub(crate) fn reduce_scatter(send: usize, recv: usize, count: u64, dtype: i32, reduce: Reduce) -> Done<Self> {
-        let count = elements(count)?;
-        Self::new(What::ReduceScatter(reduce), (send, count), (recv, count), dtype)
-    }
-
-    pub(crate) fn broadcast(buffer: usize, count: u64, dtype: i32, root: usize) -> Done<Self> {
-        let count = elements(count)?;
-        Self::new(What::Broadcast(root), (buffer, count), (buffer, count), dtype)
-    }
-
-    /// Sizes of both ends with all ranks counted.
-    fn spread(mut self, ranks: usize) -> Self {
-        let wide = match self.what {
-            What::AllGather => &mut self.recv,
-            What::ReduceScatter(_) => &mut self.send,
-            _ => return self,
-        };
-        wide.dims[0] *= ranks;
-        wide.storage[0] *= ranks;
-        self
-    }
-
-    /// What this rank receives.
-    fn result(&self, all: &[Vec<f32>], rank: usize) -> Vec<f32> {
-        let count = self.recv.count();
-        match self.what {
-            What::AllReduce(reduce) => (0..count).map(|i| reduce.join(all, i)).collect(),
-            What::AllGather => all.concat(),
-            What::ReduceScatter(reduce) => (0..count).map(|i| reduce.join(all, rank * count + i)).collect(),
-            What::Broadcast(root) => all.get(root).cloned().unwrap_or_default(),
+        match what {
+            What::AllGather => (view(self.send, count), view(self.recv, count * ranks)),
+            What::ReduceScatter(_) => (view(self.send, count * ranks), view(self.recv, count)),
+            _ => (view(self.send, count), view(self.recv, count)),
         }
     }
 }
 
-fn elements(count: u64) -> Done<usize> {
-    match usize::try_from(count) {
-        Ok(count) if count > 0 => Ok(count),
-        _ => fail!(PARAMETER, "{count} elements"),
+impl Asked {
+    /// What a rank receives.
+    fn result(self, all: &[Arc<Vec<f32>>], rank: usize) -> Vec<f32> {
+        let count = self.count;
+        match self.what {
+            What::AllReduce(reduce) => (0..count).map(|i| reduce.join(all, i)).collect(),
+            What::AllGather => all.iter().flat_map(|one| one.iter().copied()).collect(),
+            What::ReduceScatter(reduce) => (0..count).map(|i| reduce.join(all, rank * count + i)).collect(),
+            What::Broadcast(root) => all.get(root).map(|one| one.to_vec()).unwrap_or_default(),
+        }
+    }
+
+    /// A ring: each rank sends to the next what it has of the next share, step by step.
+    fn cost(self, ranks: usize) -> Cost {
+        let bytes = (self.count * self.elem.bits() / 8) as u64;
+        let (ranks, others) = (ranks as u64, ranks as u64 - 1);
+        let (link_bytes, link_steps) = match self.what {
+            What::AllReduce(_) => (2 * others * bytes / ranks, 2 * others),
+            What::AllGather | What::ReduceScatter(_) => (others * bytes, others),
+            What::Broadcast(_) => (bytes, others),
+        };
+        Cost { bytes: 2 * bytes, link_bytes, link_steps, ..Cost::default() }
     }
 }
 
-/// A collective as a task: the rendezvous before, the result as its body.
-pub(crate) fn task(name: &'static str, comm: &Arc<Communicator>, plan: Plan) -> Work {
-    let plan = Arc::new(plan.spread(comm.group.ranks));
-    let received: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
+/// A collective as a task of a stream on the communicator's device: the rendezvous before, the result as its body.
+pub(crate) fn task(name: &'static str, comm: &Arc<Communicator>, stream: &Stream, plan: Plan) -> Done<Work> {
+    let device = stream.context.device;
+    rule!(device == comm.device, PARAMETER, "a stream of device {device} for a rank on device {}", comm.device);
+    let asked = plan.asked;
+    if let What::Broadcast(root) = asked.what {
+        rule!(root < comm.ranks, PARAMETER, "root {root} of {} ranks", comm.ranks);
+    }
+    let (send, recv) = plan.views(comm.ranks);
+    let received: Arc<Mutex<Vec<Arc<Vec<f32>>>>> = Arc::default();
+    let fault = control::task_fault(name);
     let before = {
-        let (comm, plan, received) = (comm.clone(), plan.clone(), received.clone());
-        move |stream: &Stream| {
-            let own = read(&plan.send)?;
-            *lock(&received) = comm.exchange(own, stream)?;
+        let (comm, recv, received) = (comm.clone(), recv.clone(), received.clone());
+        move |stream: &Stream, clock_ns: &mut u64| {
+            if let Some((Fault::Task, code)) = fault {
+                if LINK_ERRORS.contains(&code) {
+                    comm.group.async_error.store(REMOTE, Ordering::Relaxed);
+                }
+                fail!(code, "{name} failed on demand");
+            }
+            let own = take(&send, &recv)?;
+            *lock(&received) = comm.exchange(name, asked, own, stream, clock_ns)?;
             Ok(())
         }
     };
-    let rank = comm.rank;
-    let cost = Cost { bytes: (plan.send.bytes() + plan.recv.bytes()) as u64, ..Cost::default() };
+    let (rank, cost) = (comm.rank, asked.cost(comm.ranks));
     let body = move |memory: &mut DeviceMemory| {
-        let values = plan.result(&lock(&received), rank);
-        let views = [Some(plan.recv.clone())];
-        Bench { memory, views: &views }.store(0, &values)
+        let all = std::mem::take(&mut *lock(&received));
+        if !computes() {
+            return Ok(());
+        }
+        let views = [Some(recv.clone())];
+        Bench { memory, views: &views }.store(0, &asked.result(&all, rank))
     };
-    Work::Task(Arc::new(Task {
+    Ok(Work::Task(Arc::new(Task {
         name,
         before: Some(Arc::new(before)),
         body: Arc::new(body),
         cost,
-        fault: control::task_fault(name),
+        fault: fault.filter(|(fault, _)| *fault != Fault::Task),
         is_op: false,
         workspace_bytes: 0,
-    }))
+    })))
 }
 
-fn read(view: &View) -> Done<Vec<f32>> {
-    let mut values = Vec::with_capacity(view.count());
-    bench::stretch(&memory(), view, 0, view.count(), &mut values)?;
+/// A copy of what is sent; both ends must lie in device memory.
+fn take(send: &View, recv: &View) -> Done<Vec<f32>> {
+    let memory = memory();
+    memory.check(send.address, send.bytes())?;
+    memory.check(recv.address, recv.bytes())?;
+    let mut values = Vec::new();
+    if computes() {
+        bench::stretch(&memory, send, 0, send.count(), &mut values)?;
+    }
     Ok(values)
 }
 
 impl Communicator {
-    /// Leaves the own data and waits for everybody's.
-    fn exchange(&self, own: Vec<f32>, stream: &Stream) -> Done<Vec<Vec<f32>>> {
+    /// Leaves the own data and waits for everybody's. The clock comes to the latest rank's.
+    fn exchange(
+        &self,
+        name: &str,
+        asked: Asked,
+        own: Vec<f32>,
+        stream: &Stream,
+        clock_ns: &mut u64,
+    ) -> Done<Vec<Arc<Vec<f32>>>> {
         let number = self.next_round.fetch_add(1, Ordering::Relaxed);
-        let ranks = self.group.ranks;
         {
             let mut state = lock(&self.group.state);
-            let round = state.rounds.entry(number).or_insert_with(|| Round { left: vec![None; ranks], taken: 0 });
-            round.left[self.rank] = Some(own);
-        }
-        loop {
-            {
-                let mut state = lock(&self.group.state);
-                let Some(round) = state.rounds.get_mut(&number) else { fail!(PARAMETER, "the round is gone") };
-                if let Some(all) = round.left.iter().cloned().collect::<Option<Vec<_>>>() {
-                    round.taken += 1;
-                    if round.taken == ranks {
-                        state.rounds.remove(&number);
-                    }
-                    let same = all.iter().all(|one| one.len() == all[0].len());
-                    rule!(same, PARAMETER, "ranks gave different numbers of elements");
-                    return Ok(all);
-                }
+            let round = state.rounds.entry(number).or_insert_with(|| Round {
+                asked,
+                left: vec![None; self.ranks],
+                taken: 0,
+                failure: None,
+            });
+            round.left[self.rank] = Some((Arc::new(own), *clock_ns));
+            if round.asked != asked {
+                let words = format!(
+                    "{name}: rank {} asks for {asked:?} and another rank for {:?} in collective {number}",
+                    self.rank, round.asked
+                );
+                control::complain(words.clone());
+                // The real library does not look: its ranks wait for each other until they time out.
+                round.failure.get_or_insert_with(|| Fail::new(RT_FFTS_PLUS_TIMEOUT, words));
             }
-            stream.pause()?;
         }
+        let mut waited = Duration::ZERO;
+        loop {
+            if let Some(result) = self.look(number, clock_ns) {
+                return result;
+            }
+            let limit = Duration::from_millis(Setting::collective_limit_ms.size());
+            rule!(waited < limit, RT_FFTS_PLUS_TIMEOUT, "{name}: rank {} waited in vain", self.rank);
+            let start = Instant::now();
+            stream.pause()?;
+            // A process that was stopped meanwhile has not waited.
+            waited += start.elapsed().min(LONGEST_PAUSE);
+        }
+    }
+
+    /// The data of all ranks once all have come, or the failure of the round.
+    fn look(&self, number: u64, clock_ns: &mut u64) -> Option<Done<Vec<Arc<Vec<f32>>>>> {
+        let mut state = lock(&self.group.state);
+        let round = state.rounds.get_mut(&number)?;
+        if let Some(fail) = round.failure.clone() {
+            return Some(Err(fail));
+        }
+        let all = round.left.iter().cloned().collect::<Option<Vec<_>>>()?;
+        round.taken += 1;
+        if round.taken == self.ranks {
+            state.rounds.remove(&number);
+        }
+        *clock_ns = all.iter().map(|(_, at_ns)| *at_ns).fold(*clock_ns, u64::max);
+        Some(Ok(all.into_iter().map(|(data, _)| data).collect()))
+    }
+
+    pub(crate) fn async_error(&self) -> i32 {
+        self.group.async_error.load(Ordering::Relaxed)
     }
 }
 

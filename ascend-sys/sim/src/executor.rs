@@ -5,7 +5,7 @@ use crate::codes::{Done, Fail, OP_INNER_NULL, OP_INVALID, fail, rule};
 use crate::context;
 use crate::control::{self, Fault};
 use crate::ffi::{Out, plain};
-use crate::memory::{DeviceMemory, GRANULE, POISON, memory};
+use crate::memory::{DeviceMemory, GRANULE, POISON, computes, memory};
 use crate::registry::{Handle, Registry, lock};
 use crate::settings::Setting;
 use crate::stream::{Stream, Work};
@@ -200,7 +200,7 @@ fn body(prepared: &Prepared, workspace: usize, needed: u64, overflows: bool) -> 
     let kernel = prepared.kernel.clone();
     let needed = usize::try_from(needed).unwrap_or(usize::MAX);
     Arc::new(move |memory: &mut DeviceMemory| {
-        if Setting::compute.get() == 0 {
+        if !computes() {
             return Ok(());
         }
         if needed > 0 {

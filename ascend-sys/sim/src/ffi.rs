@@ -37,6 +37,19 @@ impl<T> Out<T> {
     pub(crate) fn is_null(&self) -> bool {
         self.0.is_null()
     }
+
+    /// Writes several answers to an array that has room for them.
+    pub(crate) fn put_all(self, values: &[T]) -> Done
+    where
+        T: Copy,
+    {
+        rule!(!self.0.is_null(), RT_PARAM_INVALID, "a place for answers is null");
+        for (i, value) in values.iter().enumerate() {
+            // SAFETY: not null, hence an array of this length by the header.
+            unsafe { self.0.add(i).write(*value) };
+        }
+        Ok(())
+    }
 }
 
 /// A pointer to values that a call reads.

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 use crate::codes::{Done, RT_AICORE_EXCEPTION, RT_MEMORY_ALLOCATION, RT_PARAM_INVALID, fail, rule};
+use crate::ffi::HostBytes;
 use crate::registry::lock;
 use crate::settings::Setting;
 use std::collections::BTreeMap;
@@ -24,8 +25,8 @@ const ALIGNMENT: usize = 64;
 /// Unit of sizes, and what is added behind each allocation.
 pub(crate) const GRANULE: usize = 32;
 
-/// Address space of all devices together.
-const SPAN: usize = 1 << 38;
+/// Address space of all devices together: sixteen of 64 GB. None of it is real before it is written.
+const SPAN: usize = 1 << 40;
 
 /// Page of the host.
 const PAGE: usize = 1 << 12;
@@ -43,6 +44,8 @@ pub(crate) struct DeviceMemory {
 
 // SAFETY: the ranges belong to this alone and live until the process ends.
 unsafe impl Send for DeviceMemory {}
+// SAFETY: as above, and a shared reference only reads.
+unsafe impl Sync for DeviceMemory {}
 
 struct Block {
     bytes: usize,
@@ -141,9 +144,41 @@ impl DeviceMemory {
         Ok(unsafe { slice::from_raw_parts_mut(self.shadow_of(address), bytes) })
     }
 
+    /// Brings host bytes in. Without computation they stay where they are.
+    pub(crate) fn copy_in(&mut self, dst: usize, src: HostBytes, bytes: usize) -> Done {
+        self.check(dst, bytes)?;
+        if computes() {
+            src.copy_to(self.bytes_mut(dst, bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Takes bytes out to the host: zeros without computation.
+    pub(crate) fn copy_out(&self, dst: HostBytes, src: usize, bytes: usize) -> Done {
+        self.check(src, bytes)?;
+        if computes() {
+            dst.copy_from(self.bytes(src, bytes)?);
+        } else {
+            dst.fill(0);
+        }
+        Ok(())
+    }
+
+    /// Fills with a byte, if anything is computed.
+    pub(crate) fn fill(&mut self, address: usize, byte: u8, bytes: usize) -> Done {
+        self.check(address, bytes)?;
+        if computes() {
+            self.bytes_mut(address, bytes)?.fill(byte);
+        }
+        Ok(())
+    }
+
     pub(crate) fn copy(&mut self, dst: usize, src: usize, bytes: usize) -> Done {
         self.check(dst, bytes)?;
         self.check(src, bytes)?;
+        if !computes() {
+            return Ok(());
+        }
         // SAFETY: both inside live allocations; they may overlap.
         unsafe { ptr::copy(self.shadow_of(src), self.shadow_of(dst), bytes) };
         Ok(())
@@ -159,7 +194,7 @@ impl DeviceMemory {
     }
 
     fn poison(&mut self, address: usize, bytes: usize) {
-        if Setting::compute.get() != 0 {
+        if computes() {
             // SAFETY: inside the range.
             unsafe { ptr::write_bytes(self.shadow_of(address), POISON, bytes) };
         }
@@ -169,6 +204,11 @@ impl DeviceMemory {
         // SAFETY: callers stay inside the range, which both maps cover.
         unsafe { self.shadow.add(address - self.base) }
     }
+}
+
+/// Whether anything is computed, and memory written.
+pub(crate) fn computes() -> bool {
+    Setting::compute.get() != 0
 }
 
 /// Words of a pinned allocation, owned.
@@ -188,20 +228,25 @@ impl Pinned {
 }
 
 /// Pinned host memory by address.
-static PINNED: LazyLock<Mutex<BTreeMap<usize, Pinned>>> = LazyLock::new(|| Mutex::new(BTreeMap::new()));
+static PINNED: Mutex<BTreeMap<usize, Pinned>> = Mutex::new(BTreeMap::new());
 
-/// Gives out pinned memory, poisoned.
+/// Pinned memory from before a reset: not counted, but there until its owner gives it back.
+static LEFT_OVER: Mutex<BTreeMap<usize, Pinned>> = Mutex::new(BTreeMap::new());
+
+/// Gives out pinned memory, poisoned if anything is computed.
 pub(crate) fn allocate_pinned(bytes: usize) -> Done<usize> {
     rule!(bytes > 0, RT_PARAM_INVALID, "size 0");
     let words = bytes.div_ceil(size_of::<u64>()) + ALIGNMENT / size_of::<u64>();
-    let words = Box::into_raw(vec![u64::from_ne_bytes([POISON; 8]); words].into_boxed_slice());
+    let word = if computes() { u64::from_ne_bytes([POISON; 8]) } else { 0 };
+    let words = Box::into_raw(vec![word; words].into_boxed_slice());
     let address = (words.cast::<u64>() as usize).next_multiple_of(ALIGNMENT);
     lock(&PINNED).insert(address, Pinned(words));
     Ok(address)
 }
 
 pub(crate) fn free_pinned(address: usize) -> Done {
-    let Some(Pinned(words)) = lock(&PINNED).remove(&address) else {
+    let found = lock(&PINNED).remove(&address).or_else(|| lock(&LEFT_OVER).remove(&address));
+    let Some(Pinned(words)) = found else {
         fail!(RT_PARAM_INVALID, "{address:#x} is not pinned memory, or is freed already");
     };
     // SAFETY: made by `Box::into_raw` above and taken out of the map once.
@@ -213,6 +258,17 @@ pub(crate) fn free_pinned(address: usize) -> Done {
 pub(crate) fn is_pinned(address: usize, bytes: usize) -> bool {
     let pinned = lock(&PINNED);
     pinned.range(..=address).next_back().is_some_and(|(_, pinned)| address + bytes <= pinned.end())
+}
+
+/// Whether pinned memory is from before a reset.
+pub(crate) fn is_left_over(address: usize) -> bool {
+    lock(&LEFT_OVER).contains_key(&address)
+}
+
+/// Forgets pinned memory, for tests; whoever still holds some may use it and free it.
+pub(crate) fn reset_pinned() {
+    let mut pinned = lock(&PINNED);
+    lock(&LEFT_OVER).append(&mut pinned);
 }
 
 /// Blocks and bytes of pinned memory.

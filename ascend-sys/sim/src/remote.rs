@@ -23,11 +23,11 @@ unsafe impl Sync for Simulator {}
 /// Modelled time since the last reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clock {
-    /// What the host has spent on calls, and waited for.
+    /// What the host's latest thread has spent on calls, and waited for.
     pub host: Duration,
     /// The latest moment a stream has come to.
     pub device: Duration,
-    /// Time the device worked.
+    /// Time the devices worked, all together.
     pub busy: Duration,
 }
 

@@ -40,6 +40,10 @@ settings! {
     seed: 1,
     /// Whether kernels compute and memory is poisoned. Off, only rules and costs remain, and any size can be modelled.
     compute: 1,
+    /// How long a rank waits for the others to join a communicator, in ms. The real library waits 120 s and 20 s more.
+    join_limit_ms: 140_000,
+    /// How long a rank waits for the others in a collective, in ms. 1836 s on a 910B (`HCCL_EXEC_TIMEOUT`).
+    collective_limit_ms: 1_836_000,
     /// What the card says it draws, in 0.1 W.
     power_dw: 900,
     /// What the card says its AI cores run at.
@@ -71,6 +75,11 @@ settings! {
     graph_task_ns: 1000,
     /// Bandwidth of copies between host and device in GB/s. Assumed: what a x16 slot of the fourth generation gives.
     pcie_gb_per_s: 24,
+    /// Bandwidth of a ring of devices in GB/s: one HCCS link, one way. 392 GB/s a device are published for servers with
+    /// eight; that is taken as both directions of seven links.
+    link_gb_per_s: 28,
+    /// Time a step of a ring takes at least, in ns. Assumed: with eight devices a small sum takes 21 us then.
+    link_ns: 1500,
 }
 
 impl Setting {

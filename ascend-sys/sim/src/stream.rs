@@ -179,6 +179,10 @@ impl Stream {
             state = wait.unwrap_or_else(PoisonError::into_inner).0;
         }
         task::host_waits_until(state.clock_ns);
+        // What was queued is skipped then: nobody may take it for done.
+        if let Some(code) = control::is_lost() {
+            fail!(code, "device lost");
+        }
         if let Some(fail) = self.context.stopped() {
             return Err(fail);
         }
@@ -294,7 +298,7 @@ impl Stream {
             _ => {}
         }
         if let Some(before) = &task.before {
-            before(self)?;
+            before(self, clock_ns)?;
         }
         (task.body)(&mut memory())?;
         let ns = start.size() + task.cost.ns();

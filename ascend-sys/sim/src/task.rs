@@ -5,14 +5,15 @@ use crate::control::Fault;
 use crate::memory::DeviceMemory;
 use crate::settings::Setting;
 use crate::stream::Stream;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a task does to memory.
 pub(crate) type Body = Arc<dyn Fn(&mut DeviceMemory) -> Done + Send + Sync>;
 
-/// What a task waits for before its body, on its stream's thread and without the memory.
-pub(crate) type Before = Arc<dyn Fn(&Stream) -> Done + Send + Sync>;
+/// What a task waits for before its body, on its stream's thread and without the memory; it may put the modelled clock on.
+pub(crate) type Before = Arc<dyn Fn(&Stream, &mut u64) -> Done + Send + Sync>;
 
 /// Work that a task stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -25,6 +26,9 @@ pub(crate) struct Cost {
     pub(crate) vector: u64,
     /// Bytes between host and device.
     pub(crate) host_bytes: u64,
+    /// Bytes to another device, and the steps they are sent in.
+    pub(crate) link_bytes: u64,
+    pub(crate) link_steps: u64,
 }
 
 impl Cost {
@@ -36,10 +40,11 @@ impl Cost {
         let slowest = over(self.bytes, rate(Setting::hbm_gb_per_s))
             .max(over(self.cube, rate(Setting::cube_tflops) * 1e3))
             .max(over(self.vector, rate(Setting::vector_gflops)))
-            .max(over(self.host_bytes, rate(Setting::pcie_gb_per_s)));
+            .max(over(self.host_bytes, rate(Setting::pcie_gb_per_s)))
+            .max(over(self.link_bytes, rate(Setting::link_gb_per_s)));
         #[allow(clippy::cast_possible_truncation)]
         let ns = slowest.ceil() as u64;
-        ns
+        ns + self.link_steps * Setting::link_ns.size()
     }
 }
 
@@ -56,22 +61,43 @@ pub(crate) struct Task {
     pub(crate) workspace_bytes: u64,
 }
 
-/// Modelled time of the host, in ns.
+/// Modelled time that any thread of the host has come to, in ns.
 static HOST_NS: AtomicU64 = AtomicU64::new(0);
-/// Modelled time the device was busy, in ns.
+/// How often the clocks were put back.
+static RESETS: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// Modelled time of this thread, and the resets it has seen: threads work side by side. A new one
+    /// starts where the latest is.
+    static THREAD_NS: Cell<(u64, u64)> = const { Cell::new((0, u64::MAX)) };
+}
+
+fn thread_ns() -> u64 {
+    match THREAD_NS.get() {
+        (ns, resets) if resets == RESETS.load(Ordering::Relaxed) => ns,
+        _ => HOST_NS.load(Ordering::Relaxed),
+    }
+}
+
+fn set_thread_ns(ns: u64) {
+    THREAD_NS.set((ns, RESETS.load(Ordering::Relaxed)));
+    HOST_NS.fetch_max(ns, Ordering::Relaxed);
+}
+/// Modelled time the devices were busy, all together, in ns.
 static BUSY_NS: AtomicU64 = AtomicU64::new(0);
 /// The latest moment any stream has come to, in ns.
 static DEVICE_NS: AtomicU64 = AtomicU64::new(0);
 
-/// The host works; answers when it has.
+/// The calling thread of the host works; answers when it has.
 pub(crate) fn host_works(setting: Setting) -> u64 {
-    let ns = setting.size();
-    HOST_NS.fetch_add(ns, Ordering::Relaxed) + ns
+    let ns = thread_ns() + setting.size();
+    set_thread_ns(ns);
+    ns
 }
 
-/// The host waits until a moment of the device.
+/// The calling thread of the host waits until a moment of the device.
 pub(crate) fn host_waits_until(ns: u64) {
-    HOST_NS.fetch_max(ns, Ordering::Relaxed);
+    set_thread_ns(thread_ns().max(ns));
 }
 
 /// A stream has been busy up to a moment.
@@ -91,4 +117,5 @@ pub(crate) fn reset() {
     for clock in [&HOST_NS, &DEVICE_NS, &BUSY_NS] {
         clock.store(0, Ordering::Relaxed);
     }
+    RESETS.fetch_add(1, Ordering::Relaxed);
 }

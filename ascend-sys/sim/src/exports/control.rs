@@ -29,6 +29,7 @@ pub extern "C" fn ascend_sim_reset() {
     SCALARS.clear();
     INT_ARRAYS.clear();
     memory().clear();
+    memory::reset_pinned();
     task::reset();
     super::process::reset();
     control::reset();

@@ -23,6 +23,10 @@ pub struct HbmInfo {
 
 const CELSIUS: i32 = 45;
 const HBM_MHZ: u32 = 1600;
+/// AI cores of a 910B3.
+const RATED_MHZ: u32 = 1800;
+/// Assumed: documented are 150 to 600 W.
+const RATED_MW: u32 = 400_000;
 
 fn check(device: i32) -> i32 {
     if (0..Setting::devices.get()).contains(&i64::from(device)) { 0 } else { INVALID_DEVICE }
@@ -71,7 +75,8 @@ pub extern "C" fn dcmi_get_device_utilization_rate(card: i32, _device: i32, kind
 pub extern "C" fn dcmi_get_device_frequency(card: i32, _device: i32, kind: i32, mhz: Out<u32>) -> i32 {
     match kind {
         6 => answer(card, mhz, HBM_MHZ),
-        7 | 9 | 12 => answer(card, mhz, setting_u32(Setting::aicore_mhz)),
+        7 | 12 => answer(card, mhz, setting_u32(Setting::aicore_mhz)),
+        9 => answer(card, mhz, RATED_MHZ),
         _ => NOT_SUPPORTED,
     }
 }
@@ -93,23 +98,27 @@ pub extern "C" fn dcmi_get_device_health(card: i32, _device: i32, health: Out<u3
     answer(card, health, setting_u32(Setting::health))
 }
 
-/// Why the clock is reduced: it is not.
+/// Why the clock is reduced (it is not), and the rated power. An answer is as long as its struct.
 #[unsafe(no_mangle)]
 pub extern "C" fn dcmi_get_device_info(
     card: i32,
     _device: i32,
     main: i32,
     sub: u32,
-    buffer: Out<u64>,
+    buffer: Out<u32>,
     bytes: Out<u32>,
 ) -> i32 {
     const LOW_POWER: i32 = 8;
     const FREQUENCY_REDUCED_BY: u32 = 9;
-    if (main, sub) != (LOW_POWER, FREQUENCY_REDUCED_BY) {
-        return NOT_SUPPORTED;
-    }
-    match answer(card, buffer, 0) {
-        0 => answer(card, bytes, 8),
+    const POWER_INFO: u32 = 10;
+    let values: &[u32] = match (main, sub) {
+        (LOW_POWER, FREQUENCY_REDUCED_BY) => &[0, 0],
+        (LOW_POWER, POWER_INFO) => &[RATED_MW, 0, 0, 0, 0, 0, 0, 0, 0],
+        _ => return NOT_SUPPORTED,
+    };
+    match check(card) {
+        0 if buffer.put_all(values).is_err() => INVALID_PARAMETER,
+        0 => answer(card, bytes, u32::try_from(size_of_val(values)).unwrap_or(0)),
         code => code,
     }
 }

@@ -2,15 +2,30 @@
 
 #![allow(unsafe_code, non_snake_case)]
 
-use crate::codes::Done;
-use crate::collective::{self, COMMUNICATORS, Reduce};
+use crate::codes::{Done, fail, rule};
+use crate::collective::{self, COMMUNICATORS, Plan, Reduce, What};
 use crate::context;
-use crate::ffi::{In, Note, Out, call, plain};
+use crate::ffi::{self, In, Note, Out};
 use crate::registry::Handle;
 use crate::stream::Stream;
 use std::ffi::c_char;
 
 const ROOT_INFO_BYTES: usize = 4108;
+
+/// `HCCL_E_RUNTIME`: the runtime's own code is the thread's last error.
+const RUNTIME: i32 = 15;
+
+/// A call that answers an `HcclResult`.
+fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) -> i32 {
+    match ffi::call(name, note, body) {
+        100_000.. => RUNTIME,
+        code => code,
+    }
+}
+
+fn plain(name: &'static str, body: impl FnOnce() -> Done) -> i32 {
+    call(name, Note::default(), body)
+}
 
 /// `HcclRootInfo`.
 #[repr(C)]
@@ -32,10 +47,21 @@ pub extern "C" fn HcclCommInitRootInfo(ranks: u32, info: In<RootInfo>, rank: u32
         context::current()?;
         let info = info.values(1).unwrap_or_default();
         let [RootInfo(bytes)] = &info[..] else {
-            crate::codes::fail!(collective::NULL, "the root info is null");
+            fail!(collective::NULL, "the root info is null");
         };
         let root = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default());
         comm.put(collective::join(root, ranks as usize, rank as usize)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn HcclCommInitAll(count: u32, devices: In<i32>, comms: Out<Handle>) -> i32 {
+    plain("HcclCommInitAll", || {
+        rule!(!comms.is_null(), collective::NULL, "a place for an answer is null");
+        let Some(devices) = devices.values(u64::from(count)) else {
+            fail!(collective::NULL, "the devices are null");
+        };
+        comms.put_all(&collective::join_all(&devices)?)
     })
 }
 
@@ -44,16 +70,11 @@ pub extern "C" fn HcclCommDestroy(comm: Handle) -> i32 {
     plain("HcclCommDestroy", || COMMUNICATORS.remove(comm, collective::PARAMETER).map(drop))
 }
 
-fn queue(
-    name: &'static str,
-    comm: Handle,
-    stream: Handle,
-    bytes: u64,
-    plan: impl FnOnce() -> Done<collective::Plan>,
-) -> i32 {
-    call(name, Note { kind: "collective", bytes }, || {
+fn queue(name: &'static str, count: u64, comm: Handle, stream: Handle, plan: impl FnOnce() -> Done<Plan>) -> i32 {
+    call(name, Note { kind: "collective", bytes: count }, || {
         let comm = COMMUNICATORS.get(comm, collective::PARAMETER)?;
-        Stream::of(stream)?.submit(collective::task(name, &comm, plan()?))
+        let stream = Stream::of(stream)?;
+        stream.submit(collective::task(name, &comm, &stream, plan()?)?)
     })
 }
 
@@ -67,14 +88,13 @@ pub extern "C" fn HcclAllReduce(
     comm: Handle,
     stream: Handle,
 ) -> i32 {
-    queue("HcclAllReduce", comm, stream, count, || {
-        collective::Plan::all_reduce(send, recv, count, dtype, Reduce::of(op)?)
-    })
+    let plan = || Plan::new(What::AllReduce(Reduce::of(op)?), send, recv, count, dtype);
+    queue("HcclAllReduce", count, comm, stream, plan)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn HcclAllGather(send: usize, recv: usize, count: u64, dtype: i32, comm: Handle, stream: Handle) -> i32 {
-    queue("HcclAllGather", comm, stream, count, || collective::Plan::all_gather(send, recv, count, dtype))
+    queue("HcclAllGather", count, comm, stream, || Plan::new(What::AllGather, send, recv, count, dtype))
 }
 
 #[unsafe(no_mangle)]
@@ -87,14 +107,14 @@ pub extern "C" fn HcclReduceScatter(
     comm: Handle,
     stream: Handle,
 ) -> i32 {
-    queue("HcclReduceScatter", comm, stream, count, || {
-        collective::Plan::reduce_scatter(send, recv, count, dtype, Reduce::of(op)?)
-    })
+    let plan = || Plan::new(What::ReduceScatter(Reduce::of(op)?), send, recv, count, dtype);
+    queue("HcclReduceScatter", count, comm, stream, plan)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn HcclBroadcast(buffer: usize, count: u64, dtype: i32, root: u32, comm: Handle, stream: Handle) -> i32 {
-    queue("HcclBroadcast", comm, stream, count, || collective::Plan::broadcast(buffer, count, dtype, root as usize))
+    let plan = || Plan::new(What::Broadcast(root as usize), buffer, buffer, count, dtype);
+    queue("HcclBroadcast", count, comm, stream, plan)
 }
 
 #[unsafe(no_mangle)]
@@ -103,7 +123,10 @@ pub extern "C" fn HcclGetErrorString(code: i32) -> *const c_char {
         0 => c"success",
         1 => c"parameter error",
         2 => c"null pointer",
+        5 => c"not supported",
+        15 => c"runtime error",
         9 => c"timeout",
+        21 => c"remote error",
         _ => c"error",
     }
     .as_ptr()
@@ -111,8 +134,5 @@ pub extern "C" fn HcclGetErrorString(code: i32) -> *const c_char {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn HcclGetCommAsyncError(comm: Handle, error: Out<i32>) -> i32 {
-    plain("HcclGetCommAsyncError", || {
-        COMMUNICATORS.get(comm, collective::PARAMETER)?;
-        error.put(0)
-    })
+    plain("HcclGetCommAsyncError", || error.put(COMMUNICATORS.get(comm, collective::PARAMETER)?.async_error()))
 }

@@ -46,7 +46,9 @@ pub extern "C" fn aclrtMallocHost(address: Out<usize>, bytes: usize) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtFreeHost(address: usize) -> i32 {
     plain("aclrtFreeHost", || {
-        context::current()?;
+        if !memory::is_left_over(address) {
+            context::current()?;
+        }
         memory::free_pinned(address)
     })
 }
@@ -95,8 +97,8 @@ impl Path {
 
     fn copy(self, memory: &mut DeviceMemory, bytes: usize) -> Done {
         match self {
-            Self::In(src, dst) => src.copy_to(memory.bytes_mut(dst, bytes)?),
-            Self::Out(src, dst) => dst.copy_from(memory.bytes(src, bytes)?),
+            Self::In(src, dst) => memory.copy_in(dst, src, bytes)?,
+            Self::Out(src, dst) => memory.copy_out(dst, src, bytes)?,
             Self::Within(dst, src) => memory.copy(dst, src, bytes)?,
             Self::Host(dst, src) => {
                 let mut buffer = vec![0; bytes];
@@ -135,8 +137,7 @@ pub extern "C" fn aclrtMemset(dst: usize, room: usize, value: i32, bytes: usize)
         let byte = value.to_le_bytes()[0];
         let mut memory = memory();
         if memory.holds(dst) {
-            memory.bytes_mut(dst, bytes).map_err(bad_address)?.fill(byte);
-            return Ok(());
+            return memory.fill(dst, byte, bytes).map_err(bad_address);
         }
         rule!(memory::is_pinned(dst, bytes), RT_PARAM_INVALID, "pageable host memory cannot be filled");
         HostBytes::new(dst, bytes).fill(byte);
@@ -198,10 +199,7 @@ pub extern "C" fn aclrtMemsetAsync(dst: usize, room: usize, value: i32, bytes: u
         let stream = Stream::of(stream)?;
         rule!(dst != 0 && bytes > 0 && bytes <= room, RT_PARAM_INVALID, "{bytes} bytes to {room}");
         let byte = value.to_le_bytes()[0];
-        let body: Body = Arc::new(move |memory| {
-            memory.bytes_mut(dst, bytes)?.fill(byte);
-            Ok(())
-        });
+        let body: Body = Arc::new(move |memory| memory.fill(dst, byte, bytes));
         stream.submit(task(name, body, Cost { bytes: bytes as u64, ..Cost::default() }))
     })
 }

@@ -6,6 +6,7 @@ use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, maybe, output};
 use crate::memory::memory;
 use crate::tensor::{Elem, View};
+use std::ops::Range;
 
 const FLOATS: [Elem; 3] = [Elem::F32, Elem::F16, Elem::BF16];
 
@@ -36,21 +37,13 @@ pub(crate) fn mm(x: &View, weight: &View, bias: Option<&View>, out: &View, cube_
     let kernel = move |bench: &mut Bench<'_>| {
         let rows = bench.floats(0)?;
         let bias = if bench.has(2) { bench.floats(2)? } else { Vec::new() };
-        let mut sums = vec![0.0; m * n];
-        let weight = columns(bench, 1)?;
-        let mut column = Vec::with_capacity(k);
-        for c in 0..n {
-            column.clear();
-            weight.column(bench, c, &mut column)?;
-            for r in 0..m {
-                let sum = dot(&rows[r * k..][..k], &column);
-                let added = match bias.len() {
-                    0 => 0.0,
-                    len if len == n => bias[c],
-                    _ => bias[r * n + c],
-                };
-                sums[r * n + c] = sum + added;
-            }
+        let mut sums = columns(bench, 1)?.times(bench, &rows, |_, _| ())?;
+        for (at, sum) in sums.iter_mut().enumerate() {
+            *sum += match bias.len() {
+                0 => 0.0,
+                len if len == n => bias[at % n],
+                _ => bias[at],
+            };
         }
         bench.store(3, &sums)
     };
@@ -80,7 +73,38 @@ pub(crate) fn columns(bench: &Bench<'_>, i: usize) -> Done<Columns> {
 }
 
 impl Columns {
-    pub(crate) fn column(&self, bench: &Bench<'_>, c: usize, into: &mut Vec<f32>) -> Done {
+    /// `rows[M,K]` times the weight, `[M,N]`, each column passed through `adjust` before. Each sum is that of [`dot`]
+    /// whatever the number of rows; large products are shared by two threads.
+    pub(crate) fn times(
+        &self,
+        bench: &Bench<'_>,
+        rows: &[f32],
+        adjust: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Done<Vec<f32>> {
+        const WORTH_A_THREAD: usize = 4 << 20;
+        let (k, n) = (self.view.dims[0], self.view.dims[1]);
+        // Sums column by column.
+        let some = |columns: Range<usize>| -> Done<Vec<f32>> {
+            let mut column = Vec::with_capacity(k);
+            let mut sums = Vec::with_capacity(columns.len() * rows.len() / k);
+            for c in columns {
+                column.clear();
+                self.column(bench, c, &mut column)?;
+                adjust(c, &mut column);
+                sums.extend(rows.chunks_exact(k).map(|row| dot(row, &column)));
+            }
+            Ok(sums)
+        };
+        let half = if rows.len() * n > WORTH_A_THREAD { n / 2 } else { n };
+        let (first, second) = std::thread::scope(|scope| {
+            let second = (half < n).then(|| scope.spawn(|| some(half..n)));
+            (some(0..half), second.map_or(Ok(Vec::new()), |thread| thread.join().expect("no product panics")))
+        });
+        let (turned, m) = ([first?, second?].concat(), rows.len() / k);
+        Ok((0..m).flat_map(|r| turned[r..].iter().step_by(m).copied()).collect())
+    }
+
+    fn column(&self, bench: &Bench<'_>, c: usize, into: &mut Vec<f32>) -> Done {
         let (k, n) = (self.view.dims[0], self.view.dims[1]);
         if self.view.is_nz() {
             let is_turned = self.view.is_transposed();

@@ -1,7 +1,7 @@
 //! Quantised products.
 
 use super::matmul::columns;
-use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
+use super::{has_dims, is_contiguous, is_one_of, same_elem};
 use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, maybe, output};
@@ -157,19 +157,15 @@ pub(crate) fn weight_quant_matmul(
         let (x, scale) = (bench.floats(0)?, bench.floats(2)?);
         let offset = if bench.has(3) { bench.floats(3)? } else { vec![0.0; scale.len()] };
         let bias = if bench.has(4) { bench.floats(4)? } else { vec![0.0; n] };
-        let weight = columns(bench, 1)?;
-        let mut column = Vec::with_capacity(k);
-        let mut sums = vec![0.0; m * n];
-        for c in 0..n {
-            column.clear();
-            weight.column(bench, c, &mut column)?;
+        let scaled = |c: usize, column: &mut [f32]| {
             for (i, value) in column.iter_mut().enumerate() {
                 let at = i.checked_div(group).unwrap_or(0) * n + c;
                 *value = (*value + offset[at]) * scale[at];
             }
-            for r in 0..m {
-                sums[r * n + c] = dot(&x[r * k..][..k], &column) + bias[c];
-            }
+        };
+        let mut sums = columns(bench, 1)?.times(bench, &x, scaled)?;
+        for (at, sum) in sums.iter_mut().enumerate() {
+            *sum += bias[at % n];
         }
         bench.store(5, &sums)
     };
