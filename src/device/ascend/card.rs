@@ -222,6 +222,18 @@ impl Card {
             }
             return;
         }
+        if desk.failures.is_untold() {
+            // Work behind a failure would run on stale lengths and slots. Whoever waits next hears of it; what is queued after
+            // that stands on its own.
+            match command {
+                Command::Write { slot, .. } => return desk.slots.give(slot),
+                Command::Feed { rows: list, .. }
+                | Command::Launch { lens: list, .. }
+                | Command::CopyBlocks { pairs: list, .. } => return desk.give_list(list),
+                Command::Copy { .. } | Command::Record { .. } | Command::Wait { .. } => return,
+                _ => {}
+            }
+        }
         let outcome = match command {
             Command::Write { dst, slot, bytes, on } => self.write(dst, slot, bytes, on),
             Command::Copy { dst, src, on } => self.copy(dst, src, on),

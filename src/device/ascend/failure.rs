@@ -64,6 +64,11 @@ impl Failures {
         self.state.lock().fatal.clone()
     }
 
+    /// Whether queued work has failed and nobody has heard of it: what was queued behind it must not run on what it left.
+    pub(super) fn is_untold(&self) -> bool {
+        self.state.lock().untold.is_some()
+    }
+
     /// Whether the device still works.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         self.fatal().map_or(Ok(()), Err)
