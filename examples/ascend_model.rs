@@ -1,0 +1,385 @@
+//! What decoding a model of the size of LLaMA-7B would take on an Ascend 910B, by the simulator's cost model: time a step
+//! with and without captured graphs, at each level of fusion, beside the time that reading weights and keys takes alone.
+//!
+//! ```sh
+//! cargo run --features ascend --example ascend_model
+//! cargo run --features ascend --example ascend_model -- --batch 32 --context 512 --depth 1
+//! ```
+//! Nothing is computed and no file is read: the simulator checks each call and adds up its cost, memory is address space, and
+//! the weights are one stretch of zeros. All times are modelled, with the rates in the second line of the output.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ascend_llm::device::ascend::{AscendDevice, AscendOptions};
+use ascend_llm::device::{Device, OwnedProgram, OwnedWeights};
+use ascend_llm::engine::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
+use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, compile};
+use ascend_llm::kv_cache::{BlockId, KvGeometry};
+use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
+use ascend_llm::weights::{DType, TensorView, WeightSource};
+use ascend_sim::Simulator;
+use clap::Parser;
+use memmap2::MmapMut;
+
+mod terminal;
+use terminal::Result;
+
+/// LLaMA-7B as the hub describes it, with bf16 weights: heads without groups are taken packed in that type.
+const MODEL: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": false
+}"#;
+
+/// What the host's calls take, in ns. See the cost model in `docs/ascend.md`.
+const HOST_RATES: [(&str, i64); 4] =
+    [("query_ns", 6000), ("launch_ns", 4000), ("replay_ns", 20_000), ("update_ns", 4000)];
+/// What a task takes to begin on the device, in ns.
+const DEVICE_TIMES: [(&str, i64); 2] = [("task_ns", 2000), ("graph_task_ns", 1000)];
+/// How fast the device is, beside its memory.
+const DEVICE_RATES: [(&str, i64); 3] = [("cube_tflops", 295), ("vector_gflops", 4608), ("pcie_gb_per_s", 24)];
+const BANDWIDTH: &str = "hbm_gb_per_s";
+/// As a rate: what is done so fast takes no time.
+const AT_ONCE: i64 = 1 << 40;
+/// Steps before those that are counted: the first one captures.
+const WARM_UP: usize = 4;
+
+/// Models decode steps of a large model on a simulated Ascend card.
+#[derive(Debug, Parser)]
+struct Args {
+    /// Sequences of a step.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    batch: u32,
+    /// Tokens each sequence has.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=2048))]
+    context: u32,
+    /// Steps that are counted.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Steps in flight: 2 as the engine has them on this device, 1 to wait for each before the next.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
+    depth: u32,
+    /// Bandwidth of the device's memory in GB/s.
+    #[arg(long, default_value_t = 850, value_parser = clap::value_parser!(i64).range(1..))]
+    bandwidth: i64,
+    /// How many times as long the host's calls take.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=1000))]
+    host_factor: i64,
+}
+
+fn main() -> ExitCode {
+    terminal::finish(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let config = config_from_hub(MODEL.as_bytes())?;
+    let source = Zeros::new(&config)?;
+    let graph = decoder_graph(&config, &source)?;
+    let sim = Simulator::beside_this_binary()?;
+    sim.reset();
+    sim.set("compute", 0);
+    sim.set("hbm_bytes", 64 << 30);
+    set_rates(&sim, args, Time::Both);
+
+    let (mut has_title, mut notes) = (false, Vec::new());
+    for capture in [false, true] {
+        let mut options = AscendOptions::default();
+        (options.library, options.capture) = (Some(sim.path().to_owned()), capture);
+        let device: Arc<dyn Device> = AscendDevice::open(options)?;
+        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights)?);
+        for fusion in 0..=CompileOptions::MAX_FUSION {
+            let mut decoding = Decoding::new(args, &config, &graph, &device, &weights, fusion)?;
+            if !has_title {
+                print!("{}", title(args, &config, &device, &decoding));
+                has_title = true;
+            }
+            println!("{}", decoding.line(&sim, args, if capture { "captured" } else { "eager" })?);
+        }
+        notes.extend(device.notes());
+    }
+    println!(
+        "\nmade: operations whose first phase the host runs; launches: operations, copies, events and graphs it hands to streams\n\
+         host: the same with a device that takes no time; device: with a host that takes none"
+    );
+    for note in notes {
+        println!("note: {note}");
+    }
+    for complaint in sim.complaints() {
+        println!("complaint: {complaint}");
+    }
+    Ok(())
+}
+
+/// Whose time passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Time {
+    Both,
+    /// The device takes none.
+    Host,
+    /// The host takes none.
+    Device,
+}
+
+fn set_rates(sim: &Simulator, args: &Args, time: Time) {
+    let (host, device) = (time != Time::Device, time != Time::Host);
+    for (name, ns) in HOST_RATES {
+        sim.set(name, if host { args.host_factor * ns } else { 0 });
+    }
+    for (name, ns) in DEVICE_TIMES {
+        sim.set(name, if device { ns } else { 0 });
+    }
+    for (name, rate) in DEVICE_RATES.into_iter().chain([(BANDWIDTH, args.bandwidth)]) {
+        sim.set(name, if device { rate } else { AT_ONCE });
+    }
+}
+
+fn title(args: &Args, config: &ModelConfig, device: &Arc<dyn Device>, decoding: &Decoding) -> String {
+    let host = HOST_RATES.map(|(name, ns)| (name, args.host_factor * ns));
+    let rates = host.iter().chain(&DEVICE_TIMES).chain(&DEVICE_RATES);
+    let rates: Vec<String> = rates.map(|(name, value)| format!("{name} {value}")).collect();
+    let cost = decoding.runner.cost(&decoding.input);
+    let ms = |bytes| ms_of(bytes, args);
+    let giga = |bytes: u64| bytes as f64 / 1e9;
+    format!(
+        "modelled: {:.2} G parameters in bf16, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
+         rates: {BANDWIDTH} {}, {}\n\
+         bounds: weights {:.2} GB in {:.2} ms, keys and values {:.2} GB in {:.2} ms, both {:.2} ms: {:.0} tokens/s\n\n\
+         | mode | fusion | plan steps | made | launches | host ms | device ms | step ms | tokens/s | bound / step |\n\
+         |---|---|---|---|---|---|---|---|---|---|\n",
+        config.parameters() as f64 / 1e9,
+        args.batch,
+        args.context,
+        args.depth,
+        device.caps().description,
+        args.bandwidth,
+        rates.join(", "),
+        giga(cost.weight_bytes),
+        ms(cost.weight_bytes),
+        giga(cost.kv_bytes),
+        ms(cost.kv_bytes),
+        ms(cost.weight_bytes + cost.kv_bytes),
+        1e3 * f64::from(args.batch) / ms(cost.weight_bytes + cost.kv_bytes),
+    )
+}
+
+/// A model on a device, and the batch it decodes again and again.
+#[derive(Debug)]
+struct Decoding {
+    runner: ModelRunner,
+    fusion: u8,
+    plan_steps: usize,
+    input: ForwardInput,
+    in_flight: VecDeque<Ticket>,
+    depth: usize,
+}
+
+impl Decoding {
+    fn new(
+        args: &Args,
+        config: &ModelConfig,
+        graph: &Graph,
+        device: &Arc<dyn Device>,
+        weights: &Arc<OwnedWeights>,
+        fusion: u8,
+    ) -> Result<Self> {
+        let (batch, caps) = (args.batch as usize, device.caps());
+        let kv_tokens = config.max_position_embeddings;
+        let bucket = Bucket { tokens: batch, logit_rows: batch, seqs: batch, kv_tokens };
+        let mut options = CompileOptions::default();
+        (options.fusion, options.overflow) = (Some(fusion), OverflowPolicy::Error);
+        let plan: Plan = compile(graph, caps.target, Numerics::Fast, &options, bucket)?;
+        let block_size = caps.default_block_size;
+        let (layers, kv_heads, head_dim) = (config.layers, config.kv_heads, config.head_dim);
+        let dtype = device.kv_dtype(&graph.weights).ok_or("the device names no type of keys and values")?;
+        let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
+        let layout = device.kv_layout(&geometry)?;
+        let (plan_steps, rates) = (plan.steps.len(), CostRates::new(&plan, dtype.bytes() as u64));
+        let program = OwnedProgram::load(device, &[plan], &[Arc::clone(weights)], &geometry)?;
+        let programs =
+            Programs { by_bucket: vec![(bucket, program)], f32: None, rates: vec![rates], custom_ops: false };
+        let blocks = args.context.div_ceil(u32::try_from(block_size)?);
+        let shape = RunnerShape {
+            bucket,
+            max_seqs: batch,
+            max_blocks_per_seq: kv_tokens.div_ceil(block_size),
+            block_size,
+            pool_blocks: (args.batch * blocks) as usize,
+            vocab_size: config.vocab_size,
+            max_in_flight: args.depth as usize,
+        };
+        let input = ForwardInput {
+            tokens: vec![1; batch],
+            q_lens: vec![1; batch],
+            kv_lens: vec![args.context; batch],
+            tables: (0..args.batch * blocks).map(BlockId).collect(),
+            logit_rows: (0..args.batch).collect(),
+            best_only: vec![true; batch],
+            ..ForwardInput::default()
+        };
+        let runner = ModelRunner::new(Arc::clone(device), programs, layout, shape)?;
+        Ok(Self { runner, fusion, plan_steps, input, in_flight: VecDeque::new(), depth: args.depth as usize })
+    }
+
+    /// Launches a step that takes its tokens from the one before, and waits for the oldest if enough are in flight then.
+    fn step(&mut self) -> Result<()> {
+        self.input.fed.clear();
+        if let Some(&ticket) = self.in_flight.back() {
+            self.input.fed.extend(self.input.logit_rows.iter().map(|&row| FedRow { row, ticket, logit_row: row }));
+        }
+        let launched = self.runner.launch(&self.input)?;
+        self.in_flight.push_back(launched);
+        if self.in_flight.len() >= self.depth { self.collect() } else { Ok(()) }
+    }
+
+    fn collect(&mut self) -> Result<()> {
+        if let Some(ticket) = self.in_flight.pop_front() {
+            let forwarded = self.runner.collect(ticket, &[])?;
+            if let Some(bad) = forwarded.outcomes.first() {
+                return Err(format!("a sequence ended: {bad:?}").into());
+            }
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        while !self.in_flight.is_empty() {
+            self.collect()?;
+        }
+        Ok(())
+    }
+
+    /// Modelled time from the end of one step to the end of the next.
+    fn step_time(&mut self, sim: &Simulator, args: &Args, time: Time) -> Result<Duration> {
+        set_rates(sim, args, time);
+        for _ in 0..WARM_UP {
+            self.step()?;
+        }
+        // The card's thread has come to the end of a step here, and all that was launched has been issued.
+        let before = sim.clock().host;
+        for _ in 0..args.steps {
+            self.step()?;
+        }
+        let all = sim.clock().host.saturating_sub(before);
+        self.drain()?;
+        set_rates(sim, args, Time::Both);
+        Ok(all / args.steps)
+    }
+
+    /// What the host does for one step.
+    fn calls(&mut self, sim: &Simulator) -> Result<Calls> {
+        for _ in 0..WARM_UP {
+            self.step()?;
+        }
+        sim.clear_log();
+        sim.set("log", 1);
+        self.step()?;
+        sim.set("log", 0);
+        self.drain()?;
+        let mut calls = Calls::default();
+        for line in sim.log() {
+            calls.add(line.split_whitespace().next().unwrap_or_default());
+        }
+        Ok(calls)
+    }
+
+    fn line(&mut self, sim: &Simulator, args: &Args, mode: &str) -> Result<String> {
+        let step = self.step_time(sim, args, Time::Both)?;
+        let host = self.step_time(sim, args, Time::Host)?;
+        let device = self.step_time(sim, args, Time::Device)?;
+        let calls = self.calls(sim)?;
+        let cost = self.runner.cost(&self.input);
+        let bound_ms = ms_of(cost.weight_bytes + cost.kv_bytes, args);
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        Ok(format!(
+            "| {mode} | {} | {} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} % |",
+            self.fusion,
+            self.plan_steps,
+            calls.made,
+            calls.launches,
+            ms(host),
+            ms(device),
+            ms(step),
+            f64::from(args.batch) / step.as_secs_f64(),
+            100.0 * bound_ms / ms(step),
+        ))
+    }
+}
+
+/// Calls that take time of the host.
+#[derive(Clone, Copy, Debug, Default)]
+struct Calls {
+    /// Operations whose first phase was run.
+    made: usize,
+    /// What was handed to a stream: operations, copies, events, graphs, updates of their tasks.
+    launches: usize,
+}
+
+impl Calls {
+    fn add(&mut self, function: &str) {
+        const OTHERS: [&str; 5] =
+            ["aclrtMemcpyAsync", "aclrtRecordEvent", "aclrtStreamWaitEvent", "aclrtResetEvent", "aclmdlRIExecuteAsync"];
+        if function.starts_with("aclnn") && function.ends_with("GetWorkspaceSize") {
+            self.made += 1;
+        } else if function.starts_with("aclnn") || OTHERS.contains(&function) {
+            self.launches += 1;
+        }
+    }
+}
+
+/// How long memory takes to give so many bytes.
+fn ms_of(bytes: u64, args: &Args) -> f64 {
+    bytes as f64 / args.bandwidth as f64 / 1e6
+}
+
+/// All tensors of a model, which share one stretch of zeros.
+#[derive(Debug)]
+struct Zeros {
+    shapes: BTreeMap<String, Vec<usize>>,
+    bytes: MmapMut,
+}
+
+impl Zeros {
+    fn new(config: &ModelConfig) -> Result<Self> {
+        let (hidden, mlp, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
+        let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let mut shapes = BTreeMap::new();
+        let mut add = |name: String, shape: &[usize]| drop(shapes.insert(format!("{name}.weight"), shape.to_vec()));
+        add("model.embed_tokens".into(), &[vocab, hidden]);
+        for layer in 0..config.layers {
+            for (name, shape) in [
+                ("input_layernorm", &[hidden][..]),
+                ("self_attn.q_proj", &[queries, hidden]),
+                ("self_attn.k_proj", &[keys, hidden]),
+                ("self_attn.v_proj", &[keys, hidden]),
+                ("self_attn.o_proj", &[hidden, queries]),
+                ("post_attention_layernorm", &[hidden]),
+                ("mlp.gate_proj", &[mlp, hidden]),
+                ("mlp.up_proj", &[mlp, hidden]),
+                ("mlp.down_proj", &[hidden, mlp]),
+            ] {
+                add(format!("model.layers.{layer}.{name}"), shape);
+            }
+        }
+        add("model.norm".into(), &[hidden]);
+        add("lm_head".into(), &[vocab, hidden]);
+        let longest = shapes.values().map(|shape| 2 * shape.iter().product::<usize>()).max().unwrap_or(0);
+        // Pages that are never written are zeros that take no memory.
+        Ok(Self { shapes, bytes: MmapMut::map_anon(longest)? })
+    }
+}
+
+impl WeightSource for Zeros {
+    fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        let shape = self.shapes.get(name)?;
+        let data = &self.bytes[..2 * shape.iter().product::<usize>()];
+        Some(TensorView { dtype: DType::BF16, shape, data })
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.shapes.keys().cloned().collect()
+    }
+}
