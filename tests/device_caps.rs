@@ -184,10 +184,13 @@ fn a_device_without_f32_plans_refuses_to_promise_a_retry() {
         config.compile.overflow = overflow;
         build(config).unwrap();
     }
-    // Nothing is rounded, so nothing has to be run again.
-    let mut config = config(2);
-    config.compile.precision = Some(Precision::F32);
-    build(config).unwrap();
+    // Nor has it anything else with f32 activations.
+    let mut f32_precision = config(2);
+    f32_precision.compile.precision = Some(Precision::F32);
+    match build(f32_precision) {
+        Err(BuildError::Config(error)) => assert_eq!(error.field, "compile.precision"),
+        other => panic!("{other:?}"),
+    }
 }
 
 fn run(core: &mut EngineCore) -> Vec<Vec<u32>> {
