@@ -21,6 +21,7 @@ pub mod cpu;
 mod error;
 mod owned;
 mod peaks;
+mod tensor_part;
 
 use std::fmt;
 
@@ -107,6 +108,28 @@ pub struct DeviceCaps {
     pub retry_f32: bool,
     /// Bytes of memory it can allocate, as far as known.
     pub memory_bytes: Option<u64>,
+}
+
+impl DeviceCaps {
+    /// Whether keys and values can be stored so, `element_bytes` being the most that one element can take with its share of
+    /// scales and padding, keys and values together.
+    fn check_geometry(&self, geometry: &KvGeometry, element_bytes: usize) -> Result<(), DeviceError> {
+        let invalid = |what: String| Err(DeviceError::Invalid { what });
+        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
+        let (step, most) = (self.block_size_step, self.max_block_size);
+        if block_size == 0 || !block_size.is_multiple_of(step) || block_size > most {
+            return invalid(format!("block size {block_size} is no multiple of {step} up to {most}"));
+        }
+        if !self.kv_dtypes.contains(&dtype) {
+            return invalid(format!("KV type {dtype:?} is not available"));
+        }
+        let factors = [layers, kv_heads, head_dim, block_size, element_bytes];
+        let bytes = factors.iter().try_fold(1usize, |n, &m| n.checked_mul(m));
+        if bytes.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) {
+            return invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}"));
+        }
+        Ok(())
+    }
 }
 
 /// How a device lays out a block of the KV cache.

@@ -409,16 +409,10 @@ impl Device for AscendDevice {
     }
 
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
-        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
-        let (step, most) = (self.caps.block_size_step, self.caps.max_block_size);
-        if block_size == 0 || !block_size.is_multiple_of(step) || block_size > most {
-            return Err(invalid(format!("block size {block_size} is no multiple of {step} up to {most}")));
-        }
-        if !self.caps.kv_dtypes.contains(&dtype) {
-            return Err(invalid(format!("KV type {dtype:?} is not available")));
-        }
-        let bytes = [layers, kv_heads, head_dim, block_size, 4].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
-        if bytes.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) || !head_dim.is_multiple_of(16) {
+        // Two of 2 bytes each.
+        self.caps.check_geometry(geometry, 4)?;
+        let KvGeometry { layers, kv_heads, head_dim, .. } = *geometry;
+        if !head_dim.is_multiple_of(16) {
             return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
         }
         let cache = Cache::new(*geometry);

@@ -5,17 +5,16 @@
 
 #![forbid(unsafe_code)]
 
-use std::borrow::Cow;
-
 use ascend_sys::{DeviceBuffer, ElemType, TensorDesc};
 use half::{bf16, f16};
 
 use super::memory::{GRANULE, Place};
 use super::options::Activations;
 use crate::device::DeviceError;
-use crate::graph::{Weight, WeightId, WeightRole, WeightSlice};
+use crate::device::tensor_part::tensor_part;
+use crate::graph::{Weight, WeightId, WeightRole};
 use crate::kv_cache::KvDType;
-use crate::weights::{DType, TensorView, WeightSource, convert, slice};
+use crate::weights::{DType, WeightSource, convert};
 
 /// Bytes converted at a time.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -118,15 +117,7 @@ pub(super) fn convert_tensor(
 ) -> Result<(), DeviceError> {
     let name = &weight.name;
     let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
-    let tensor = source.tensor(name).ok_or_else(|| invalid("is not in the source"))?;
-    let mut shape = weight.shape.clone();
-    if let Some(WeightSlice { dim, of, .. }) = weight.slice {
-        *shape.get_mut(dim).ok_or_else(|| invalid("is cut along a dimension it has not"))? = of;
-    }
-    if tensor.shape != shape || tensor.dtype != weight.dtype {
-        return Err(invalid("has another shape or type than the graph says"));
-    }
-    let data = sliced(&tensor, weight).ok_or_else(|| invalid("cannot be cut there"))?;
+    let data = tensor_part(source, weight)?;
     let rank = if weight.role == WeightRole::Matrix { 2 } else { 1 };
     if weight.shape.len() != rank {
         return Err(invalid("has the wrong number of dimensions for its role"));
@@ -170,10 +161,4 @@ fn narrowed(values: &[f32], elem: ElemType) -> Option<Vec<u8>> {
         bytes.extend_from_slice(&bits.to_le_bytes());
     }
     Some(bytes)
-}
-
-/// The part of a tensor that a weight is.
-fn sliced<'a>(tensor: &TensorView<'a>, weight: &Weight) -> Option<Cow<'a, [u8]>> {
-    let Some(WeightSlice { dim, start, .. }) = weight.slice else { return Some(Cow::Borrowed(tensor.data)) };
-    slice::along(tensor, dim, start..start + weight.shape[dim])
 }

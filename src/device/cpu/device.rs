@@ -141,19 +141,8 @@ impl CpuDevice {
 
     /// The layout of keys and values, if this device has one for the geometry.
     fn layout(&self, geometry: &KvGeometry) -> Result<kv::KvLayout, DeviceError> {
-        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
-        let (step, most) = (self.caps.block_size_step, self.caps.max_block_size);
-        if block_size == 0 || !block_size.is_multiple_of(step) || block_size > most {
-            return Err(invalid(format!("block size {block_size} is no multiple of {step} up to {most}")));
-        }
-        if !self.caps.kv_dtypes.contains(&dtype) {
-            return Err(invalid(format!("KV type {dtype:?} is not available")));
-        }
         // Two and the type's bytes at most 4, or 8 where one int8 has a scale and padding: a factor of 16.
-        let product = [layers, kv_heads, head_dim, block_size, 16].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
-        if product.is_none_or(|bytes| bytes == 0 || bytes > isize::MAX as usize) {
-            return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
-        }
+        self.caps.check_geometry(geometry, 16)?;
         Ok(kv::KvLayout::new(*geometry))
     }
 }

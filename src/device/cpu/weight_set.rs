@@ -1,13 +1,12 @@
 //! Weights as the CPU device holds them: matrices in panels, vectors in f32.
 
-use std::borrow::Cow;
-
 use super::arena::{ALIGNMENT, Slab};
 use super::pack::PackedMatrix;
 use super::pool::Team;
 use crate::device::DeviceError;
-use crate::graph::{Weight, WeightId, WeightRole, WeightSlice};
-use crate::weights::{TensorView, WeightSource, convert, slice};
+use crate::device::tensor_part::tensor_part;
+use crate::graph::{Weight, WeightId, WeightRole};
+use crate::weights::{WeightSource, convert};
 
 #[derive(Debug)]
 enum Packed {
@@ -30,22 +29,14 @@ impl WeightSet {
         for weight in weights {
             let name = &weight.name;
             let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
-            let tensor = source.tensor(name).ok_or_else(|| invalid("is not in the source"))?;
-            let mut shape = weight.shape.clone();
-            if let Some(WeightSlice { dim, of, .. }) = weight.slice {
-                *shape.get_mut(dim).ok_or_else(|| invalid("is cut along a dimension it has not"))? = of;
-            }
-            if tensor.shape != shape || tensor.dtype != weight.dtype {
-                return Err(invalid("has another shape or type than the graph says"));
-            }
-            let data = sliced(&tensor, weight).ok_or_else(|| invalid("cannot be cut there"))?;
+            let data = tensor_part(source, weight)?;
             packed.push(match (weight.role, weight.shape.as_slice()) {
                 (WeightRole::Matrix, &[n, k]) => {
-                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, tensor.dtype, n, k, &data)?)
+                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, weight.dtype, n, k, &data)?)
                 }
                 (WeightRole::Vector, &[len]) => {
                     let mut values = vec![0.0; len];
-                    convert::dequantise(tensor.dtype, &data, &mut values);
+                    convert::dequantise(weight.dtype, &data, &mut values);
                     Packed::Vector(values)
                 }
                 _ => return Err(invalid("has the wrong number of dimensions for its role")),
@@ -95,10 +86,4 @@ fn slab_bytes(weights: &[Weight]) -> usize {
         _ => Some(0),
     };
     weights.iter().try_fold(0usize, |sum, weight| sum.checked_add(bytes(weight)?)).unwrap_or(0)
-}
-
-/// The part of a tensor that a weight is.
-fn sliced<'a>(tensor: &TensorView<'a>, weight: &Weight) -> Option<Cow<'a, [u8]>> {
-    let Some(WeightSlice { dim, start, .. }) = weight.slice else { return Some(Cow::Borrowed(tensor.data)) };
-    slice::along(tensor, dim, start..start + weight.shape[dim])
 }
