@@ -90,7 +90,7 @@ fn run(args: &Args) -> Result<()> {
         let mut options = AscendOptions::default();
         (options.library, options.capture) = (Some(sim.path().to_owned()), capture);
         let device: Arc<dyn Device> = AscendDevice::open(options)?;
-        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights)?);
+        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights, 0)?);
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let mut decoding = Decoding::new(args, &config, &graph, &device, &weights, fusion)?;
             if !has_title {

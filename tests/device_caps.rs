@@ -88,8 +88,8 @@ impl Device for Lesser {
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
         self.cpu.kv_layout(geometry)
     }
-    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {
-        self.cpu.upload(source, weights)
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError> {
+        self.cpu.upload(source, weights, rank)
     }
     fn release_weights(&self, weights: WeightSetId) {
         self.cpu.release_weights(weights);

@@ -321,7 +321,7 @@ impl Rig {
         let config = config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
         let graph = decoder_graph(&config, &source).unwrap();
         let plan = compile(&graph, device.caps().target, Numerics::Exact, &CompileOptions::default(), BUCKET).unwrap();
-        let weights = device.upload(&source, &graph.weights).unwrap();
+        let weights = device.upload(&source, &graph.weights, 0).unwrap();
         let program = device.load(std::slice::from_ref(&plan), &[weights], &GEOMETRY).unwrap();
         let stream = device.stream().unwrap();
         let words = |words: &[u32]| {
@@ -615,7 +615,7 @@ fn weights_that_are_not_the_graphs_are_invalid() {
     let upload = |change: &dyn Fn(&mut ascend_llm::graph::Weight)| {
         let mut weights = rig.graph.weights.clone();
         change(&mut weights[0]);
-        rig.device.upload(&source, &weights)
+        rig.device.upload(&source, &weights, 0)
     };
     invalid("name", upload(&|weight| weight.name = "nothing".into()));
     invalid("shape", upload(&|weight| weight.shape[0] += 1));

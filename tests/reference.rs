@@ -126,6 +126,9 @@ impl Case {
     }
 
     fn push(&mut self, op: Op, inputs: &[ValueId], rows: Rows, outputs: &[(usize, Elem)]) -> Vec<ValueId> {
+        if let Op::Embed { table, .. } = &op {
+            self.graph.weights[table.0 as usize].role = WeightRole::Table;
+        }
         let first = self.graph.values.len() as u32;
         let ids: Vec<ValueId> = (first..first + outputs.len() as u32).map(ValueId).collect();
         for (id, &(cols, elem)) in ids.iter().zip(outputs) {
@@ -258,7 +261,7 @@ fn launch(
     options.fusion = Some(0);
     let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len(), seqs: 1, kv_tokens: TOKENS };
     let plan = compile(graph, device.caps().target, machine.numerics, &options, bucket).unwrap();
-    let weights = device.upload(source, &graph.weights).unwrap();
+    let weights = device.upload(source, &graph.weights, 0).unwrap();
     let program = device.load(&[plan], &[weights], &geometry).unwrap();
     let stream = device.stream().unwrap();
     let words = |words: &[u32]| {

@@ -243,8 +243,9 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn kv_dtype(&self, _weights: &[Weight]) -> Option<KvDType> {
         None
     }
-    /// Packs weights tensor by tensor, releasing the source's pages behind it. A program numbers weights by this list.
-    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError>;
+    /// Packs weights tensor by tensor, releasing the source's pages behind it. A program numbers weights by this list. `rank` is
+    /// whose they are: 0 where a model is not cut.
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError>;
     /// Gives a weight set back once no program uses it.
     fn release_weights(&self, weights: WeightSetId);
     /// Prepares plans for launching, one a rank of the model in order, each with the weights its graph names: resolves

@@ -50,13 +50,14 @@ pub struct OwnedWeights {
 }
 
 impl OwnedWeights {
-    /// Packs weights.
+    /// Packs the weights of a rank.
     pub fn upload(
         device: &Arc<dyn Device>,
         source: &dyn WeightSource,
         weights: &[Weight],
+        rank: u32,
     ) -> Result<Self, DeviceError> {
-        Ok(Self { device: Arc::clone(device), id: device.upload(source, weights)? })
+        Ok(Self { device: Arc::clone(device), id: device.upload(source, weights, rank)? })
     }
 
     /// The set.

@@ -15,9 +15,7 @@ use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
-use crate::graph::{
-    Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, Plan, RegisteredOp, Weight, WeightRole,
-};
+use crate::graph::{Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, Plan, RegisteredOp, Weight};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::text::Vocabulary;
@@ -227,7 +225,8 @@ impl EngineBuilder {
         let plans = Plans::compile(&graphs, &config, device.as_ref(), bucket)?;
 
         let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
-        let upload = |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights).map(Arc::new);
+        let upload =
+            |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
         let taken_bytes = source.total_bytes + plans.arena_bytes();
         let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
@@ -286,7 +285,7 @@ struct Parts {
 
 /// The type that most elements of the matrices are stored in.
 fn main_dtype(graph: &Graph) -> String {
-    let matrices = || graph.weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
+    let matrices = || graph.weights.iter().filter(|weight| weight.role.is_matrix());
     let elements = |weight: &Weight| weight.shape.iter().product::<usize>();
     let most = matrices()
         .map(|weight| weight.dtype)

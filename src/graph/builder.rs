@@ -2,7 +2,7 @@
 
 use super::{
     AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RegisteredOp, RopeFrequencies, RopeStyle, Rows, Value,
-    ValueId, Weight, WeightId, id32,
+    ValueId, Weight, WeightId, WeightRole, id32,
 };
 
 /// Appends operations to a graph in topological order.
@@ -60,7 +60,9 @@ impl GraphBuilder {
 
     /// Rows of an embedding table for the batch's tokens.
     pub fn embed(&mut self, table: WeightId, tag: &str) -> ValueId {
-        let hidden = self.graph.weight(table).shape[1];
+        let weight = &mut self.graph.weights[table.0 as usize];
+        weight.role = WeightRole::Table;
+        let hidden = weight.shape[1];
         self.push(Op::Embed { table, first_id: 0 }, vec![], tag, Rows::Tokens, hidden, Elem::F32)
     }
 

@@ -143,10 +143,19 @@ pub struct Value {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightRole {
-    /// `[n, k]`, multiplied by rows of `k` (and gathered from by row where it is also an embedding table).
+    /// `[n, k]`, multiplied by rows of `k`.
     Matrix,
+    /// `[n, k]`, gathered from by row: an embedding table. Where embeddings are tied it is multiplied by rows of `k` too.
+    Table,
     /// A vector used element by element, held in f32.
     Vector,
+}
+
+impl WeightRole {
+    /// Whether it has two dimensions and may be multiplied by rows.
+    pub const fn is_matrix(self) -> bool {
+        matches!(self, Self::Matrix | Self::Table)
+    }
 }
 
 /// A tensor the graph needs, with the shape and type it has in its file.

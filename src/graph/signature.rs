@@ -57,6 +57,8 @@ impl Operands<'_> {
             Op::Embed { table, .. } => {
                 let [] = self.inputs()?;
                 let [out] = self.outputs()?;
+                let role = self.weight(*table)?.role;
+                must(role == WeightRole::Table, || format!("rows gathered from a {role:?}"))?;
                 let (_, width) = self.matrix(*table)?;
                 same("the output", out, Operand { rows: Rows::Tokens, cols: width, elem: Elem::F32 })
             }
@@ -205,29 +207,35 @@ impl Operands<'_> {
         self.outputs.as_slice().try_into().map_err(|_| format!("{got} outputs, expected {N}"))
     }
 
-    fn weight(&self, id: WeightId, role: WeightRole) -> Result<&Weight, String> {
-        let weight = self.weights.get(id.0 as usize).ok_or_else(|| format!("there is no weight {}", id.0))?;
-        must(weight.role == role, || format!("weight {} is a {:?}, expected a {role:?}", weight.name, weight.role))?;
-        Ok(weight)
+    fn weight(&self, id: WeightId) -> Result<&Weight, String> {
+        self.weights.get(id.0 as usize).ok_or_else(|| format!("there is no weight {}", id.0))
     }
 
     fn matrix(&self, id: WeightId) -> Result<(usize, usize), String> {
-        let weight = self.weight(id, WeightRole::Matrix)?;
+        let weight = self.weight(id)?;
         match *weight.shape.as_slice() {
-            [n, k] if n > 0 && k > 0 => Ok((n, k)),
-            _ => Err(format!("weight {} has shape {:?}, expected two dimensions", weight.name, weight.shape)),
+            [n, k] if n > 0 && k > 0 && weight.role.is_matrix() => Ok((n, k)),
+            _ => Err(format!(
+                "weight {} is a {:?} of shape {:?}, expected a matrix",
+                weight.name, weight.role, weight.shape
+            )),
         }
     }
 
     fn vector(&self, id: WeightId, len: usize) -> Checked {
-        let weight = self.weight(id, WeightRole::Vector)?;
-        must(weight.shape == [len], || format!("weight {} has shape {:?}, expected [{len}]", weight.name, weight.shape))
+        let weight = self.weight(id)?;
+        must(weight.role == WeightRole::Vector && weight.shape == [len], || {
+            format!(
+                "weight {} is a {:?} of shape {:?}, expected a vector of {len}",
+                weight.name, weight.role, weight.shape
+            )
+        })
     }
 
     fn linear(&self, part: &LinearPart, x: Operand, out: Operand) -> Checked {
         let (n, k) = self.matrix(part.weight)?;
         must(x.cols == k, || format!("rows of {} columns for a weight of {k}", x.cols))?;
-        let quantised = self.weight(part.weight, WeightRole::Matrix)?.dtype.is_quantised();
+        let quantised = self.weight(part.weight)?.dtype.is_quantised();
         must(matches!(x.elem, Elem::F32 | Elem::BF16) || (x.elem == Elem::Q8 && quantised), || {
             format!("rows of {:?} for a weight that is not quantised", x.elem)
         })?;

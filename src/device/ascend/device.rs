@@ -425,7 +425,7 @@ impl Device for AscendDevice {
         Some(kv_dtype(activation_elem(self.activations, weights)))
     }
 
-    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], _rank: u32) -> Result<WeightSetId, DeviceError> {
         let elem = activation_elem(self.activations, weights);
         let (offsets, bytes) = place(weights).ok_or_else(|| invalid("the weights' sizes overflow"))?;
         let buffer = self.attempt(bytes as u64, move |card| {

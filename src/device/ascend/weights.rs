@@ -12,7 +12,7 @@ use super::memory::{GRANULE, Place};
 use super::options::Activations;
 use crate::device::DeviceError;
 use crate::device::tensor_part::tensor_part;
-use crate::graph::{Weight, WeightId, WeightRole};
+use crate::graph::{Weight, WeightId};
 use crate::kv_cache::KvDType;
 use crate::weights::{DType, WeightSource, convert};
 
@@ -32,7 +32,7 @@ pub(super) struct WeightSet {
 /// What activations are held in for a model.
 pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemType {
     let elements = |is_bf16: bool| -> usize {
-        let matrices = weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
+        let matrices = weights.iter().filter(|weight| weight.role.is_matrix());
         let of_type = matrices.filter(|weight| (weight.dtype == DType::BF16) == is_bf16);
         of_type.map(|weight| weight.shape.iter().product::<usize>()).sum()
     };
@@ -118,7 +118,7 @@ pub(super) fn convert_tensor(
     let name = &weight.name;
     let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
     let data = tensor_part(source, weight)?;
-    let rank = if weight.role == WeightRole::Matrix { 2 } else { 1 };
+    let rank = if weight.role.is_matrix() { 2 } else { 1 };
     if weight.shape.len() != rank {
         return Err(invalid("has the wrong number of dimensions for its role"));
     }

@@ -266,7 +266,7 @@ impl Device for CpuDevice {
         Ok(KvLayout { id, bytes_per_block: layout.bytes_per_block() as u64, alignment: 64, reserved_blocks: 0 })
     }
 
-    fn upload(&self, source: &dyn WeightSource, weights: &[Weight]) -> Result<WeightSetId, DeviceError> {
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], _rank: u32) -> Result<WeightSetId, DeviceError> {
         let set = WeightSet::pack(&self.team, source, weights)?;
         let state = &mut *self.state.lock();
         let id = self.new_id(state);

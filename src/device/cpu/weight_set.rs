@@ -31,7 +31,7 @@ impl WeightSet {
             let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
             let data = tensor_part(source, weight)?;
             packed.push(match (weight.role, weight.shape.as_slice()) {
-                (WeightRole::Matrix, &[n, k]) => {
+                (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {
                     Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, weight.dtype, n, k, &data)?)
                 }
                 (WeightRole::Vector, &[len]) => {
@@ -68,7 +68,7 @@ impl WeightSet {
     pub(super) fn serves(&self, weights: &[Weight]) -> bool {
         self.packed.len() == weights.len()
             && self.packed.iter().zip(weights).all(|(packed, weight)| match (packed, weight.role) {
-                (Packed::Matrix(matrix), WeightRole::Matrix) => {
+                (Packed::Matrix(matrix), WeightRole::Matrix | WeightRole::Table) => {
                     [matrix.n(), matrix.k()] == weight.shape[..] && matrix.dtype() == weight.dtype
                 }
                 (Packed::Vector(vector), WeightRole::Vector) => [vector.len()] == weight.shape[..],
@@ -80,7 +80,7 @@ impl WeightSet {
 /// What all matrices take. Whatever cannot be counted is refused when it is packed.
 fn slab_bytes(weights: &[Weight]) -> usize {
     let bytes = |weight: &Weight| match (weight.role, weight.shape.as_slice()) {
-        (WeightRole::Matrix, &[n, k]) => {
+        (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {
             PackedMatrix::packed_bytes(weight.dtype, n, k)?.checked_next_multiple_of(ALIGNMENT)
         }
         _ => Some(0),
