@@ -143,7 +143,11 @@ fn what_is_missing_is_named() {
     let error = npu.try_device(|options| options.cards = vec![7]).unwrap_err();
     assert_eq!(error, AscendOpenError::Card { card: 7, count: 1 });
     let error = npu.try_device(|options| options.cards = vec![0, 1]).unwrap_err();
-    assert_eq!(error, AscendOpenError::Cards { count: 2 });
+    assert_eq!(error, AscendOpenError::Card { card: 1, count: 1 });
+    for cards in [vec![], vec![0, 0]] {
+        let error = npu.try_device(|options| options.cards.clone_from(&cards)).unwrap_err();
+        assert_eq!(error, AscendOpenError::Cards { cards });
+    }
     for call in ["aclInit", "aclrtSetDevice", "aclrtCreateContext", "aclrtGetMemInfo", "aclrtMallocHost", "aclrtMalloc"]
     {
         npu.sim.fail_call(call, 1, 207_001);

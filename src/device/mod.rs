@@ -102,11 +102,14 @@ pub struct DeviceCaps {
     pub default_pipeline_depth: u32,
     /// Whether a row's result is bit-equal whoever shares the batch.
     pub batch_invariant: bool,
+    /// Machines with memory of their own that it drives. Several run one rank of a model each, and nothing else than a model of
+    /// as many ranks.
+    pub cards: u32,
     /// Ranks that a model can be cut into for it.
     pub max_ranks: u32,
     /// Whether it runs plans with f32 activations, so that sequences that overflow can go on in one.
     pub retry_f32: bool,
-    /// Bytes of memory it can allocate, as far as known.
+    /// Bytes of memory it can allocate, on each card if there are several, as far as known.
     pub memory_bytes: Option<u64>,
 }
 
@@ -137,7 +140,7 @@ impl DeviceCaps {
 pub struct KvLayout {
     /// Names the layout; part of the fingerprint of anything that stores blocks.
     pub id: String,
-    /// Bytes of a block over all layers.
+    /// Bytes of a block over all layers, on each card if there are several.
     pub bytes_per_block: u64,
     /// Alignment of a pool.
     pub alignment: u64,

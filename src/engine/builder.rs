@@ -208,11 +208,7 @@ impl EngineBuilder {
         };
         let depth = *config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
         let max_model_len = settle_model_len(&mut config, &model)?;
-        let (ranks, most_ranks) = (config.tensor_parallel_size, device.caps().max_ranks);
-        if ranks > most_ranks {
-            let expected = format!("at most {most_ranks} on device {}", device.caps().name);
-            return Err(refuse("tensor_parallel_size", ranks, expected).into());
-        }
+        let ranks = settle_ranks(&config, device.as_ref())?;
         let graphs = cut(&graph, ranks)?;
         let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
@@ -361,6 +357,19 @@ fn settle_geometry(
     config.block_size = Some(to_u32(block_size));
     config.kv_dtype = Some(dtype);
     Ok(KvGeometry { layers: model.layers, kv_heads, head_dim: model.head_dim, block_size, dtype })
+}
+
+/// The number of ranks, which the device can run.
+fn settle_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, BuildError> {
+    let (ranks, caps) = (config.tensor_parallel_size, device.caps());
+    let expected = if caps.cards > 1 && ranks != caps.cards {
+        format!("{} on device {}, which was opened with as many cards: {}", caps.cards, caps.name, caps.description)
+    } else if ranks > caps.max_ranks {
+        format!("at most {} on device {}", caps.max_ranks, caps.name)
+    } else {
+        return Ok(ranks);
+    };
+    Err(refuse("tensor_parallel_size", ranks, expected).into())
 }
 
 /// Fixes the number of blocks and writes it into the configuration.

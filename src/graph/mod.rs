@@ -199,6 +199,14 @@ impl Default for Rank {
     }
 }
 
+impl Rank {
+    /// Its share of `n` units; shares differ by one at most.
+    pub fn share(self, n: usize) -> std::ops::Range<usize> {
+        let (index, of) = (self.index as usize, self.of as usize);
+        n * index / of..n * (index + 1) / of
+    }
+}
+
 /// Rotary frequencies shared by all layers that rotate alike.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {

@@ -54,6 +54,11 @@ impl Npu {
         self.try_device(|options| options.library = Some(file))
     }
 
+    /// The first `count` cards, one rank of a model each.
+    pub fn cards(&self, count: u32) -> Arc<AscendDevice> {
+        self.try_device(|options| options.cards = (0..count).collect()).expect("the simulated cards open")
+    }
+
     /// Operation by operation.
     pub fn eager(&self) -> Arc<AscendDevice> {
         self.try_device(|options| options.capture = false).expect("the simulated card opens")

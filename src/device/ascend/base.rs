@@ -4,14 +4,15 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::time::Duration;
 
-use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, Event, EventKind, Op, Ops, Stream};
+use ascend_sys::{AscendError, Communicator, Context, DeviceAddress, DeviceBuffer, Event, EventKind, Op, Ops, Stream};
 
+use super::accord::Accord;
 use super::constants::Constants;
-use super::lower::Room;
+use super::lower::{Meeting, Room};
 use super::memory::zeroed;
 use super::notes::Notes;
+use super::patience::Patience;
 use super::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
 use super::stream::Streams;
 
@@ -20,21 +21,56 @@ use super::stream::Streams;
 pub(super) struct Shared {
     pub workspace: DeviceBuffer,
     logits: DeviceBuffer,
+    gathered: DeviceBuffer,
     flags: DeviceBuffer,
 }
 
-impl Shared {
-    fn new(context: &Context, [workspace, logits, flags]: [usize; 3]) -> Result<Self, AscendError> {
-        let (workspace, logits) = (zeroed(context, workspace)?, zeroed(context, logits)?);
-        Ok(Self { workspace, logits, flags: zeroed(context, flags)? })
+/// Bytes of each part of the scratch.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SharedBytes {
+    pub workspace: usize,
+    pub logits: usize,
+    pub gathered: usize,
+    pub flags: usize,
+}
+
+impl SharedBytes {
+    fn max(self, other: Self) -> Self {
+        Self {
+            workspace: self.workspace.max(other.workspace),
+            logits: self.logits.max(other.logits),
+            gathered: self.gathered.max(other.gathered),
+            flags: self.flags.max(other.flags),
+        }
     }
 
-    fn bytes(&self) -> [usize; 3] {
-        [self.workspace.bytes(), self.logits.bytes(), self.flags.bytes()]
+    fn fits(self, room: Self) -> bool {
+        self.workspace <= room.workspace
+            && self.logits <= room.logits
+            && self.gathered <= room.gathered
+            && self.flags <= room.flags
+    }
+}
+
+impl Shared {
+    fn new(context: &Context, bytes: SharedBytes) -> Result<Self, AscendError> {
+        let SharedBytes { workspace, logits, gathered, flags } = bytes;
+        let (workspace, logits) = (zeroed(context, workspace)?, zeroed(context, logits)?);
+        Ok(Self { workspace, logits, gathered: zeroed(context, gathered)?, flags: zeroed(context, flags)? })
+    }
+
+    fn bytes(&self) -> SharedBytes {
+        SharedBytes {
+            workspace: self.workspace.bytes(),
+            logits: self.logits.bytes(),
+            gathered: self.gathered.bytes(),
+            flags: self.flags.bytes(),
+        }
     }
 
     pub(super) fn room(&self) -> Room {
-        Room { logits: self.logits.address(), flags: self.flags.address() }
+        let Self { logits, gathered, flags, .. } = self;
+        Room { logits: logits.address(), gathered: gathered.address(), flags: flags.address() }
     }
 }
 
@@ -55,8 +91,10 @@ pub(super) struct Base {
     /// The stream of the last launch, and its end.
     last_launch: Option<usize>,
     launched: Event,
-    pub limit: Duration,
+    pub patience: Patience,
     pub notes: Arc<Notes>,
+    /// Of several cards: this one's place among them, and what they decide together.
+    ranks: Option<(Communicator, Arc<Accord>)>,
     pub context: Context,
 }
 
@@ -65,7 +103,7 @@ impl Base {
         context: &Context,
         ops: Ops,
         slots: Arc<FreeSlots>,
-        limit: Duration,
+        patience: Patience,
         notes: Arc<Notes>,
     ) -> Result<Self, AscendError> {
         Ok(Self {
@@ -76,11 +114,12 @@ impl Base {
             constants: Constants::new(context)?,
             in_flight: InFlight::new(slots),
             own: InFlight::new(Arc::new(FreeSlots::new(context, OWN_SLOTS)?)),
-            shared: RefCell::new(Arc::new(Shared::new(context, [0; 3])?)),
+            shared: RefCell::new(Arc::new(Shared::new(context, SharedBytes::default())?)),
             last_launch: None,
             launched: Event::new(context, EventKind::Ordering)?,
-            limit,
+            patience,
             notes,
+            ranks: None,
             context: context.clone(),
         })
     }
@@ -91,14 +130,8 @@ impl Base {
     }
 
     /// Makes the scratch at least as large, and ids up to `vocab` known. While nothing grows nothing is waited for.
-    pub(super) fn reserve(
-        &mut self,
-        workspace: usize,
-        logits: usize,
-        flags: usize,
-        vocab: usize,
-    ) -> Result<(), AscendError> {
-        self.grow([workspace, logits, flags])?;
+    pub(super) fn reserve(&mut self, bytes: SharedBytes, vocab: usize) -> Result<(), AscendError> {
+        self.grow(bytes)?;
         if vocab > 0 {
             self.synchronize()?;
             self.constants.know_ids(&self.context, vocab)?;
@@ -106,14 +139,13 @@ impl Base {
         Ok(())
     }
 
-    fn grow(&self, asked: [usize; 3]) -> Result<(), AscendError> {
+    fn grow(&self, asked: SharedBytes) -> Result<(), AscendError> {
         let have = self.shared().bytes();
-        if asked.iter().zip(&have).all(|(asked, have)| asked <= have) {
+        if asked.fits(have) {
             return Ok(());
         }
-        self.streams.synchronize_all(self.limit)?;
-        let most = [0, 1, 2].map(|i| asked[i].max(have[i]));
-        self.shared.replace(Arc::new(Shared::new(&self.context, most)?));
+        self.streams.synchronize_all(&self.patience)?;
+        self.shared.replace(Arc::new(Shared::new(&self.context, asked.max(have))?));
         Ok(())
     }
 
@@ -121,7 +153,7 @@ impl Base {
     pub(super) fn launch(&self, op: &mut Op, on: usize) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
         // Everything was measured at load; an operation that wants more for shorter lengths is waited for once.
-        self.grow([needed, 0, 0])?;
+        self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
         let workspace = self.shared().workspace.address();
         op.launch(workspace, needed, self.streams.get(on))
     }
@@ -129,6 +161,28 @@ impl Base {
     /// Queues an op that is used once.
     pub(super) fn run(&self, mut op: Op, on: usize) -> Result<(), AscendError> {
         self.launch(&mut op, on)
+    }
+
+    /// Makes this card one of several.
+    pub(super) fn join(&mut self, communicator: Communicator, accord: Arc<Accord>) {
+        self.ranks = Some((communicator, accord));
+    }
+
+    /// Whether all cards of the device agree; they vote at the same places.
+    pub(super) fn agree(&self, agrees: bool) -> Result<bool, AscendError> {
+        self.ranks.as_ref().map_or(Ok(agrees), |(_, accord)| accord.vote(agrees))
+    }
+
+    /// Queues a collective with the other cards.
+    pub(super) fn meet(&self, meeting: &Meeting, on: &Stream) -> Result<(), AscendError> {
+        // Plans with collectives are loaded on as many cards as they have ranks.
+        let Some((communicator, _)) = &self.ranks else { return Ok(()) };
+        let &Meeting { gathers, src, dst, elements } = meeting;
+        if gathers {
+            communicator.all_gather(src.address, dst.address, elements, src.elem, on)
+        } else {
+            communicator.all_reduce(src.address, dst.address, elements, src.elem, on)
+        }
     }
 
     /// Queues a copy of host bytes, through slots of the thread's own.
@@ -139,7 +193,7 @@ impl Base {
                     break slot;
                 }
                 let oldest = self.own.oldest().map_or(on, |mark| mark.stream);
-                let passed = self.streams.synchronize(oldest, self.limit)?;
+                let passed = self.streams.synchronize(oldest, &self.patience)?;
                 self.passed(passed);
             };
             slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
@@ -172,9 +226,9 @@ impl Base {
 
     /// Waits until nothing runs.
     pub(super) fn synchronize(&mut self) -> Result<(), AscendError> {
-        self.streams.synchronize_all(self.limit)?;
+        self.streams.synchronize_all(&self.patience)?;
         if let Some(update) = &self.update {
-            update.synchronize(Some(self.limit))?;
+            self.patience.wait(|limit| update.synchronize(Some(limit)))?;
         }
         self.all_passed();
         Ok(())

@@ -127,16 +127,19 @@ impl Program {
         ran.map(|()| true)
     }
 
-    /// Turns a failure that leaves the device as it was into a note, and goes on without a graph.
+    /// Turns a failure that leaves the device as it was into a note, and goes on without a graph: on all cards, if there are
+    /// several.
     fn settle(&self, base: &Base, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
-        match outcome {
+        let outcome = match outcome {
             Err(error) if is_harmless(&error) => {
                 let rows = self.sizes.tokens;
                 base.notes.add(format!("decode steps of up to {rows} rows run operation by operation: {error}"));
-                Ok(Captured::Never)
+                None
             }
-            other => other,
-        }
+            other => Some(other?),
+        };
+        let agreed = base.agree(outcome.is_some())?;
+        Ok(outcome.filter(|_| agreed).unwrap_or(Captured::Never))
     }
 
     /// Launches the graph and refreshes it, then hands its results over.
@@ -211,6 +214,7 @@ impl Program {
         }
         program.body_items(base, shared.room(), &mut |item| match item {
             Item::Op(recipe) => launch(recipe.make(&base.ops)?, &shared, stream),
+            Item::Meet(meeting) => base.meet(&meeting, stream),
             Item::Store { layer, key, value } => {
                 program.store(base, layer, [key, value], rows.tokens, pool, &mut |op| launch(op, &shared, stream))
             }
@@ -229,7 +233,7 @@ impl Program {
                 Ok(())
             }
         })?;
-        program.tail(base, rows, results, &shared, &mut |op| launch(op, &shared, stream))?;
+        program.tail(base, rows, results, &shared, stream, &mut |op| launch(op, &shared, stream))?;
         let graph = capture.end()?;
         Ok(Replay { graph, layers, is_proven: false, done, pool, results, padding, shared, _region: region })
     }

@@ -4,12 +4,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ascend_sys::{
-    AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Library, Ops, PinnedBuffer, Runtime, TensorDesc,
+    AscendError, Collectives, Communicator, Context, DeviceAddress, DeviceBuffer, ElemType, Library, Ops, PinnedBuffer,
+    RootInfo, Runtime, TensorDesc,
 };
 
+use super::accord::Accord;
 use super::base::Base;
 use super::capture;
 use super::failure::{Failures, device_error};
@@ -17,12 +18,14 @@ use super::layout::Cache;
 use super::lower::{Results, words};
 use super::memory::{padded, zeroed};
 use super::notes::Notes;
+use super::patience::Patience;
 use super::program::{Batch, Program};
 use super::queue::Queue;
 use super::reply::Landing;
 use super::staging::{FreeSlots, SLOTS, copy_out, copy_pinned};
 use super::weights::WeightSet;
 use crate::device::{Bindings, DeviceError, LaunchShape, MemKind, Span};
+use crate::graph::Rank;
 use crate::kv_cache::BlockId;
 
 /// Most bytes that come back in one copy; larger reads take several.
@@ -59,8 +62,9 @@ pub(super) enum Command {
         on: usize,
         event: u64,
     },
+    /// Waits for an event, or for all that is queued.
     WaitHost {
-        event: u64,
+        event: Option<u64>,
     },
     Launch {
         program: u64,
@@ -86,7 +90,7 @@ pub(super) enum Command {
 #[derive(Debug)]
 pub(super) struct Desk {
     pub queue: Queue<Command>,
-    pub failures: Failures,
+    pub failures: Arc<Failures>,
     pub slots: Arc<FreeSlots>,
     pub landing: Landing,
     /// Emptied lists, to be used again.
@@ -116,19 +120,26 @@ pub(super) struct Card {
     /// Feeding's four lists on the device, and the bytes of each.
     feed: Option<(DeviceBuffer, usize)>,
     capture_max_rows: usize,
+    rank: Rank,
     /// Whether it has ended: nothing is waited for any more.
     is_lost: bool,
 }
 
 /// What a card is opened with.
 pub(super) struct Opening {
-    pub library: Library,
+    pub library: Arc<Library>,
     pub runtime: Runtime,
     pub card: u32,
-    pub limit: Duration,
+    /// Its place among the cards of the device.
+    pub rank: Rank,
+    pub patience: Patience,
     pub is_deterministic: bool,
     /// 0: nothing is captured.
     pub capture_max_rows: usize,
+    /// Given to the card that makes what all join with.
+    pub root_of: Option<Collectives>,
+    pub failures: Arc<Failures>,
+    pub notes: Arc<Notes>,
 }
 
 /// What an open card says of itself.
@@ -146,10 +157,10 @@ impl Card {
         let runtime = &opening.runtime;
         runtime.init()?;
         let context = Context::create(runtime, opening.card)?;
-        let notes = Arc::new(Notes::default());
+        let notes = Arc::clone(&opening.notes);
         if runtime.capabilities().kernel_time_limit {
             // A kernel that hangs shows after 18 minutes otherwise.
-            runtime.set_kernel_time_limit(opening.limit)?;
+            runtime.set_kernel_time_limit(opening.patience.limit)?;
         } else {
             notes.add("this CANN cannot limit a kernel's time: one that hangs is noticed by the host only".into());
         }
@@ -164,7 +175,7 @@ impl Card {
             Facts { chip: runtime.soc_name(), cann: runtime.cann_version().ok(), free_bytes: free, total_bytes: total };
         let ops = Ops::load(&opening.library, runtime);
         let slots = Arc::new(FreeSlots::new(&context, SLOTS)?);
-        let base = Base::new(&context, ops, Arc::clone(&slots), opening.limit, Arc::clone(&notes))?;
+        let base = Base::new(&context, ops, Arc::clone(&slots), opening.patience.clone(), Arc::clone(&notes))?;
         let mut capture_max_rows = opening.capture_max_rows;
         if capture_max_rows == 0 {
             notes.add("capture is off".into());
@@ -177,7 +188,7 @@ impl Card {
         let landing = PinnedBuffer::new(&context, 1 << 16)?;
         let desk = Desk {
             queue: Queue::new(),
-            failures: Failures::default(),
+            failures: Arc::clone(&opening.failures),
             slots,
             landing: Landing::new(landing),
             lists: parking_lot::Mutex::default(),
@@ -190,9 +201,28 @@ impl Card {
             base,
             feed: None,
             capture_max_rows,
+            rank: opening.rank,
             is_lost: false,
         };
         Ok((card, Arc::new(desk), facts))
+    }
+
+    /// Makes what all cards join with, if it is this one's part.
+    pub(super) fn make_root(&self, opening: &Opening) -> Result<Option<RootInfo>, AscendError> {
+        opening.root_of.map(|collectives| collectives.root_info(self.base.context.runtime())).transpose()
+    }
+
+    /// Joins the other cards; waits for them.
+    pub(super) fn join(
+        &mut self,
+        collectives: &Collectives,
+        root: &RootInfo,
+        accord: Arc<Accord>,
+    ) -> Result<(), AscendError> {
+        let Rank { index, of } = self.rank;
+        let communicator = Communicator::join(collectives, &self.base.context, root, of, index)?;
+        self.base.join(communicator, accord);
+        Ok(())
     }
 
     /// Serves commands until the last.
@@ -213,6 +243,7 @@ impl Card {
 
     fn obey(&mut self, command: Command, desk: &Desk) {
         if let Err(fatal) = desk.failures.check() {
+            self.end();
             match command {
                 Command::Write { slot, .. } => desk.slots.give(slot),
                 Command::Read { .. } | Command::WaitHost { .. } => desk.landing.answer(Err(fatal)),
@@ -242,7 +273,7 @@ impl Card {
                 desk.give_list(rows);
                 outcome
             }
-            Command::Record { on, event } => self.base.streams.record(on, event, self.base.limit),
+            Command::Record { on, event } => self.base.streams.record(on, event, &self.base.patience),
             Command::Wait { on, event } => self.base.streams.wait(on, event),
             Command::Launch { program, io, shape, lens, on } => {
                 let outcome = self.launch(program, &io, shape, &lens, on);
@@ -283,13 +314,21 @@ impl Card {
     /// Keeps a failure of queued work for the next call that waits.
     fn note(&mut self, desk: &Desk, error: AscendError) {
         let words = error.to_string();
-        let error = device_error(error, 0, self.base.limit);
-        if error.is_lost() {
+        if desk.failures.note(device_error(error, 0, self.base.patience.limit)) {
+            let card = if self.rank.of > 1 { format!("card {}: ", self.base.context.device()) } else { String::new() };
+            desk.notes.add(card + &words);
+        }
+        if desk.failures.fatal().is_some() {
+            self.end();
+        }
+    }
+
+    /// Ends what runs: nothing is waited for any more.
+    fn end(&mut self) {
+        if !self.is_lost {
             self.is_lost = true;
             self.base.abort();
-            desk.notes.add(words);
         }
-        desk.failures.note(error);
     }
 
     /// The answer to a call that waits: its own failure, or that of queued work before it.
@@ -319,7 +358,7 @@ impl Card {
         let offset = to_usize(dst.offset);
         if let Some(Memory::Pinned(_)) = self.buffers.get(&dst.buffer.0) {
             // Host memory: behind what is queued before, and at once.
-            self.base.streams.synchronize(on, self.base.limit)?;
+            self.base.streams.synchronize(on, &self.base.patience)?;
             if let Some(Memory::Pinned(buffer)) = self.buffers.get_mut(&dst.buffer.0) {
                 buffer.as_mut_slice()[offset..offset + bytes].copy_from_slice(&slot.as_mut_slice()[..bytes]);
             }
@@ -334,7 +373,7 @@ impl Card {
 
     fn reclaim(&mut self) -> Result<(), AscendError> {
         if let Some(oldest) = self.base.in_flight.oldest() {
-            let passed = self.base.streams.synchronize(oldest.stream, self.base.limit)?;
+            let passed = self.base.streams.synchronize(oldest.stream, &self.base.patience)?;
             self.base.passed(passed);
         }
         Ok(())
@@ -363,7 +402,7 @@ impl Card {
             None => base.streams.hold_for_all(&base.output)?,
         }
         if let Some(Memory::Pinned(buffer)) = self.buffers.get(&src.buffer.0) {
-            base.output.synchronize(Some(base.limit))?;
+            base.patience.wait(|limit| base.output.synchronize(Some(limit)))?;
             let from = to_usize(src.offset);
             landing.as_mut_slice()[..bytes].copy_from_slice(&buffer.as_slice()[from..from + bytes]);
         } else {
@@ -371,7 +410,7 @@ impl Card {
                 Some(Memory::Device(buffer)) => buffer.address().offset(to_usize(src.offset)),
                 _ => DeviceAddress(0),
             };
-            copy_out(landing, from, bytes, &base.output, base.limit)?;
+            copy_out(landing, from, bytes, &base.output, &base.patience)?;
         }
         match after {
             Some(event) => {
@@ -384,8 +423,9 @@ impl Card {
         Ok(())
     }
 
-    fn wait_host(&mut self, event: u64) -> Result<(), AscendError> {
-        if let Some(passed) = self.base.streams.wait_host(event, self.base.limit)? {
+    fn wait_host(&mut self, event: Option<u64>) -> Result<(), AscendError> {
+        let Some(event) = event else { return self.base.synchronize() };
+        if let Some(passed) = self.base.streams.wait_host(event, &self.base.patience)? {
             self.base.passed(passed);
         }
         Ok(())
@@ -490,8 +530,7 @@ impl Card {
     fn settle(&mut self) {
         // Memory of a device that does not answer is given back all the same, once nothing of it runs.
         if !self.is_lost && self.base.synchronize().is_err() {
-            self.is_lost = true;
-            self.base.abort();
+            self.end();
         }
     }
 
@@ -533,6 +572,14 @@ impl Desk {
     /// An empty list.
     pub(super) fn list(&self) -> Vec<u32> {
         self.lists.lock().pop().unwrap_or_default()
+    }
+
+    /// A slot to fill, waiting for one; none once the device has ended.
+    pub(super) fn free_slot(&self) -> Option<PinnedBuffer> {
+        self.slots.try_take().or_else(|| {
+            self.queue.push_with(|| (Command::Reclaim, ()))?;
+            self.slots.take()
+        })
     }
 
     fn give_list(&self, mut list: Vec<u32>) {

@@ -1,19 +1,19 @@
-//! [`Device`] for an Ascend card: checks what it is asked on the caller's thread, and hands it to the card's.
+//! [`Device`] for Ascend cards: checks what it is asked on the caller's thread, and hands it to the cards' threads.
 
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
 
 use ascend_sys::{AscendError, DeviceBuffer, Library, Ops, Pages, Runtime};
 use parking_lot::Mutex;
 
-use super::card::{Card, Command, Desk, Facts, Opening, pairs_list};
+use super::card::{Card, Command, Facts, pairs_list};
+use super::cards::Cards;
 use super::failure::device_error;
-use super::layout::{Cache, RESERVED_BLOCKS};
+use super::layout::{Cache, RESERVED_BLOCKS, describe};
 use super::memory::{GRANULE, padded};
 use super::options::{Activations, AscendOpenError, AscendOptions};
 use super::program::Program;
@@ -25,7 +25,7 @@ use crate::device::{
     ProgramId, Span, StepArgs, StreamId, WeightSetId,
 };
 use crate::graph::passes::OpSet;
-use crate::graph::{Bucket, CompileError, Plan, Target, Weight};
+use crate::graph::{Bucket, CompileError, Plan, Rank, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
@@ -42,15 +42,14 @@ const NEEDED: [&str; 9] = [
     "aclnnArgMax",
 ];
 
-/// An Ascend NPU. See the [module](super).
+/// An Ascend NPU, or several that a model is cut for. See the [module](super).
 #[derive(Debug)]
 pub struct AscendDevice {
     caps: DeviceCaps,
     library: PathBuf,
     activations: Activations,
     limit: std::time::Duration,
-    desk: Arc<Desk>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    cards: Cards,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     next: AtomicU64,
@@ -65,7 +64,7 @@ struct Known {
     events: u64,
     buffers: HashMap<u64, (u64, MemKind)>,
     programs: HashMap<u64, Loaded>,
-    layouts: HashMap<String, Cache>,
+    layouts: HashMap<String, KvGeometry>,
 }
 
 /// What a launch is checked against.
@@ -81,15 +80,18 @@ fn invalid(what: impl Into<String>) -> DeviceError {
 }
 
 impl AscendDevice {
-    /// Loads the runtime, binds a thread to the card and finds out what it can do.
+    /// Loads the runtime, binds a thread to each card and finds out what it can do.
     ///
     /// # Errors
     /// [`AscendOpenError`] names the library, function, operation or card that is missing, or the call that failed. No other
     /// device is tried.
     pub fn open(options: AscendOptions) -> Result<Arc<Self>, AscendOpenError> {
         static DEVICES: AtomicU64 = AtomicU64::new(1);
-        let &[card] = &options.cards[..] else { return Err(AscendOpenError::Cards { count: options.cards.len() }) };
-        let library = Library::open(options.library.as_deref())?;
+        let is_twice = |(at, card): (usize, &u32)| options.cards[..at].contains(card);
+        if options.cards.is_empty() || options.cards.iter().enumerate().any(is_twice) {
+            return Err(AscendOpenError::Cards { cards: options.cards });
+        }
+        let library = Arc::new(Library::open(options.library.as_deref())?);
         let runtime = Runtime::load(&library)?;
         let path = library.path().to_owned();
         let ops = Ops::load(&library, &runtime);
@@ -97,37 +99,19 @@ impl AscendDevice {
         if !names.is_empty() {
             return Err(AscendOpenError::MissingOperations { library: path, names });
         }
-        let call = |source: AscendError| AscendOpenError::Call { card, source };
+        let call = |source: AscendError| AscendOpenError::Call { card: options.cards[0], source };
         runtime.init().map_err(call)?;
         let count = runtime.device_count().map_err(call)?;
-        if card >= count {
+        if let Some(&card) = options.cards.iter().find(|&&card| card >= count) {
             return Err(AscendOpenError::Card { card, count });
         }
-        let limit = options.timeout();
-        let capture_max_rows = if options.capture { options.capture_max_rows as usize } else { 0 };
-        let is_deterministic = options.deterministic;
-        let opening = Opening { library, runtime, card, limit, is_deterministic, capture_max_rows };
-        let (open, opened) = mpsc::sync_channel(1);
-        let serve = move || match Card::open(&opening) {
-            Ok((card, desk, facts)) => {
-                // Nobody waits for a device that was given up.
-                if open.send(Ok((Arc::clone(&desk), facts))).is_ok() {
-                    card.serve(&desk);
-                }
-            }
-            Err(error) => drop(open.send(Err(error))),
-        };
-        let thread = std::thread::Builder::new().name(format!("ascend-{card}")).spawn(serve);
-        let thread = thread.map_err(|error| AscendOpenError::Thread { reason: error.to_string() })?;
-        let opened = opened.recv().map_err(|_| AscendOpenError::Thread { reason: "it ended at once".into() })?;
-        let (desk, facts) = opened.map_err(call)?;
+        let (cards, facts) = Cards::open(&library, &runtime, &options)?;
         Ok(Arc::new(Self {
-            caps: caps(&facts, card, &path),
+            caps: caps(&facts, &options.cards, &path),
             library: path,
             activations: options.activations,
-            limit,
-            desk,
-            thread: Mutex::new(Some(thread)),
+            limit: options.timeout(),
+            cards,
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
             known: Mutex::default(),
@@ -144,38 +128,53 @@ impl AscendDevice {
         self.tag | self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Queues a command.
-    fn push(&self, command: Command) -> Result<(), DeviceError> {
-        self.desk.queue.push_with(|| (command, ())).ok_or_else(|| self.end())
-    }
-
-    /// What ended the device.
-    fn end(&self) -> DeviceError {
-        self.desk.failures.fatal().unwrap_or(DeviceError::Lost)
-    }
-
-    /// Runs something on the card's thread and waits for what it gives.
-    fn call<R: Send + 'static>(&self, run: impl FnOnce(&mut Card) -> R + Send + 'static) -> Result<R, DeviceError> {
-        let (give, given) = mpsc::sync_channel(1);
-        // Whoever asked waits below, unless it is gone with its whole thread.
-        self.push(Command::Call(Box::new(move |card| drop(give.send(run(card))))))?;
-        given.recv().map_err(|_| self.end())
-    }
-
-    /// The same for a call of the runtime.
+    /// Runs calls of the runtime on one card's thread and waits for what they give.
     fn attempt<R: Send + 'static>(
         &self,
+        rank: usize,
         asked_bytes: u64,
         run: impl FnOnce(&mut Card) -> Result<R, AscendError> + Send + 'static,
     ) -> Result<R, DeviceError> {
-        self.desk.failures.check()?;
-        let outcome = self.call(run)?.map_err(|error| device_error(error, asked_bytes, self.limit));
+        self.cards.failures.check()?;
+        self.told(self.cards.call(rank, run)?, asked_bytes)
+    }
+
+    /// The same on all cards at once; `undo` is run on all where one fails.
+    fn attempt_each(
+        &self,
+        asked_bytes: u64,
+        run: impl Fn(&mut Card) -> Result<(), AscendError> + Copy + Send + 'static,
+        undo: impl Fn(&mut Card) + Copy + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        self.cards.failures.check()?;
+        let outcomes = self.cards.call_each(|_| run)?;
+        let outcome = outcomes.into_iter().try_for_each(|outcome| self.told(outcome, asked_bytes));
+        if outcome.is_err() {
+            self.each(undo);
+        }
+        outcome
+    }
+
+    /// Runs what cannot fail on all cards. A device that has ended has freed everything.
+    fn each(&self, run: impl Fn(&mut Card) + Copy + Send + 'static) {
+        let _ = self.cards.call_each(|_| run);
+    }
+
+    /// The failure of a call as the contract has it. One that ends the device is kept.
+    fn told<R>(&self, outcome: Result<R, AscendError>, asked_bytes: u64) -> Result<R, DeviceError> {
+        let outcome = outcome.map_err(|error| device_error(error, asked_bytes, self.limit));
         if let Err(error) = &outcome
             && error.is_lost()
         {
-            self.desk.failures.note(error.clone());
+            self.cards.failures.note(error.clone());
         }
         outcome
+    }
+
+    /// Takes the other cards' answers to what the first has answered already: all are taken, the first failure counts.
+    fn wait_for_others(&self, outcome: Result<(), DeviceError>) -> Result<(), DeviceError> {
+        let others = self.cards.desks().skip(1);
+        others.fold(outcome, |outcome, desk| outcome.and(desk.landing.wait(|_| ())))
     }
 
     fn index(&self, known: &Known, on: StreamId) -> Result<usize, DeviceError> {
@@ -246,18 +245,24 @@ impl Known {
     }
 }
 
-fn caps(facts: &Facts, card: u32, library: &std::path::Path) -> DeviceCaps {
+fn caps(facts: &[Facts], cards: &[u32], library: &std::path::Path) -> DeviceCaps {
     let mut target = Target::new(GRANULE);
     (target.int8_activations, target.bf16_activations, target.attention_schedules) = (false, false, false);
-    target.ops = OpSet::ALL.without(&["custom", "all_reduce", "all_gather"]);
-    let chip = facts.chip.as_deref().unwrap_or("Ascend");
-    let cann = facts.cann.map_or("CANN before 8.5".to_owned(), |version| {
+    target.ops = OpSet::ALL.without(&["custom"]);
+    let first = &facts[0];
+    let chip = first.chip.as_deref().unwrap_or("Ascend");
+    let cann = first.cann.map_or("CANN before 8.5".to_owned(), |version| {
         format!("CANN {}.{}.{}", version / 10_000_000, version / 100_000 % 100, version / 1000 % 100)
     });
-    let gib = facts.total_bytes as f64 / f64::from(1 << 30);
+    let gib = first.total_bytes as f64 / f64::from(1 << 30);
+    let cards_named = match cards {
+        [card] => format!("card {card}, {gib:.1} GiB"),
+        _ => format!("cards {cards:?}, {gib:.1} GiB each"),
+    };
+    let count = u32::try_from(cards.len()).unwrap_or(u32::MAX);
     DeviceCaps {
         name: "ascend",
-        description: format!("{chip}, card {card}, {gib:.1} GiB, {cann}, {}", library.display()),
+        description: format!("{chip}, {cards_named}, {cann}, {}", library.display()),
         target,
         kv_dtypes: vec![KvDType::F16, KvDType::BF16],
         block_size_step: 16,
@@ -265,11 +270,12 @@ fn caps(facts: &Facts, card: u32, library: &std::path::Path) -> DeviceCaps {
         default_block_size: 128,
         static_shapes: true,
         batch_invariant: false,
-        max_ranks: 1,
+        cards: count,
+        max_ranks: count,
         retry_f32: false,
         unified_memory: false,
         default_pipeline_depth: 2,
-        memory_bytes: Some(facts.free_bytes).filter(|bytes| *bytes > 0),
+        memory_bytes: facts.iter().map(|card| card.free_bytes).min().filter(|bytes| *bytes > 0),
     }
 }
 
@@ -280,20 +286,19 @@ impl Device for AscendDevice {
 
     fn alloc(&self, bytes: u64, kind: MemKind) -> Result<BufferId, DeviceError> {
         let id = self.new_id();
-        self.attempt(bytes, move |card| card.alloc(id, bytes, kind))?;
+        self.attempt_each(bytes, move |card| card.alloc(id, bytes, kind), move |card| card.free(id))?;
         self.known.lock().buffers.insert(id, (bytes, kind));
         Ok(BufferId(id))
     }
 
     fn free(&self, buffer: BufferId) {
         if self.known.lock().buffers.remove(&buffer.0).is_some() {
-            // A device that has ended has freed everything.
-            let _ = self.call(move |card| card.free(buffer.0));
+            self.each(move |card| card.free(buffer.0));
         }
     }
 
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let on = {
             let known = self.known.lock();
             known.check(dst)?;
@@ -303,21 +308,18 @@ impl Device for AscendDevice {
             return Err(invalid(format!("write of {} bytes into a span of {}", src.len(), dst.bytes)));
         }
         for (index, chunk) in src.chunks(SLOT_BYTES).enumerate() {
-            let mut slot = self.desk.slots.try_take();
-            if slot.is_none() {
-                self.push(Command::Reclaim)?;
-                slot = self.desk.slots.take();
-            }
-            let mut slot = slot.ok_or_else(|| self.end())?;
-            slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
             let dst = Span { offset: dst.offset + (index * SLOT_BYTES) as u64, bytes: chunk.len() as u64, ..dst };
-            self.push(Command::Write { dst, slot, bytes: chunk.len(), on })?;
+            self.cards.turn().try_push(|_, desk| {
+                let mut slot = desk.free_slot()?;
+                slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
+                Some(Command::Write { dst, slot, bytes: chunk.len(), on })
+            })?;
         }
         Ok(())
     }
 
     fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let after = {
             let known = self.known.lock();
             known.check(src)?;
@@ -326,19 +328,26 @@ impl Device for AscendDevice {
         if src.bytes != dst.len() as u64 {
             return Err(invalid(format!("read of a span of {} bytes into {}", src.bytes, dst.len())));
         }
-        let _turn = self.desk.landing.turn();
+        let first = self.cards.first();
+        let _turn = first.landing.turn();
         // What comes back at a time fits the landing place.
         const PIECE: usize = 64 << 20;
         for (index, piece) in dst.chunks_mut(PIECE).enumerate() {
             let src = Span { offset: src.offset + (index * PIECE) as u64, bytes: piece.len() as u64, ..src };
-            self.push(Command::Read { src, after })?;
-            self.desk.landing.wait(|landing| piece.copy_from_slice(&landing.as_slice()[..piece.len()]))?;
+            let answer = |rank: usize| match rank {
+                0 => Command::Read { src, after },
+                // What another card has failed at must be heard, and its slots come free.
+                _ => Command::WaitHost { event: after },
+            };
+            self.cards.turn().push(|rank, _| answer(rank))?;
+            let outcome = first.landing.wait(|landing| piece.copy_from_slice(&landing.as_slice()[..piece.len()]));
+            self.wait_for_others(outcome)?;
         }
-        if dst.is_empty() { self.desk.failures.take() } else { Ok(()) }
+        if dst.is_empty() { self.cards.failures.take() } else { Ok(()) }
     }
 
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         if dst.bytes != src.bytes {
             return Err(invalid(format!("copy of {} bytes into {}", src.bytes, dst.bytes)));
         }
@@ -349,11 +358,11 @@ impl Device for AscendDevice {
             }
             self.index(&known, on)?
         };
-        self.push(Command::Copy { dst, src, on })
+        self.cards.turn().push(|_, _| Command::Copy { dst, src, on })
     }
 
     fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let on = {
             let known = self.known.lock();
             if (known.check(ids)?, known.check(best)?) != (MemKind::Device, MemKind::Device) {
@@ -366,58 +375,63 @@ impl Device for AscendDevice {
         if let Some(pair) = rows.iter().find(|pair| !is_inside(pair)) {
             return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
         }
-        let mut list = self.desk.list();
-        list.extend(rows.iter().map(|(to, _)| *to));
-        list.extend(rows.iter().map(|(_, from)| *from));
-        self.push(Command::Feed { ids, best, rows: list, on })
+        self.cards.turn().push(|_, desk| {
+            let mut list = desk.list();
+            list.extend(rows.iter().map(|(to, _)| *to));
+            list.extend(rows.iter().map(|(_, from)| *from));
+            Command::Feed { ids, best, rows: list, on }
+        })
     }
 
     fn stream(&self) -> Result<StreamId, DeviceError> {
-        self.attempt(0, |card| card.base.streams.add())?;
         let mut known = self.known.lock();
+        let index = usize::try_from(known.streams).unwrap_or(usize::MAX);
+        self.attempt_each(0, move |card| card.base.streams.add(index), |_| ())?;
         known.streams += 1;
         Ok(StreamId(self.tag | known.streams))
     }
 
     fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let on = self.index(&self.known.lock(), on)?;
-        // Numbers grow in the queue's order.
-        let number = self.desk.queue.push_with(|| {
+        // Numbers grow in the queues' order.
+        let turn = self.cards.turn();
+        let event = {
             let mut known = self.known.lock();
             known.events += 1;
-            (Command::Record { on, event: known.events }, known.events)
-        });
-        number.map(|number| EventId(self.tag | number)).ok_or_else(|| self.end())
+            known.events
+        };
+        turn.push(|_, _| Command::Record { on, event })?;
+        Ok(EventId(self.tag | event))
     }
 
     fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let (on, event) = {
             let known = self.known.lock();
             (self.index(&known, on)?, self.event(&known, event)?)
         };
-        self.push(Command::Wait { on, event })
+        self.cards.turn().push(|_, _| Command::Wait { on, event })
     }
 
     fn wait_host(&self, event: EventId) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
+        self.cards.failures.check()?;
         let event = self.event(&self.known.lock(), event)?;
-        let _turn = self.desk.landing.turn();
-        self.push(Command::WaitHost { event })?;
-        self.desk.landing.wait(|_| ())
+        let first = self.cards.first();
+        let _turn = first.landing.turn();
+        self.cards.turn().push(|_, _| Command::WaitHost { event: Some(event) })?;
+        self.wait_for_others(first.landing.wait(|_| ()))
     }
 
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
         // Two of 2 bytes each.
         self.caps.check_geometry(geometry, 4)?;
         let KvGeometry { layers, kv_heads, head_dim, .. } = *geometry;
-        if !head_dim.is_multiple_of(16) {
+        if !head_dim.is_multiple_of(16) || kv_heads < self.cards.count() as usize {
             return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
         }
-        let cache = Cache::new(*geometry);
-        let layout = cache.describe();
-        self.known.lock().layouts.insert(layout.id.clone(), cache);
+        let layout = describe(*geometry, self.cards.count());
+        self.known.lock().layouts.insert(layout.id.clone(), *geometry);
         Ok(layout)
     }
 
@@ -425,18 +439,22 @@ impl Device for AscendDevice {
         Some(kv_dtype(activation_elem(self.activations, weights)))
     }
 
-    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], _rank: u32) -> Result<WeightSetId, DeviceError> {
+    fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError> {
+        if rank >= self.cards.count() {
+            return Err(invalid(format!("rank {rank} of {} cards", self.cards.count())));
+        }
+        let rank = rank as usize;
         let elem = activation_elem(self.activations, weights);
         let (offsets, bytes) = place(weights).ok_or_else(|| invalid("the weights' sizes overflow"))?;
-        let buffer = self.attempt(bytes as u64, move |card| {
+        let buffer = self.attempt(rank, bytes as u64, move |card| {
             DeviceBuffer::new(&card.base.context, padded(bytes), Pages::HugeFirst)
         })?;
         let id = self.new_id();
         let set = WeightSet::new(buffer, elem, offsets.clone(), weights);
-        self.call(move |card| card.add_weights(id, set))?;
+        self.cards.call(rank, move |card| card.add_weights(id, set))?;
         let fill = |weight: &Weight, offset: usize| {
             convert_tensor(source, weight, elem, &mut |at, bytes| {
-                self.attempt(bytes.len() as u64, move |card| match card.weights(id) {
+                self.attempt(rank, bytes.len() as u64, move |card| match card.weights(id) {
                     Some(set) => set.buffer().write(offset + at, &bytes),
                     None => Ok(()),
                 })
@@ -451,30 +469,42 @@ impl Device for AscendDevice {
     }
 
     fn release_weights(&self, weights: WeightSetId) {
-        // A device that has ended has freed everything.
-        let _ = self.call(move |card| card.release_weights(weights.0));
+        self.each(move |card| card.release_weights(weights.0));
     }
 
     fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError> {
         plans.iter().try_for_each(Plan::check)?;
-        let ([plan], &[set]) = (plans, weights) else {
-            return Err(CompileError::Invalid(format!("{} plans with {} weight sets", plans.len(), weights.len())));
-        };
+        let of = self.cards.count();
+        if plans.len() != of as usize || weights.len() != plans.len() {
+            let got = format!("{} plans with {} weight sets for {of} cards", plans.len(), weights.len());
+            return Err(CompileError::Invalid(got));
+        }
+        let in_order = (0..of).zip(plans).all(|(index, plan)| plan.rank == Rank { index, of });
+        if !in_order {
+            return Err(CompileError::Invalid("the plans are not those of the ranks in order".into()));
+        }
         self.kv_layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
         let failed = |error: DeviceError| CompileError::Device { reason: error.to_string() };
-        self.desk.failures.check().map_err(failed)?;
-        let (id, cache) = (self.new_id(), Cache::new(*kv));
-        let loaded = Loaded { bucket: plan.bucket, vocab_size: plan.vocab_size, cache };
-        let plan = plan.clone();
-        self.call(move |card| {
-            let set = card.weights(set.0).filter(|set| set.serves(&plan.weights));
-            let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
-            let program = Program::load(&mut card.base, &plan, set, cache)?;
-            card.add_program(id, program);
-            Ok(())
-        })
-        .map_err(failed)
-        .flatten()?;
+        self.cards.failures.check().map_err(failed)?;
+        let (id, kv) = (self.new_id(), *kv);
+        let first = &plans[0];
+        let loaded = Loaded { bucket: first.bucket, vocab_size: first.vocab_size, cache: Cache::largest(kv, of) };
+        let outcomes = self.cards.call_each(|rank| {
+            let (plan, set, cache) = (plans[rank].clone(), weights[rank].0, Cache::of_rank(kv, plans[rank].rank));
+            move |card: &mut Card| {
+                let set = card.weights(set).filter(|set| set.serves(&plan.weights));
+                let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
+                let program = Program::load(&mut card.base, &plan, set, cache)?;
+                card.add_program(id, program);
+                Ok(())
+            }
+        });
+        let outcome: Result<(), CompileError> =
+            outcomes.map_err(failed).and_then(|outcomes| outcomes.into_iter().collect());
+        if outcome.is_err() {
+            self.each(move |card| card.unload(id));
+        }
+        outcome?;
         self.known.lock().programs.insert(id, loaded);
         Ok(ProgramId(id))
     }
@@ -489,23 +519,24 @@ impl Device for AscendDevice {
 
     fn unload(&self, program: ProgramId) {
         if self.known.lock().programs.remove(&program.0).is_some() {
-            // A device that has ended has freed everything.
-            let _ = self.call(move |card| card.unload(program.0));
+            self.each(move |card| card.unload(program.0));
         }
     }
 
     fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
-        self.desk.failures.take()?;
+        self.cards.failures.take()?;
         let on = {
             let known = self.known.lock();
             let loaded = known.programs.get(&program.0).ok_or_else(|| invalid("unknown program"))?;
             known.check_launch(loaded, args)?;
             self.index(&known, on)?
         };
-        let mut lens = self.desk.list();
-        lens.extend_from_slice(args.q_lens);
-        lens.extend_from_slice(args.kv_lens);
-        self.push(Command::Launch { program: program.0, io: args.io, shape: args.shape, lens, on })
+        self.cards.turn().push(|_, desk| {
+            let mut lens = desk.list();
+            lens.extend_from_slice(args.q_lens);
+            lens.extend_from_slice(args.kv_lens);
+            Command::Launch { program: program.0, io: args.io, shape: args.shape, lens, on }
+        })
     }
 
     fn copy_blocks(
@@ -516,47 +547,42 @@ impl Device for AscendDevice {
         pairs: &[(BlockId, BlockId)],
         on: StreamId,
     ) -> Result<(), DeviceError> {
-        self.desk.failures.check()?;
-        let (cache, on) = {
+        self.cards.failures.check()?;
+        let (geometry, on) = {
             let known = self.known.lock();
-            let cache =
+            let geometry =
                 *known.layouts.get(&layout.id).ok_or_else(|| invalid(format!("unknown layout {}", layout.id)))?;
             if (known.check(src_pool)?, known.check(dst_pool)?) == (MemKind::Pinned, MemKind::Pinned) {
                 return Err(invalid("a copy between two pinned pools"));
             }
-            (cache, self.index(&known, on)?)
+            (geometry, self.index(&known, on)?)
         };
+        let of = self.cards.count();
+        let cache = Cache::largest(geometry, of);
         let blocks = |pool: Span| (cache.blocks(pool.bytes) as u64).saturating_sub(RESERVED_BLOCKS);
         for (pool, block) in pairs.iter().flat_map(|(from, to)| [(src_pool, from), (dst_pool, to)]) {
             if u64::from(block.0) >= blocks(pool) {
                 return Err(invalid(format!("block {} is outside the pool", block.0)));
             }
         }
-        let mut list = self.desk.list();
-        pairs_list(pairs, &mut list);
-        self.push(Command::CopyBlocks { cache, src: src_pool, dst: dst_pool, pairs: list, on })
+        self.cards.turn().push(|rank, desk| {
+            let mut list = desk.list();
+            pairs_list(pairs, &mut list);
+            let index = u32::try_from(rank).unwrap_or(u32::MAX);
+            let cache = Cache::of_rank(geometry, Rank { index, of });
+            Command::CopyBlocks { cache, src: src_pool, dst: dst_pool, pairs: list, on }
+        })
     }
 
     fn notes(&self) -> Vec<String> {
-        self.desk.notes.all()
+        self.cards.notes.all()
     }
 
     fn peaks(&self) -> Option<Peaks> {
-        self.telemetry.peaks(&self.caps.description)
+        self.telemetry.peaks(&self.caps.description, self.cards.count())
     }
 
     fn energy_uj(&self) -> Option<u64> {
         self.telemetry.energy_uj()
-    }
-}
-
-impl Drop for AscendDevice {
-    fn drop(&mut self) {
-        // A thread that has ended takes nothing any more.
-        let _ = self.push(Command::Stop);
-        if let Some(thread) = self.thread.lock().take() {
-            // It reports its failures where it meets them.
-            let _ = thread.join();
-        }
     }
 }

@@ -37,8 +37,10 @@ pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64) ->
 }
 
 /// The first failure of queued work that nobody has heard of, and the one that ended the device.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Failures {
+    /// Of several cards: one that has left something out cannot meet the others any more.
+    each_is_fatal: bool,
     state: Mutex<State>,
 }
 
@@ -49,14 +51,18 @@ struct State {
 }
 
 impl Failures {
-    /// Keeps a failure of queued work.
-    pub(super) fn note(&self, error: DeviceError) {
+    pub(super) fn new(each_is_fatal: bool) -> Self {
+        Self { each_is_fatal, state: Mutex::default() }
+    }
+
+    /// Keeps a failure of queued work; whether it is the one that ends the device.
+    pub(super) fn note(&self, error: DeviceError) -> bool {
         let state = &mut *self.state.lock();
-        if error.is_lost() {
-            state.fatal.get_or_insert(error);
-        } else {
-            state.untold.get_or_insert(error);
-        }
+        let ends = self.each_is_fatal || error.is_lost();
+        let kept = if ends { &mut state.fatal } else { &mut state.untold };
+        let is_first = kept.is_none();
+        kept.get_or_insert(error);
+        ends && is_first
     }
 
     /// What ended the device, if it has ended.

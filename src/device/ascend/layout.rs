@@ -6,20 +6,28 @@
 use ascend_sys::ElemType;
 
 use crate::device::KvLayout;
+use crate::graph::Rank;
 use crate::kv_cache::{KvDType, KvGeometry};
 
 /// Blocks behind those that callers name: rows that only fill a batch up write there.
 pub(super) const RESERVED_BLOCKS: u64 = 1;
 
-/// Keys and values of one rank.
+/// Keys and values that one card keeps: its share of the heads of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cache {
     pub geometry: KvGeometry,
 }
 
 impl Cache {
-    pub(super) const fn new(geometry: KvGeometry) -> Self {
-        Self { geometry }
+    /// The share of a rank's card.
+    pub(super) fn of_rank(all: KvGeometry, rank: Rank) -> Self {
+        Self { geometry: KvGeometry { kv_heads: rank.share(all.kv_heads).len(), ..all } }
+    }
+
+    /// The largest share of `cards`: what a block takes of each card's memory. A card with a smaller one has room for more
+    /// blocks in a pool than its callers name.
+    pub(super) fn largest(all: KvGeometry, cards: u32) -> Self {
+        Self::of_rank(all, Rank { index: cards.saturating_sub(1), of: cards.max(1) })
     }
 
     pub(super) const fn elem(&self) -> ElemType {
@@ -48,14 +56,16 @@ impl Cache {
     pub(super) const fn offset(&self, layer: usize, side: usize, blocks: usize) -> usize {
         (2 * layer + side) * blocks * self.block_bytes()
     }
+}
 
-    pub(super) fn describe(&self) -> KvLayout {
-        let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = self.geometry;
-        KvLayout {
-            id: format!("ascend-BnBsH-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}"),
-            bytes_per_block: self.geometry.bytes_per_block() as u64,
-            alignment: super::memory::GRANULE as u64,
-            reserved_blocks: RESERVED_BLOCKS,
-        }
+/// How `cards` lay out blocks of all ranks' heads: a block is the bytes that each card has of it.
+pub(super) fn describe(all: KvGeometry, cards: u32) -> KvLayout {
+    let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = all;
+    let cut = if cards > 1 { format!("-c{cards}") } else { String::new() };
+    KvLayout {
+        id: format!("ascend-BnBsH-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}{cut}"),
+        bytes_per_block: Cache::largest(all, cards).geometry.bytes_per_block() as u64,
+        alignment: super::memory::GRANULE as u64,
+        reserved_blocks: RESERVED_BLOCKS,
     }
 }

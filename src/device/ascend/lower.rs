@@ -15,7 +15,7 @@ use super::recipe::Recipe;
 use super::weights::WeightSet;
 use crate::graph::{
     ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand,
-    OverflowPolicy, Plan, RopeStyle, Step,
+    OverflowPolicy, Plan, Rank, RopeStyle, Step,
 };
 
 /// Rows that a launch computes.
@@ -38,8 +38,20 @@ pub(super) struct Results {
 pub(super) struct Room {
     /// Logits before they are widened.
     pub logits: DeviceAddress,
+    /// All ranks' shares of the logits, one behind the other.
+    pub gathered: DeviceAddress,
     /// A flag an element of the widest rows that are checked.
     pub flags: DeviceAddress,
+}
+
+/// A collective: every card brings as many elements.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Meeting {
+    /// All ranks' elements side by side, or else their sum.
+    pub gathers: bool,
+    pub src: Place,
+    pub dst: Place,
+    pub elements: usize,
 }
 
 /// What a step becomes.
@@ -47,6 +59,7 @@ pub(super) struct Room {
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
 pub(super) enum Item {
     Op(Recipe),
+    Meet(Meeting),
     /// Writes keys and values of all rows to their slots.
     Store {
         layer: usize,
@@ -65,6 +78,8 @@ pub(super) enum Item {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fixed {
     pub ids: DeviceAddress,
+    /// The ids as rows of a rank's part of the table.
+    own_ids: DeviceAddress,
     pub positions: DeviceAddress,
     pub logit_rows: DeviceAddress,
     /// Block tables, `table_cols` a sequence, and one line more whose first entry is the reserved block.
@@ -107,6 +122,7 @@ impl Fixed {
         let mut words = |count: usize| base.offset(pieces.add(4 * count));
         let fixed = Self {
             ids: words(tokens),
+            own_ids: words(tokens),
             positions: words(tokens),
             logit_rows: words(logits),
             table: words((seqs + 1) * table_cols),
@@ -155,6 +171,8 @@ pub(super) struct Lowering {
     pub arena: DeviceAddress,
     pub fixed: Fixed,
     pub ropes: Vec<RopeTables>,
+    /// The row of a rank's part of the embedding table by id; that of zeros for ids that others have.
+    pub own_rows: Option<DeviceAddress>,
     /// Gate and up projections that are one product, by step, with the joined weight; and the steps that take both halves.
     pub joined: Vec<Option<TensorDesc>>,
     pub halves: Vec<bool>,
@@ -219,7 +237,13 @@ impl Lowering {
         match op {
             Op::Embed { table, .. } => {
                 let ids = ints(fixed.ids, &[rows.tokens]);
-                op_of(Recipe::Embedding { table: self.weights.tensor(*table), ids, out: output(0) })
+                let Some(own_rows) = self.own_rows else {
+                    return op_of(Recipe::Embedding { table: self.weights.tensor(*table), ids, out: output(0) });
+                };
+                let (all, own_ids) = (ints(own_rows, &[self.plan.vocab_size]), ints(fixed.own_ids, &[rows.tokens]));
+                op_of(Recipe::GatherRows { x: all, rows: ids, out: own_ids })?;
+                let table = self.weights.table_with_zeros(*table);
+                op_of(Recipe::Embedding { table, ids: own_ids, out: output(0) })
             }
             Op::RopeAngles { rope } => {
                 let RopeTables { cos, sin, positions, head_dim, .. } = self.ropes[*rope];
@@ -312,8 +336,14 @@ impl Lowering {
                 let out = TensorDesc::new(results.status, ElemType::I8, &[tokens]);
                 op_of(Recipe::Cast { x: term, out })
             }
-            // Not among the device's operations: plans that have them are refused when they are compiled.
-            Op::Custom(_) | Op::AllReduce | Op::AllGather => Ok(()),
+            Op::AllReduce => {
+                let elements = self.rows(inputs[0], rows) * self.cols(inputs[0]);
+                let (src, dst) = (self.place(inputs[0]), self.place(outputs[0]));
+                emit(Item::Meet(Meeting { gathers: false, src, dst, elements }))
+            }
+            Op::AllGather => self.gather_logits(inputs[0], rows, results, room, emit),
+            // Not among the device's operations: plans that have it are refused when they are compiled.
+            Op::Custom(_) => Ok(()),
         }
     }
 
@@ -386,6 +416,37 @@ impl Lowering {
         let narrow = TensorDesc::new(room.logits, self.elem(), &dims);
         op_of(Recipe::Linear { x, weight, bias, out: narrow })?;
         op_of(Recipe::Cast { x: narrow, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })
+    }
+
+    /// Puts the ranks' columns of the logits side by side. All ranks bring as much as the one with most columns: what comes
+    /// behind a smaller share is nobody's.
+    fn gather_logits(
+        &self,
+        part: usize,
+        rows: RowCounts,
+        results: Results,
+        room: Room,
+        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+    ) -> Result<(), AscendError> {
+        let (vocab, of) = (self.plan.vocab_size, self.plan.rank.of);
+        let most = vocab.div_ceil(of as usize);
+        let gathered = Place::new(room.gathered, self.elem());
+        let elements = rows.logits * most;
+        emit(Item::Meet(Meeting { gathers: true, src: self.place(part), dst: gathered, elements }))?;
+        let dims = [rows.logits, vocab];
+        let view = |base: DeviceAddress, first: usize, cols: usize, stride: usize, storage: &[usize]| {
+            TensorDesc::view(base, self.elem(), &[rows.logits, cols], &[stride, 1], first, storage)
+        };
+        for index in 0..of {
+            let share = Rank { index, of }.share(vocab);
+            let dst = view(room.logits, share.start, share.len(), vocab, &dims);
+            let src =
+                view(room.gathered, index as usize * elements, share.len(), share.len(), &[of as usize * elements]);
+            emit(Item::Op(Recipe::Copy { dst, src }))?;
+        }
+        let narrow = TensorDesc::new(room.logits, self.elem(), &dims);
+        let wide = TensorDesc::new(results.logits, ElemType::F32, &dims);
+        emit(Item::Op(Recipe::Cast { x: narrow, out: wide }))
     }
 
     /// Whether each row of logits is finite, and `best = largest · finite + (finite - 1)`: -1, all bits set, where not.
@@ -506,9 +567,6 @@ pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
             return refuse(name, format!("precision {to}: this model's activations are {own} on this device"));
         }
         match &step.op {
-            Op::Embed { first_id, .. } if *first_id > 0 => {
-                return refuse(name, "a part of the vocabulary".into());
-            }
             Op::Rope { head_dim, .. } | Op::QkNormRope { head_dim, .. } | Op::RopeKvWrite { head_dim, .. } => {
                 let angles = plan.values[step.inputs[1]].cols;
                 if angles != *head_dim {

@@ -10,10 +10,12 @@
 //!
 //! What it does not do is refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
 
+mod accord;
 mod attention;
 mod base;
 mod capture;
 mod card;
+mod cards;
 mod constants;
 mod device;
 mod failure;
@@ -22,6 +24,7 @@ mod lower;
 mod memory;
 mod notes;
 mod options;
+mod patience;
 mod program;
 mod queue;
 mod recipe;

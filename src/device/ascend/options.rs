@@ -26,7 +26,8 @@ pub enum Activations {
 pub struct AscendOptions {
     /// `libascendcl.so`, or a folder that holds it; `None` = where CANN puts it. Nothing else is tried once one is given.
     pub library: Option<PathBuf>,
-    /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). One, until the collectives are in.
+    /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). With several, a model is cut into as many ranks
+    /// (`EngineConfig::tensor_parallel_size`), one a card in this order, which meet through HCCL.
     pub cards: Vec<u32>,
     /// Longest time the host waits for queued work before the device counts as hung, in microseconds. A step of a large
     /// prompt takes some seconds at most.
@@ -85,11 +86,11 @@ pub enum AscendOpenError {
         /// Cards there are.
         count: u32,
     },
-    /// A number of cards that cannot be used together.
-    #[error("{count} cards were asked for; this version uses exactly 1")]
+    /// Cards that cannot be used together.
+    #[error("cards {cards:?} were asked for; expected at least one, each once")]
     Cards {
-        /// How many were asked for.
-        count: usize,
+        /// The numbers asked for.
+        cards: Vec<u32>,
     },
     /// A call of the runtime failed.
     #[error("card {card}: {source}")]

@@ -7,15 +7,15 @@
 
 use std::sync::Arc;
 
-use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, DeviceBuffer, ElemType, Op, TensorDesc};
+use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
 
 use super::attention::{Form, Layer, Lengths, probe};
-use super::base::{Base, Shared};
+use super::base::{Base, Shared, SharedBytes};
 use super::capture::Captured;
 use super::failure::compile_error;
 use super::layout::Cache;
 use super::lower::{
-    Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
+    Fixed, Item, Lowering, Meeting, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
 };
 use super::memory::{GRANULE, Place, padded, zeroed};
 use super::recipe::Recipe;
@@ -47,6 +47,7 @@ impl Batch<'_> {
 /// One operation of the layers.
 #[derive(Debug)]
 enum Prepared {
+    Meet(Meeting),
     /// Made once.
     Ready(Op),
     /// Made for each launch: the library does not keep it.
@@ -103,7 +104,9 @@ impl Program {
         let table_bytes = |&(head_dim, _): &(usize, bool)| 2 * padded(bucket.kv_tokens * head_dim * 2);
         let rope_bytes: usize = styles.iter().map(table_bytes).sum();
         let arena_bytes = padded(plan.arena_bytes);
-        let bytes = arena_bytes + fixed_bytes + rope_bytes + GRANULE;
+        let own_rows = (plan.rank.of > 1).then(|| own_rows(plan)).flatten();
+        let own_bytes = own_rows.as_ref().map_or(0, |rows| padded(4 * rows.len()));
+        let bytes = arena_bytes + fixed_bytes + rope_bytes + own_bytes + GRANULE;
         let failed = |op: &'static str, error| compile_error(op, error, bytes as u64);
         let region = zeroed(&base.context, bytes).map_err(|error| failed("arena", error))?;
         let at = |offset: usize| region.address().offset(offset);
@@ -128,8 +131,13 @@ impl Program {
         region.write(end, &block_size.to_le_bytes()).map_err(|error| failed("kv_write", error))?;
         let block_size = TensorDesc::new(at(end), ElemType::I32, &[1]);
 
+        if let Some(rows) = &own_rows {
+            region.write(end + GRANULE, bytemuck::cast_slice(rows)).map_err(|error| failed("embed", error))?;
+        }
+        let own_rows = own_rows.map(|_| at(end + GRANULE));
+
         let (joined, halves) = join_gates(plan, &weights);
-        let lowering = Lowering { plan: plan.clone(), weights, arena: at(0), fixed, ropes, joined, halves };
+        let lowering = Lowering { plan: plan.clone(), weights, arena: at(0), fixed, ropes, own_rows, joined, halves };
         let first_tail = plan.steps.iter().position(|step| lowering.is_tail(step)).unwrap_or(plan.steps.len());
         if plan.steps[first_tail..].iter().any(|step| !lowering.is_tail(step)) {
             return Err(CompileError::Invalid("a layer's step stands behind the rows of logits".into()));
@@ -190,8 +198,10 @@ impl Program {
             _ => 0,
         };
         let flags = plan.steps.iter().map(widest).max().unwrap_or(0).max(logits * plan.vocab_size);
-        base.reserve(0, 2 * logits * plan.vocab_size, flags, plan.vocab_size)
-            .map_err(|error| compile_error("logits", error, flags as u64))
+        let ranks = plan.rank.of as usize;
+        let gathered = if ranks > 1 { 2 * logits * ranks * plan.vocab_size.div_ceil(ranks) } else { 0 };
+        let bytes = SharedBytes { workspace: 0, logits: 2 * logits * plan.vocab_size, gathered, flags };
+        base.reserve(bytes, plan.vocab_size).map_err(|error| compile_error("logits", error, flags as u64))
     }
 
     /// Makes the operations of the layers, and measures the workspace.
@@ -204,6 +214,7 @@ impl Program {
             let body = &mut self.body;
             let mut prepare = |item: Item| {
                 body.push(match item {
+                    Item::Meet(meeting) => Prepared::Meet(meeting),
                     Item::Store { layer, key, value } => Prepared::Store { layer, key, value },
                     Item::Attend { shape, query, out } => Prepared::Attend { shape, query, out },
                     Item::Op(recipe) => {
@@ -238,7 +249,8 @@ impl Program {
         }
         workspace =
             workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
-        base.reserve(workspace, 0, 0, 0).map_err(|error| compile_error("workspace", error, workspace as u64))
+        base.reserve(SharedBytes { workspace, ..SharedBytes::default() }, 0)
+            .map_err(|error| compile_error("workspace", error, workspace as u64))
     }
 
     /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
@@ -416,6 +428,7 @@ impl Program {
         let ran = body.iter_mut().try_for_each(|prepared| match prepared {
             Prepared::Ready(op) => base.launch(op, on),
             Prepared::Remade(recipe) => base.run(recipe.make(&base.ops)?, on),
+            Prepared::Meet(meeting) => base.meet(meeting, base.streams.get(on)),
             Prepared::Store { layer, key, value } => {
                 self.store(base, *layer, [*key, *value], batch.shape.tokens, pool, &mut |op| base.run(op, on))
             }
@@ -425,16 +438,19 @@ impl Program {
         });
         self.body = body;
         ran?;
-        self.tail(base, batch.rows(), batch.results, &base.shared(), &mut |op| base.run(op, on))
+        let stream = base.streams.get(on);
+        self.tail(base, batch.rows(), batch.results, &base.shared(), stream, &mut |op| base.run(op, on))
     }
 
     /// Makes the operations behind the layers.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn tail(
         &self,
         base: &Base,
         rows: RowCounts,
         results: Results,
         shared: &Shared,
+        stream: &Stream,
         run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         for at in self.tail_from..self.lowering.plan.steps.len() {
@@ -443,6 +459,7 @@ impl Program {
             }
             let mut make = |item: Item| match item {
                 Item::Op(recipe) => run(recipe.make(&base.ops)?),
+                Item::Meet(meeting) => base.meet(&meeting, stream),
                 Item::Store { .. } | Item::Attend { .. } => Ok(()),
             };
             self.lowering.lower(at, rows, results, shared.room(), &base.constants, &mut make)?;
@@ -460,6 +477,17 @@ impl Program {
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
         (0..self.tail_from).try_for_each(|at| self.lowering.lower(at, rows, nowhere(), room, &base.constants, emit))
     }
+}
+
+/// For each id the row of a rank's part of the embedding table, and the row of zeros behind it for ids of other ranks.
+fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
+    let (table, first) = plan.steps.iter().find_map(|step| match step.op {
+        PlanOp::Embed { table, first_id } => Some((table, first_id)),
+        _ => None,
+    })?;
+    let rows = u32::try_from(plan.weights[table.0 as usize].shape[0]).ok()?;
+    let vocab = u32::try_from(plan.vocab_size).ok()?;
+    Some((0..vocab).map(|id| id.checked_sub(first).filter(|row| *row < rows).unwrap_or(rows)).collect())
 }
 
 /// Results of steps that give none.

@@ -11,6 +11,8 @@ use std::sync::Arc;
 use ascend_sys::{AscendError, Context, DeviceAddress, PinnedBuffer, Stream};
 use parking_lot::{Condvar, Mutex};
 
+use super::patience::Patience;
+
 /// Bytes of a slot: ids, positions or tables of a large step fit one.
 pub(super) const SLOT_BYTES: usize = 64 << 10;
 /// Slots of callers: a step takes about six.
@@ -131,14 +133,14 @@ pub(super) fn copy_out(
     src: DeviceAddress,
     bytes: usize,
     on: &Stream,
-    limit: std::time::Duration,
+    patience: &Patience,
 ) -> Result<(), AscendError> {
     debug_assert!(bytes <= landing.bytes(), "a copy to the landing place fits it");
     // SAFETY: pinned, with room for as many bytes. It is borrowed exclusively until the stream is at its end; where that
     // does not come within the limit, the device has ended, its streams are aborted, and the memory is not given back
     // before.
     unsafe { on.copy_out(landing.as_ptr(), src, bytes) }?;
-    on.synchronize(Some(limit))
+    patience.wait(|limit| on.synchronize(Some(limit)))
 }
 
 /// Queues a copy between device memory and a pinned buffer of the caller's.

@@ -2,10 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-use std::time::Duration;
-
 use ascend_sys::{AscendError, AscendErrorKind, Context, Event, EventKind, Stream};
 
+use super::patience::Patience;
 use super::staging::Mark;
 
 /// Events a caller can hold without one of them having to be waited for when the next is recorded.
@@ -48,12 +47,14 @@ impl Streams {
         Ok(Self { context: context.clone(), lanes: Vec::new(), ring })
     }
 
-    /// Makes a stream and gives its index.
-    pub(super) fn add(&mut self) -> Result<usize, AscendError> {
-        let stream = Stream::new(&self.context)?;
-        let joint = Event::new(&self.context, EventKind::Ordering)?;
-        self.lanes.push(Lane { stream, joint, staged: 0 });
-        Ok(self.lanes.len() - 1)
+    /// Makes stream number `index`, the next one, unless an attempt in which another card failed has left it.
+    pub(super) fn add(&mut self, index: usize) -> Result<(), AscendError> {
+        if self.lanes.len() <= index {
+            let stream = Stream::new(&self.context)?;
+            let joint = Event::new(&self.context, EventKind::Ordering)?;
+            self.lanes.push(Lane { stream, joint, staged: 0 });
+        }
+        Ok(())
     }
 
     pub(super) fn get(&self, index: usize) -> &Stream {
@@ -68,11 +69,11 @@ impl Streams {
 
     /// Records event number `number` on a stream. What the slot stood for before is waited for: only a caller that is
     /// [`EVENTS`] events ahead of the device meets this.
-    pub(super) fn record(&mut self, index: usize, number: u64, limit: Duration) -> Result<(), AscendError> {
+    pub(super) fn record(&mut self, index: usize, number: u64, patience: &Patience) -> Result<(), AscendError> {
         let mark = Mark { stream: index, count: self.lanes[index].staged };
         let slot = &mut self.ring[slot_of(number)];
         if !slot.is_reached {
-            slot.event.synchronize(Some(limit))?;
+            patience.wait(|limit| slot.event.synchronize(Some(limit)))?;
         }
         self.lanes[index].stream.record(&slot.event)?;
         (slot.number, slot.mark, slot.is_reached) = (number, mark, false);
@@ -103,12 +104,13 @@ impl Streams {
     }
 
     /// Blocks the host until an event is reached; gives what its stream has passed then.
-    pub(super) fn wait_host(&mut self, number: u64, limit: Duration) -> Result<Option<Mark>, AscendError> {
+    pub(super) fn wait_host(&mut self, number: u64, patience: &Patience) -> Result<Option<Mark>, AscendError> {
         if let Some(slot) = self.pending(number) {
-            match slot.event.synchronize(Some(limit)) {
+            match patience.wait(|limit| slot.event.synchronize(Some(limit))) {
                 // An install that cannot limit this wait can limit the wait for the whole stream.
                 Err(error) if error.kind == AscendErrorKind::Unsupported => {
-                    self.get(slot.mark.stream).synchronize(Some(limit))?;
+                    let stream = self.get(slot.mark.stream);
+                    patience.wait(|limit| stream.synchronize(Some(limit)))?;
                 }
                 other => other?,
             }
@@ -133,14 +135,14 @@ impl Streams {
     }
 
     /// Blocks the host until one stream is at its end.
-    pub(super) fn synchronize(&self, index: usize, limit: Duration) -> Result<Mark, AscendError> {
-        self.get(index).synchronize(Some(limit))?;
+    pub(super) fn synchronize(&self, index: usize, patience: &Patience) -> Result<Mark, AscendError> {
+        patience.wait(|limit| self.get(index).synchronize(Some(limit)))?;
         Ok(Mark { stream: index, count: self.lanes[index].staged })
     }
 
     /// Blocks the host until all streams are at their ends.
-    pub(super) fn synchronize_all(&self, limit: Duration) -> Result<(), AscendError> {
-        self.lanes.iter().try_for_each(|lane| lane.stream.synchronize(Some(limit)))
+    pub(super) fn synchronize_all(&self, patience: &Patience) -> Result<(), AscendError> {
+        self.lanes.iter().try_for_each(|lane| patience.wait(|limit| lane.stream.synchronize(Some(limit))))
     }
 
     /// Ends what runs and drops what waits, so that nothing has to be waited for.

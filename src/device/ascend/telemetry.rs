@@ -23,14 +23,15 @@ impl Telemetry {
         None
     }
 
-    /// What the chip named in `description` does at most; none for one that is not known.
+    /// What `cards` of the chip named in `description` do at most; none for one that is not known.
     #[allow(clippy::unused_self)]
-    pub(super) fn peaks(&self, description: &str) -> Option<Peaks> {
+    pub(super) fn peaks(&self, description: &str, cards: u32) -> Option<Peaks> {
+        let cards = u64::from(cards);
         let (_, tflops, gb_per_s) = CHIPS.iter().find(|(name, _, _)| description.contains(name))?;
         Some(Peaks {
-            f32_flops_per_s: tflops * 1_000_000_000_000,
-            int8_ops_per_s: 2 * tflops * 1_000_000_000_000,
-            read_bytes_per_s: gb_per_s * 1_000_000_000,
+            f32_flops_per_s: cards * tflops * 1_000_000_000_000,
+            int8_ops_per_s: cards * 2 * tflops * 1_000_000_000_000,
+            read_bytes_per_s: cards * gb_per_s * 1_000_000_000,
         })
     }
 }

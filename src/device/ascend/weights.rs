@@ -12,7 +12,7 @@ use super::memory::{GRANULE, Place};
 use super::options::Activations;
 use crate::device::DeviceError;
 use crate::device::tensor_part::tensor_part;
-use crate::graph::{Weight, WeightId};
+use crate::graph::{Weight, WeightId, WeightRole};
 use crate::kv_cache::KvDType;
 use crate::weights::{DType, WeightSource, convert};
 
@@ -54,11 +54,19 @@ pub(super) fn place(weights: &[Weight]) -> Option<(Vec<usize>, usize)> {
     let mut offsets = Vec::with_capacity(weights.len());
     for weight in weights {
         offsets.push(end);
-        let elements = weight.shape.iter().try_fold(2usize, |n, &dim| n.checked_mul(dim))?;
+        let mut elements = weight.shape.iter().try_fold(2usize, |n, &dim| n.checked_mul(dim))?;
+        if weight.role == WeightRole::Table {
+            elements = elements.checked_add(zero_row_bytes(weight))?;
+        }
         // Nothing is left between tensors: those that follow each other may be multiplied as one.
         end = end.checked_add(elements)?.checked_next_multiple_of(GRANULE)?;
     }
     Some((offsets, end))
+}
+
+/// Bytes of the row of zeros behind a table.
+fn zero_row_bytes(weight: &Weight) -> usize {
+    2 * weight.shape.last().copied().unwrap_or(0)
 }
 
 impl WeightSet {
@@ -79,6 +87,12 @@ impl WeightSet {
     /// The whole tensor.
     pub(super) fn tensor(&self, id: WeightId) -> TensorDesc {
         self.place_of(id).tensor(&self.shapes[id.0 as usize])
+    }
+
+    /// An embedding table with the row of zeros behind it.
+    pub(super) fn table_with_zeros(&self, id: WeightId) -> TensorDesc {
+        let shape = &self.shapes[id.0 as usize];
+        self.place_of(id).tensor(&[shape[0] + 1, shape[1]])
     }
 
     /// Rows of a matrix.
@@ -139,6 +153,9 @@ pub(super) fn convert_tensor(
             at,
             bytes.ok_or_else(|| invalid("has values beyond f16's 65,504; open the device with bf16 activations"))?,
         )?;
+    }
+    if weight.role == WeightRole::Table {
+        write(2 * weight.shape.iter().product::<usize>(), vec![0; zero_row_bytes(weight)])?;
     }
     source.release(name);
     Ok(())

@@ -94,6 +94,7 @@ impl CpuDevice {
             // A launch has ended when the call returns: there is nothing to run beside it.
             default_pipeline_depth: 1,
             batch_invariant: true,
+            cards: 1,
             max_ranks: 16,
             retry_f32: true,
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),

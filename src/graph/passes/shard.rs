@@ -46,17 +46,11 @@ fn refused(rank: Rank, what: String) -> CompileError {
     CompileError::Shard { ranks: rank.of, what }
 }
 
-/// The rank's share of `n` units.
-fn share(n: usize, rank: Rank) -> Range<usize> {
-    let (index, of) = (rank.index as usize, rank.of as usize);
-    n * index / of..n * (index + 1) / of
-}
-
 /// The rank's query heads and KV heads.
 fn heads_of(shape: &AttentionShape, rank: Rank) -> Result<(Range<usize>, Range<usize>), CompileError> {
     let (ranks, group) = (rank.of as usize, shape.heads / shape.kv_heads.max(1));
     if ranks <= shape.kv_heads {
-        let kv = share(shape.kv_heads, rank);
+        let kv = rank.share(shape.kv_heads);
         return Ok((kv.start * group..kv.end * group, kv));
     }
     let sharers = ranks / shape.kv_heads;
@@ -68,7 +62,7 @@ fn heads_of(shape: &AttentionShape, rank: Rank) -> Result<(Range<usize>, Range<u
         ));
     }
     let kv = rank.index as usize / sharers;
-    Ok((share(shape.heads, rank), kv..kv + 1))
+    Ok((rank.share(shape.heads), kv..kv + 1))
 }
 
 struct Cutter<'a> {
@@ -88,7 +82,7 @@ impl Cutter<'_> {
         let mut collective = None;
         match &mut cut.op {
             Op::Embed { table, first_id } => {
-                let rows = share(self.source.weight(*table).shape[0], self.rank);
+                let rows = self.rank.share(self.source.weight(*table).shape[0]);
                 *first_id = id32(rows.start);
                 self.slice(*table, 0, rows)?;
                 collective = Some(Op::AllReduce);
@@ -163,7 +157,7 @@ impl Cutter<'_> {
     fn rows_of(&self, node: &Node, part: &LinearPart) -> Result<Range<usize>, CompileError> {
         let n = self.source.weight(part.weight).shape[0];
         if node.layer.is_none() {
-            return Ok(share(n, self.rank));
+            return Ok(self.rank.share(n));
         }
         match self.meaning(node.outputs[0]) {
             Some(Meaning::Queries(shape)) => {
@@ -184,7 +178,7 @@ impl Cutter<'_> {
     fn blocks_of(&self, weight: WeightId) -> Range<usize> {
         let weight = self.source.weight(weight);
         let (k, block) = (weight.shape[1], weight.dtype.block_len().max(1));
-        let blocks = share(k.div_ceil(block), self.rank);
+        let blocks = self.rank.share(k.div_ceil(block));
         blocks.start * block..(blocks.end * block).min(k)
     }
 

@@ -1,0 +1,53 @@
+//! How long the host waits for queued work, and what ends a wait early.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ascend_sys::{AscendError, AscendErrorKind, SHIM_MISUSE};
+
+use super::failure::Failures;
+
+/// How often a card that waits looks whether another one has failed.
+pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
+
+/// A limit for waits of one card.
+#[derive(Clone, Debug)]
+pub(super) struct Patience {
+    pub limit: Duration,
+    /// Of a device of several cards: what a failed card owes the others in a collective never comes.
+    others: Option<Arc<Failures>>,
+}
+
+impl Patience {
+    pub(super) fn new(limit: Duration, others: Option<Arc<Failures>>) -> Self {
+        Self { limit, others }
+    }
+
+    /// Waits by `wait`, which is given how long it may take.
+    pub(super) fn wait(&self, wait: impl Fn(Duration) -> Result<(), AscendError>) -> Result<(), AscendError> {
+        let Some(failures) = &self.others else { return wait(self.limit) };
+        let start = Instant::now();
+        loop {
+            if failures.fatal().is_some() {
+                return Err(elsewhere());
+            }
+            let left = self.limit.saturating_sub(start.elapsed());
+            match wait(left.clamp(Duration::from_millis(1), LOOK_UP)) {
+                Err(error) if error.kind == AscendErrorKind::WaitTimeout && start.elapsed() < self.limit => {}
+                other => return other,
+            }
+        }
+    }
+}
+
+/// What a card ends with whose partner has failed; the partner's failure is what callers hear.
+pub(super) fn elsewhere() -> AscendError {
+    AscendError {
+        call: "aclrtSynchronizeStream",
+        code: SHIM_MISUSE,
+        kind: AscendErrorKind::WaitTimeout,
+        message: "another card of the device has failed".into(),
+    }
+}
