@@ -21,9 +21,9 @@ use model::Model;
 use npu::Npu;
 use story::Seen;
 
-/// As in `both_devices`: largest difference of a logit from the f32 reference, logits up to 10. That sums of ranks are
-/// rounded before they are added does not show beside it.
-const F16_BOUND: f32 = 4e-2;
+/// Largest difference of a logit from the CPU's, logits up to 10. One card stays below 0.04 and 0.13 here; the sums of ranks
+/// are rounded once more before they are added.
+const F16_BOUND: f32 = 6e-2;
 const BF16_BOUND: f32 = 3e-1;
 
 fn data(path: &str) -> PathBuf {
@@ -94,7 +94,9 @@ fn cards_agree_with_the_reference_and_captured_with_eager() {
     for folder in models() {
         let bound = if folder.ends_with("llama-bf16") { BF16_BOUND } else { F16_BOUND };
         let cpu = rows(story::device(|_| ()), &folder, 1);
-        for ranks in [2, 4] {
+        // Four heads over three cards, 160 ids, a width of 56: no share is as large as all others.
+        let uneven = folder.ends_with("llama-mha-untied-bias").then_some(3);
+        for ranks in [2, 4].into_iter().chain(uneven) {
             let npu = Npu::with(&[("devices", i64::from(ranks))]);
             let label = format!("{}, {ranks} cards", folder.display());
             let captured = rows(npu.cards(ranks), &folder, ranks);
@@ -196,7 +198,7 @@ fn what_does_not_fit_the_cards_is_refused_by_name() {
     let npu = Npu::with(&[("devices", 4)]);
     let built = |ranks: u32, cards: u32| {
         let builder = Engine::builder(story::float()).config(config(ranks, 1)).device(npu.cards(cards));
-        builder.build_core().map(drop).map_err(|error| error.to_string())
+        builder.build_core().map(drop).map_err(|error| format!("{error:?}"))
     };
     for (ranks, cards) in [(1, 2), (2, 4), (4, 2), (2, 1)] {
         let message = built(ranks, cards).unwrap_err();
@@ -239,8 +241,9 @@ fn cards_capture_together_or_not_at_all() {
         let device = npu.cards(2);
         let mut core = core_on(device.clone(), config(2, 2));
         npu.sim.fail_call(call, 1, code);
+        let before = npu.sim.count("aclmdlRIExecuteAsync");
         assert!(seen(&mut core, &requests) == expected, "{call}");
-        assert_eq!(npu.sim.count("aclmdlRIExecuteAsync") > 0, call.is_empty(), "{call}");
+        assert_eq!(npu.sim.count("aclmdlRIExecuteAsync"), before, "{call}");
         let notes = device.notes().join("\n");
         assert!(notes.contains("operation by operation"), "{notes}");
         drop((core, device));
@@ -268,7 +271,8 @@ fn a_card_that_fails_ends_all_of_them() {
         assert!(matches!(outcome, Err(RequestError::Engine(_))), "{fault}: {outcome:?}");
         let told = device.alloc(64, MemKind::Device).unwrap_err();
         let expected = match fault {
-            "hang" => matches!(told, DeviceError::TimedOut { .. }),
+            // Whoever notices first: the host, or the runtime by its limit for kernels.
+            "hang" => matches!(told, DeviceError::TimedOut { .. } | DeviceError::Lost),
             "link" => matches!(told, DeviceError::Call { code: 507_056, .. } | DeviceError::Lost),
             _ => told == DeviceError::Lost,
         };
@@ -337,9 +341,37 @@ fn each_failing_call_is_a_typed_error_or_leaves_the_answer() {
     sweep(1, 1);
 }
 
-/// Blocks are copied on every card, each with its own heads; what is read is the first card's.
+/// Choices of one prompt write into copies of its last block: on three cards with one, one and two heads each has to copy its own.
 #[test]
 fn blocks_are_copied_on_every_card() {
+    let npu = Npu::with(&[("devices", 3)]);
+    let mut config = config(3, 2);
+    config.prefix_caching = true;
+    let builder = Engine::builder(data("conformance/llama-mha-untied-bias")).config(config).device(npu.cards(3));
+    let mut core = builder.build_core().unwrap();
+    let prompt: Vec<u32> = (1..22).collect();
+    let alone = seen(&mut core, &[(prompt.clone(), greedy(12))]);
+    let mut params = greedy(12);
+    // The likeliest token each time, though not greedy by name: greedy choices would be refused as all equal.
+    (params.n, params.temperature, params.top_k) = (3, 1.0, 1);
+    npu.sim.set("log", 1);
+    let output = outcomes(&mut core, &[(prompt, params)]).remove(0).unwrap();
+    let log = npu.sim.log();
+    for heads in [1, 2] {
+        let line = format!("aclrtMemcpyAsync d2d {} 0", 128 * heads * 16 * 2);
+        assert!(log.contains(&line), "a copy of {heads} heads' keys in {log:#?}");
+    }
+    assert_eq!(output.choices.len(), 3);
+    for choice in &output.choices {
+        assert_eq!(choice.token_ids, alone[0].choices[0].ids);
+    }
+    drop(core);
+    npu.assert_clean();
+}
+
+/// What is written goes to every card; what is read is the first one's.
+#[test]
+fn buffers_are_one_on_each_card() {
     let npu = Npu::with(&[("devices", 2)]);
     let device = npu.cards(2);
     let span = |buffer, bytes| Span { buffer, offset: 0, bytes };
