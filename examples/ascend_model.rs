@@ -1,9 +1,11 @@
-//! What decoding a model of the size of LLaMA-7B would take on an Ascend 910B, by the simulator's cost model: time a step
-//! with and without captured graphs, at each level of fusion, beside the time that reading weights and keys takes alone.
+//! What decoding a model of the size of LLaMA-7B would take on an Ascend 910B, or Llama2-70B on eight, by the simulator's cost
+//! model: time a step with and without captured graphs, at each level of fusion, beside the time that reading weights and
+//! keys takes alone.
 //!
 //! ```sh
 //! cargo run --features ascend --example ascend_model
 //! cargo run --features ascend --example ascend_model -- --batch 32 --context 512 --depth 1
+//! cargo run --release --features ascend --example ascend_model -- --model llama2-70b --cards 8
 //! ```
 //! Nothing is computed and no file is read: the simulator checks each call and adds up its cost, memory is address space, and
 //! the weights are one stretch of zeros. All times are modelled, with the rates in the second line of the output.
@@ -16,22 +18,48 @@ use std::time::Duration;
 use ascend_llm::device::ascend::{AscendDevice, AscendOptions};
 use ascend_llm::device::{Device, OwnedProgram, OwnedWeights};
 use ascend_llm::engine::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
-use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, compile};
+use ascend_llm::graph::passes::shard;
+use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, Rank, compile};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
 use ascend_llm::weights::{DType, TensorView, WeightSource};
 use ascend_sim::Simulator;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use memmap2::MmapMut;
 
 mod terminal;
 use terminal::Result;
 
-/// LLaMA-7B as the hub describes it, with bf16 weights: heads without groups are taken packed in that type.
-const MODEL: &str = r#"{
+/// A shape of a model, with bf16 weights: heads without groups are taken packed in that type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Shape {
+    #[value(name = "llama-7b")]
+    Llama7b,
+    #[value(name = "llama2-70b")]
+    Llama2_70b,
+}
+
+impl Shape {
+    /// As the hub describes it.
+    const fn config(self) -> &'static str {
+        match self {
+            Self::Llama7b => LLAMA_7B,
+            Self::Llama2_70b => LLAMA2_70B,
+        }
+    }
+}
+
+const LLAMA_7B: &str = r#"{
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": false
+}"#;
+
+const LLAMA2_70B: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": false
 }"#;
 
@@ -39,18 +67,25 @@ const MODEL: &str = r#"{
 const HOST_RATES: [(&str, i64); 4] =
     [("query_ns", 6000), ("launch_ns", 4000), ("replay_ns", 20_000), ("update_ns", 4000)];
 /// What a task takes to begin on the device, in ns.
-const DEVICE_TIMES: [(&str, i64); 2] = [("task_ns", 2000), ("graph_task_ns", 1000)];
+const DEVICE_TIMES: [(&str, i64); 3] = [("task_ns", 2000), ("graph_task_ns", 1000), ("link_ns", 1500)];
 /// How fast the device is, beside its memory.
-const DEVICE_RATES: [(&str, i64); 3] = [("cube_tflops", 295), ("vector_gflops", 4608), ("pcie_gb_per_s", 24)];
+const DEVICE_RATES: [(&str, i64); 4] =
+    [("cube_tflops", 295), ("vector_gflops", 4608), ("pcie_gb_per_s", 24), ("link_gb_per_s", 28)];
 const BANDWIDTH: &str = "hbm_gb_per_s";
 /// As a rate: what is done so fast takes no time.
 const AT_ONCE: i64 = 1 << 40;
 /// Steps before those that are counted: the first one captures.
 const WARM_UP: usize = 4;
 
-/// Models decode steps of a large model on a simulated Ascend card.
+/// Models decode steps of a large model on simulated Ascend cards.
 #[derive(Debug, Parser)]
 struct Args {
+    /// The model's shape.
+    #[arg(long, value_enum, default_value = "llama-7b")]
+    model: Shape,
+    /// Cards it is cut for.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    cards: u32,
     /// Sequences of a step.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     batch: u32,
@@ -76,23 +111,29 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let config = config_from_hub(MODEL.as_bytes())?;
+    let config = config_from_hub(args.model.config().as_bytes())?;
     let source = Zeros::new(&config)?;
     let graph = decoder_graph(&config, &source)?;
+    let ranks = (0..args.cards).map(|index| shard(&graph, Rank { index, of: args.cards }));
+    let graphs = ranks.collect::<std::result::Result<Vec<_>, _>>()?;
     let sim = Simulator::beside_this_binary()?;
     sim.reset();
     sim.set("compute", 0);
     sim.set("hbm_bytes", 64 << 30);
+    sim.set("devices", args.cards.into());
     set_rates(&sim, args, Time::Both);
 
     let (mut has_title, mut notes) = (false, Vec::new());
     for capture in [false, true] {
         let mut options = AscendOptions::default();
+        options.cards = (0..args.cards).collect();
         (options.library, options.capture) = (Some(sim.path().to_owned()), capture);
         let device: Arc<dyn Device> = AscendDevice::open(options)?;
-        let weights = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights, 0)?);
+        let upload =
+            |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
+        let weights = graphs.iter().map(upload).collect::<std::result::Result<Vec<_>, _>>()?;
         for fusion in 0..=CompileOptions::MAX_FUSION {
-            let mut decoding = Decoding::new(args, &config, &graph, &device, &weights, fusion)?;
+            let mut decoding = Decoding::new(args, &config, &graphs, &device, &weights, fusion)?;
             if !has_title {
                 print!("{}", title(args, &config, &device, &decoding));
                 has_title = true;
@@ -143,11 +184,12 @@ fn title(args: &Args, config: &ModelConfig, device: &Arc<dyn Device>, decoding: 
     let rates: Vec<String> = rates.map(|(name, value)| format!("{name} {value}")).collect();
     let cost = decoding.runner.cost(&decoding.input);
     let ms = |bytes| ms_of(bytes, args);
-    let giga = |bytes: u64| bytes as f64 / 1e9;
+    let giga = |bytes: u64| bytes as f64 / 1e9 / f64::from(args.cards);
+    let each = if args.cards > 1 { " on each card" } else { "" };
     format!(
         "modelled: {:.2} G parameters in bf16, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
          rates: {BANDWIDTH} {}, {}\n\
-         bounds: weights {:.2} GB in {:.2} ms, keys and values {:.2} GB in {:.2} ms, both {:.2} ms: {:.0} tokens/s\n\n\
+         bounds: weights {:.2} GB in {:.2} ms, keys and values {:.2} GB in {:.2} ms{each}, both {:.2} ms: {:.0} tokens/s\n\n\
          | mode | fusion | plan steps | made | launches | host ms | device ms | step ms | tokens/s | bound / step |\n\
          |---|---|---|---|---|---|---|---|---|---|\n",
         config.parameters() as f64 / 1e9,
@@ -181,9 +223,9 @@ impl Decoding {
     fn new(
         args: &Args,
         config: &ModelConfig,
-        graph: &Graph,
+        graphs: &[Graph],
         device: &Arc<dyn Device>,
-        weights: &Arc<OwnedWeights>,
+        weights: &[Arc<OwnedWeights>],
         fusion: u8,
     ) -> Result<Self> {
         let (batch, caps) = (args.batch as usize, device.caps());
@@ -191,16 +233,19 @@ impl Decoding {
         let bucket = Bucket { tokens: batch, logit_rows: batch, seqs: batch, kv_tokens };
         let mut options = CompileOptions::default();
         (options.fusion, options.overflow) = (Some(fusion), OverflowPolicy::Error);
-        let plan: Plan = compile(graph, caps.target, Numerics::Fast, &options, bucket)?;
+        let compiled = graphs.iter().map(|graph| compile(graph, caps.target, Numerics::Fast, &options, bucket));
+        let plans = compiled.collect::<std::result::Result<Vec<Plan>, _>>()?;
         let block_size = caps.default_block_size;
-        let (layers, kv_heads, head_dim) = (config.layers, config.kv_heads, config.head_dim);
-        let dtype = device.kv_dtype(&graph.weights).ok_or("the device names no type of keys and values")?;
+        // With more ranks than KV heads a head is held by several.
+        let kv_heads = config.kv_heads.max(graphs.len());
+        let (layers, head_dim) = (config.layers, config.head_dim);
+        let dtype = device.kv_dtype(&graphs[0].weights).ok_or("the device names no type of keys and values")?;
         let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
         let layout = device.kv_layout(&geometry)?;
-        let (plan_steps, rates) = (plan.steps.len(), CostRates::new(&plan, dtype.bytes() as u64));
-        let program = OwnedProgram::load(device, &[plan], &[Arc::clone(weights)], &geometry)?;
-        let programs =
-            Programs { by_bucket: vec![(bucket, program)], f32: None, rates: vec![rates], custom_ops: false };
+        let plan_steps = plans[0].steps.len();
+        let rates = plans.iter().map(|plan| CostRates::new(plan, dtype.bytes() as u64)).collect();
+        let program = OwnedProgram::load(device, &plans, weights, &geometry)?;
+        let programs = Programs { by_bucket: vec![(bucket, program)], f32: None, rates, custom_ops: false };
         let blocks = args.context.div_ceil(u32::try_from(block_size)?);
         let shape = RunnerShape {
             bucket,
@@ -298,8 +343,8 @@ impl Decoding {
             "| {mode} | {} | {} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} % |",
             self.fusion,
             self.plan_steps,
-            calls.made,
-            calls.launches,
+            calls.made / args.cards as usize,
+            calls.launches / args.cards as usize,
             ms(host),
             ms(device),
             ms(step),
@@ -314,14 +359,21 @@ impl Decoding {
 struct Calls {
     /// Operations whose first phase was run.
     made: usize,
-    /// What was handed to a stream: operations, copies, events, graphs, updates of their tasks.
+    /// What was handed to a stream: operations, collectives, copies, events, graphs, updates of their tasks.
     launches: usize,
 }
 
 impl Calls {
     fn add(&mut self, function: &str) {
-        const OTHERS: [&str; 5] =
-            ["aclrtMemcpyAsync", "aclrtRecordEvent", "aclrtStreamWaitEvent", "aclrtResetEvent", "aclmdlRIExecuteAsync"];
+        const OTHERS: [&str; 7] = [
+            "aclrtMemcpyAsync",
+            "aclrtRecordEvent",
+            "aclrtStreamWaitEvent",
+            "aclrtResetEvent",
+            "aclmdlRIExecuteAsync",
+            "HcclAllReduce",
+            "HcclAllGather",
+        ];
         if function.starts_with("aclnn") && function.ends_with("GetWorkspaceSize") {
             self.made += 1;
         } else if function.starts_with("aclnn") || OTHERS.contains(&function) {
@@ -330,9 +382,9 @@ impl Calls {
     }
 }
 
-/// How long memory takes to give so many bytes.
+/// How long the memories of all cards together take to give so many bytes.
 fn ms_of(bytes: u64, args: &Args) -> f64 {
-    bytes as f64 / args.bandwidth as f64 / 1e6
+    bytes as f64 / args.bandwidth as f64 / 1e6 / f64::from(args.cards)
 }
 
 /// All tensors of a model, which share one stretch of zeros.
