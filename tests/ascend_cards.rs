@@ -258,6 +258,9 @@ fn cards_capture_together_or_not_at_all() {
 fn a_card_that_fails_ends_all_of_them() {
     let npu = Npu::with(&[("devices", 2)]);
     let requests = [(vec![1, 40, 100, 7], greedy(6))];
+    let mut core = core_on(npu.cards(2), config(2, 2));
+    let expected = seen(&mut core, &requests);
+    drop(core);
     for fault in ["task", "hang", "lost", "link"] {
         let device = npu.try_device(|options| (options.cards, options.timeout_us) = (vec![0, 1], 1_000_000)).unwrap();
         let mut core = core_on(device.clone(), config(2, 2));
@@ -270,16 +273,20 @@ fn a_card_that_fails_ends_all_of_them() {
         let outcome = outcomes(&mut core, &requests).remove(0);
         assert!(matches!(outcome, Err(RequestError::Engine(_))), "{fault}: {outcome:?}");
         let told = device.alloc(64, MemKind::Device).unwrap_err();
-        let expected = match fault {
+        let is_told = match fault {
             // Whoever notices first: the host, or the runtime by its limit for kernels.
             "hang" => matches!(told, DeviceError::TimedOut { .. } | DeviceError::Lost),
             "link" => matches!(told, DeviceError::Call { code: 507_056, .. } | DeviceError::Lost),
             _ => told == DeviceError::Lost,
         };
-        assert!(expected, "{fault}: {told:?}");
+        assert!(is_told, "{fault}: {told:?}");
         drop((core, device));
-        npu.sim.reset();
-        npu.sim.set("devices", 2);
+        npu.sim.lose_device(0);
+        npu.assert_clean();
+        // Opened again in the same process, they work.
+        let mut core = core_on(npu.cards(2), config(2, 2));
+        assert!(seen(&mut core, &requests) == expected, "after {fault}");
+        drop(core);
         npu.assert_clean();
     }
 }

@@ -205,3 +205,20 @@ fn what_cannot_be_cut_is_refused_with_the_reason() {
     let bad = shard(&graph("fable"), Rank { index: 2, of: 2 });
     assert!(matches!(bad, Err(CompileError::Shard { .. })), "{bad:?}");
 }
+
+/// Loading tells how far it has come of all that the ranks read, and ends at the whole.
+#[test]
+fn progress_ends_at_the_whole() {
+    for ranks in [1, 2] {
+        let heard = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let teller = Arc::clone(&heard);
+        let config = config(ranks, Numerics::Fast, &CompileOptions::default());
+        let builder = Engine::builder(data("fable")).config(config);
+        let told = builder.on_progress(move |progress| teller.lock().unwrap().push(progress));
+        drop(told.build_runner().unwrap());
+        let heard = heard.lock().unwrap();
+        assert!(heard.windows(2).all(|pair| pair[0].done_bytes <= pair[1].done_bytes), "{ranks} ranks: {heard:?}");
+        let last = heard.last().unwrap();
+        assert_eq!(last.done_bytes, last.total_bytes, "{ranks} ranks");
+    }
+}

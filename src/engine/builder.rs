@@ -29,9 +29,9 @@ const AUTO_CACHE_SHARE: u64 = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadProgress {
-    /// Bytes of weights packed so far.
+    /// Bytes of weights read so far.
     pub done_bytes: u64,
-    /// Bytes of all weights.
+    /// Bytes of all weights, as often as there are ranks: each reads all and keeps its part.
     pub total_bytes: u64,
 }
 
@@ -62,7 +62,7 @@ pub struct EngineInfo {
     pub pool_blocks: u32,
     /// Tokens the KV pool holds.
     pub pool_tokens: u64,
-    /// Bytes of the KV pool.
+    /// Bytes of the KV pool, on each card if the device has several.
     pub pool_bytes: u64,
     /// Bytes of all plans' arenas.
     pub arena_bytes: u64,
@@ -220,11 +220,13 @@ impl EngineBuilder {
         };
         let plans = Plans::compile(&graphs, &config, device.as_ref(), bucket)?;
 
-        let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
+        let source = Reported::new(files.source.as_ref(), &graph, ranks, self.on_progress.as_deref());
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        let taken_bytes = source.total_bytes + plans.arena_bytes();
+        // Of each card: the ranks' shares are as good as equal.
+        let all_bytes = source.weight_bytes + plans.arena_bytes();
+        let taken_bytes = all_bytes / u64::from(device.caps().cards.max(1));
         let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
         let programs = plans.load(&device, &weights, &geometry)?;
 
@@ -429,14 +431,18 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
 struct Reported<'a> {
     source: &'a dyn WeightSource,
     report: Option<&'a OnProgress>,
+    weight_bytes: u64,
+    /// Each rank reads all tensors and keeps its part of each.
     total_bytes: u64,
     done_bytes: AtomicU64,
 }
 
 impl<'a> Reported<'a> {
-    fn new(source: &'a dyn WeightSource, graph: &Graph, report: Option<&'a OnProgress>) -> Self {
+    fn new(source: &'a dyn WeightSource, graph: &Graph, ranks: u32, report: Option<&'a OnProgress>) -> Self {
         let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
-        Self { source, report, total_bytes: graph.weights.iter().map(bytes).sum(), done_bytes: AtomicU64::new(0) }
+        let weight_bytes = graph.weights.iter().map(bytes).sum();
+        let total_bytes = u64::from(ranks) * weight_bytes;
+        Self { source, report, weight_bytes, total_bytes, done_bytes: AtomicU64::new(0) }
     }
 }
 
