@@ -34,9 +34,6 @@ struct Args {
     context: Option<u32>,
     #[command(flatten)]
     compile: CompileArgs,
-    /// Ranks to cut the model into; the first one's plan is shown.
-    #[arg(long, default_value_t = 1)]
-    ranks: u32,
     /// Shows the graph as the model gives it and after each pass.
     #[arg(long)]
     passes: bool,
@@ -65,9 +62,9 @@ fn run(args: &Args) -> Result<()> {
     let numerics = args.model.numerics();
     let target = args.model.device()?.caps().target;
     let graph = if args.passes {
-        passes(&graph, target, numerics, &options, args.ranks)?
+        passes(&graph, target, numerics, &options, args.model.ranks)?
     } else {
-        shard(&graph, Rank { index: 0, of: args.ranks })?
+        shard(&graph, Rank { index: 0, of: args.model.ranks })?
     };
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
     let plan = compile(&graph, target, numerics, &options, bucket)?;

@@ -41,6 +41,9 @@ pub struct ModelArgs {
     /// built beside this program).
     #[arg(long, default_value = "cpu", value_parser = ["cpu", "ascend", "ascend-sim"])]
     pub device: String,
+    /// Ranks to cut the model into: a card each on an Ascend device, one after the other on a CPU. Of plans the first rank's is shown.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks: u32,
     /// Arithmetic: exact (f32 throughout) or fast (int8 activations for integer weights, 16-bit keys and values).
     #[arg(long, value_parser = ["exact", "fast"])]
     pub numerics: Option<String>,
@@ -64,11 +67,17 @@ impl ModelArgs {
             #[cfg(feature = "ascend")]
             name => {
                 let mut options = ascend_llm::device::ascend::AscendOptions::default();
+                options.cards = (0..self.ranks).collect();
                 if name == "ascend-sim" {
-                    options.library = Some(match std::env::var_os("ASCEND_SIM_LIBRARY") {
-                        Some(path) => path.into(),
-                        None => ascend_sim::Simulator::beside_this_binary()?.path().to_owned(),
-                    });
+                    let sim = match std::env::var_os("ASCEND_SIM_LIBRARY") {
+                        Some(path) => ascend_sim::Simulator::open(Path::new(&path))?,
+                        None => ascend_sim::Simulator::beside_this_binary()?,
+                    };
+                    if self.ranks > 1 {
+                        sim.reset();
+                        sim.set("devices", self.ranks.into());
+                    }
+                    options.library = Some(sim.path().to_owned());
                 }
                 Ok(ascend_llm::device::ascend::AscendDevice::open(options)?)
             }
@@ -157,6 +166,7 @@ impl ModelArgs {
             None => {}
         }
         config.kv_dtype = self.kv_dtype().or(config.kv_dtype);
+        config.tensor_parallel_size = self.ranks;
         let bar = ProgressBar::hidden();
         let shown = bar.clone();
         let progress = move |p: LoadProgress| {

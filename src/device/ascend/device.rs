@@ -53,7 +53,10 @@ pub struct AscendDevice {
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     next: AtomicU64,
+    /// Taken inside a turn of the cards, never around one.
     known: Mutex<Known>,
+    /// Streams get the same number on every card.
+    making_stream: Mutex<()>,
     telemetry: Telemetry,
 }
 
@@ -115,6 +118,7 @@ impl AscendDevice {
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
             known: Mutex::default(),
+            making_stream: Mutex::default(),
             telemetry: Telemetry::default(),
         }))
     }
@@ -384,11 +388,12 @@ impl Device for AscendDevice {
     }
 
     fn stream(&self) -> Result<StreamId, DeviceError> {
-        let mut known = self.known.lock();
-        let index = usize::try_from(known.streams).unwrap_or(usize::MAX);
+        let _alone = self.making_stream.lock();
+        let number = self.known.lock().streams;
+        let index = usize::try_from(number).unwrap_or(usize::MAX);
         self.attempt_each(0, move |card| card.base.streams.add(index), |_| ())?;
-        known.streams += 1;
-        Ok(StreamId(self.tag | known.streams))
+        self.known.lock().streams = number + 1;
+        Ok(StreamId(self.tag | (number + 1)))
     }
 
     fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
