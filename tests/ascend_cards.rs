@@ -407,3 +407,32 @@ fn buffers_are_one_on_each_card() {
     drop(device);
     npu.assert_clean();
 }
+
+/// Callers on several threads: every card takes their work in one order, and nobody waits for another's lock.
+#[test]
+fn callers_on_several_threads_do_not_disturb_each_other() {
+    const BYTES: u64 = 4096;
+    let npu = Npu::with(&[("devices", 2)]);
+    let device = npu.cards(2);
+    std::thread::scope(|scope| {
+        for thread in 0..4u8 {
+            let device = &device;
+            scope.spawn(move || {
+                for round in 0..20u8 {
+                    let stream = device.stream().unwrap();
+                    let buffer = device.alloc(BYTES, MemKind::Device).unwrap();
+                    let span = Span { buffer, offset: 0, bytes: BYTES };
+                    let bytes = [thread ^ (round << 2); BYTES as usize];
+                    device.write(span, &bytes, stream).unwrap();
+                    let event = device.record(stream).unwrap();
+                    let mut back = [0; BYTES as usize];
+                    device.read(span, &mut back, Some(event)).unwrap();
+                    assert_eq!(back, bytes, "thread {thread}, round {round}");
+                    device.free(buffer);
+                }
+            });
+        }
+    });
+    drop(device);
+    npu.assert_clean();
+}
