@@ -190,7 +190,7 @@ impl Decoding {
         let kv_tokens = config.max_position_embeddings;
         let bucket = Bucket { tokens: batch, logit_rows: batch, seqs: batch, kv_tokens };
         let mut options = CompileOptions::default();
-        (options.fusion, options.overflow) = (Some(fusion), OverflowPolicy::Error);
+        (options.fusion, options.overflow) = (Some(fusion), Some(OverflowPolicy::Error));
         let plan: Plan = compile(graph, caps.target, Numerics::Fast, &options, bucket)?;
         let block_size = caps.default_block_size;
         let (layers, kv_heads, head_dim) = (config.layers, config.kv_heads, config.head_dim);

@@ -106,6 +106,9 @@ pub struct DeviceCaps {
     pub max_ranks: u32,
     /// Whether it runs plans with f32 activations, so that sequences that overflow can go on in one.
     pub retry_f32: bool,
+    /// Whether it makes a value that is too large for the type it is stored in the largest there is, and counts it; elsewhere
+    /// such a value becomes infinite.
+    pub clamps: bool,
     /// Bytes of memory it can allocate, as far as known.
     pub memory_bytes: Option<u64>,
 }

@@ -8,14 +8,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
 use super::error::BuildError;
-use super::programs::{Plans, cut, stored_heads};
+use super::programs::{Plans, cut, settle_overflow, stored_heads};
 use super::runner::{ModelRunner, RunnerShape};
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
-use crate::graph::{Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, Plan, RegisteredOp, Weight};
+use crate::graph::{
+    Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, OverflowPolicy, Plan, RegisteredOp, Weight,
+};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::text::Vocabulary;
@@ -58,6 +60,8 @@ pub struct EngineInfo {
     pub block_size: u32,
     /// Type of stored keys and values.
     pub kv_dtype: String,
+    /// What happens to rows that overflow; none if no builder made the engine.
+    pub overflow: Option<OverflowPolicy>,
     /// Blocks in the KV pool.
     pub pool_blocks: u32,
     /// Tokens the KV pool holds.
@@ -213,6 +217,7 @@ impl EngineBuilder {
             let expected = format!("at most {most_ranks} on device {}", device.caps().name);
             return Err(refuse("tensor_parallel_size", ranks, expected).into());
         }
+        let overflow = settle_overflow(&mut config.compile, device.caps())?;
         let graphs = cut(&graph, ranks)?;
         let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
@@ -255,6 +260,7 @@ impl EngineBuilder {
             device_notes: device.notes(),
             block_size: to_u32(geometry.block_size),
             kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
+            overflow: Some(overflow),
             pool_blocks,
             pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
             pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
@@ -404,7 +410,7 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
         layout.id.hash(&mut hasher);
         let compile = &config.compile;
         let arithmetic = (config.numerics, compile.resolved_precision(config.numerics), &compile.precision_overrides);
-        format!("{arithmetic:?} {} {:?}", config.tensor_parallel_size, compile.overflow).hash(&mut hasher);
+        format!("{arithmetic:?} {} {:?}", config.tensor_parallel_size, compile.resolved_overflow()).hash(&mut hasher);
         for custom in &graph.customs {
             format!("{} {}", custom.site, custom.op.name()).hash(&mut hasher);
         }

@@ -267,6 +267,7 @@ fn caps(facts: &Facts, card: u32, library: &std::path::Path) -> DeviceCaps {
         batch_invariant: false,
         max_ranks: 1,
         retry_f32: false,
+        clamps: false,
         unified_memory: false,
         default_pipeline_depth: 2,
         memory_bytes: Some(facts.free_bytes).filter(|bytes| *bytes > 0),

@@ -96,6 +96,7 @@ impl CpuDevice {
             batch_invariant: true,
             max_ranks: 16,
             retry_f32: true,
+            clamps: true,
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
