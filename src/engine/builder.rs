@@ -5,27 +5,24 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::config::{CacheBudget, EngineConfig, refuse};
+use super::config::{EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
 use super::error::BuildError;
-use super::programs::{Plans, cut, settle_overflow, stored_heads};
-use super::runner::{ModelRunner, RunnerShape};
+use super::fit::{Fitted, Fitting};
+use super::programs::{cut, settle_overflow, stored_heads};
+use super::runner::ModelRunner;
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
 use crate::graph::{
-    Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, OverflowPolicy, Plan, RegisteredOp, Weight,
+    Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, OverflowPolicy, Plan, RegisteredOp, Weight,
 };
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
-
-/// Without a budget of its own the KV cache takes at most one part in this many of what the device has free: the host's
-/// other programs and the page cache that holds the model's file need the rest.
-const AUTO_CACHE_SHARE: u64 = 4;
 
 /// How far loading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,9 +50,9 @@ pub struct EngineInfo {
     pub max_model_len: u32,
     /// The device in words.
     pub device: String,
-    /// What the device said of itself when the model was loaded, such as why something runs in another way than it could;
-    /// [`Device::notes`] has what came later.
-    pub device_notes: Vec<String>,
+    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. What the device
+    /// says of itself is in [`Engine::device_notes`].
+    pub notes: Vec<String>,
     /// Tokens a KV block.
     pub block_size: u32,
     /// Type of stored keys and values.
@@ -210,7 +207,7 @@ impl EngineBuilder {
             let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
             Arc::new(CpuDevice::new(options)?)
         };
-        let depth = *config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
+        config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
         let max_model_len = settle_model_len(&mut config, &model)?;
         let (ranks, most_ranks) = (config.tensor_parallel_size, device.caps().max_ranks);
         if ranks > most_ranks {
@@ -221,35 +218,27 @@ impl EngineBuilder {
         let graphs = cut(&graph, ranks)?;
         let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
-        let bucket = Bucket {
-            tokens: config.max_num_batched_tokens as usize,
-            logit_rows: config.max_num_seqs as usize,
-            seqs: config.max_num_seqs as usize,
-            kv_tokens: max_model_len as usize,
+        let fitting = Fitting {
+            device: &device,
+            graphs: &graphs,
+            geometry,
+            layout: &layout,
+            max_model_len,
+            vocab_size: graph.vocab_size,
+            weight_bytes: weight_bytes(files.source.as_ref(), &graph),
         };
-        let plans = Plans::compile(&graphs, &config, device.as_ref(), bucket)?;
-
-        let source = Reported::new(files.source.as_ref(), &graph, self.on_progress.as_deref());
+        // What cannot be compiled is refused before anything is uploaded.
+        let plans = fitting.compile(&config)?;
+        let source = Reported::new(files.source.as_ref(), fitting.weight_bytes, self.on_progress.as_deref());
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        let taken_bytes = source.total_bytes + plans.arena_bytes();
-        let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
-        let programs = plans.load(&device, &weights, &geometry)?;
+        let Fitted { config, plans, pool_blocks, runner, notes } = fitting.fit(config, plans, &weights)?;
 
-        let shape = RunnerShape {
-            bucket,
-            max_seqs: config.max_num_seqs as usize,
-            max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size).min(pool_blocks as usize),
-            block_size: geometry.block_size,
-            pool_blocks: pool_blocks as usize,
-            vocab_size: graph.vocab_size,
-            max_in_flight: depth as usize,
-        };
         let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
         limits.fingerprint = fingerprint(&graph, &layout, &config);
-        limits.max_logit_rows = to_u32(bucket.logit_rows);
+        limits.max_logit_rows = config.max_num_seqs;
         let info = EngineInfo {
             architecture: model.architecture.name().to_owned(),
             parameters: model.parameters(),
@@ -257,7 +246,7 @@ impl EngineBuilder {
             vocab_size: limits.vocab_size,
             max_model_len,
             device: device.caps().description.clone(),
-            device_notes: device.notes(),
+            notes,
             block_size: to_u32(geometry.block_size),
             kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
             overflow: Some(overflow),
@@ -269,12 +258,11 @@ impl EngineBuilder {
                 plan_steps: to_u32(plan.steps.len()),
                 plan_groups: to_u32(plan.groups().len()),
                 decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
-                prefill_cost: prompt_cost(plan, to_u32(bucket.tokens), max_model_len, &geometry),
+                prefill_cost: prompt_cost(plan, config.max_num_batched_tokens, max_model_len, &geometry),
                 buckets: plans.infos(max_model_len, &geometry),
                 ..EngineInfo::default()
             })
         };
-        let runner = ModelRunner::new(Arc::clone(&device), programs, layout, shape)?;
         Ok(Parts { config, device, runner, limits, text, info })
     }
 }
@@ -369,39 +357,6 @@ fn settle_geometry(
     Ok(KvGeometry { layers: model.layers, kv_heads, head_dim: model.head_dim, block_size, dtype })
 }
 
-/// Fixes the number of blocks and writes it into the configuration.
-fn settle_pool(
-    config: &mut EngineConfig,
-    device: &dyn Device,
-    layout: &KvLayout,
-    geometry: &KvGeometry,
-    max_model_len: u32,
-    taken_bytes: u64,
-) -> Result<u32, BuildError> {
-    let block_bytes = layout.bytes_per_block.max(1);
-    let most_useful = u64::from(config.max_num_seqs) * u64::from(max_model_len).div_ceil(geometry.block_size as u64);
-    // Positions are 32-bit numbers.
-    let most_countable = u64::from(u32::MAX) / geometry.block_size as u64;
-    let (blocks, budget_bytes) = match config.kv_cache {
-        CacheBudget::Blocks(blocks) if u64::from(blocks) > most_countable => {
-            let expected = format!("at most {most_countable} blocks of {} tokens", geometry.block_size);
-            return Err(refuse("kv_cache.blocks", blocks, expected).into());
-        }
-        CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
-        CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
-        CacheBudget::Auto => {
-            let free = device.caps().memory_bytes.map_or(u64::MAX, |bytes| bytes / AUTO_CACHE_SHARE);
-            ((free / block_bytes).min(most_useful).min(most_countable), free)
-        }
-    };
-    if blocks == 0 {
-        return Err(BuildError::NoRoomForCache { budget_bytes, taken_bytes, block_bytes, needed_bytes: block_bytes });
-    }
-    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-    config.kv_cache = CacheBudget::Blocks(blocks);
-    Ok(blocks)
-}
-
 /// Names everything that changes what a KV block of this engine holds.
 fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 {
     let lane = |salt: u64| {
@@ -422,6 +377,12 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
     lane(1) << 64 | lane(2)
 }
 
+/// Bytes of all weights of a graph as their files hold them.
+fn weight_bytes(source: &dyn WeightSource, graph: &Graph) -> u64 {
+    let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |tensor| tensor.data.len() as u64);
+    graph.weights.iter().map(bytes).sum()
+}
+
 /// A source that tells how far its reader has come: a tensor counts when it is released.
 struct Reported<'a> {
     source: &'a dyn WeightSource,
@@ -431,9 +392,8 @@ struct Reported<'a> {
 }
 
 impl<'a> Reported<'a> {
-    fn new(source: &'a dyn WeightSource, graph: &Graph, report: Option<&'a OnProgress>) -> Self {
-        let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
-        Self { source, report, total_bytes: graph.weights.iter().map(bytes).sum(), done_bytes: AtomicU64::new(0) }
+    fn new(source: &'a dyn WeightSource, total_bytes: u64, report: Option<&'a OnProgress>) -> Self {
+        Self { source, report, total_bytes, done_bytes: AtomicU64::new(0) }
     }
 }
 

@@ -262,6 +262,12 @@ impl EngineCore {
         self.device.as_ref()?.peaks()
     }
 
+    /// What the device says of itself now, where a builder put the engine on one; see
+    /// [`Engine::device_notes`](super::Engine::device_notes).
+    pub fn device_notes(&self) -> Vec<String> {
+        self.device.as_ref().map(|device| device.notes()).unwrap_or_default()
+    }
+
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
         health(&self.intake)

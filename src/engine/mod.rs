@@ -20,6 +20,7 @@ mod config;
 mod core;
 mod draw;
 mod error;
+mod fit;
 mod forward;
 mod handle;
 mod intake;
@@ -152,6 +153,11 @@ impl Engine {
     /// ```
     pub fn peaks(&self) -> Option<Peaks> {
         self.inner.device.as_ref()?.peaks()
+    }
+
+    /// What the device says of itself now, such as why something runs in another way than it could; see [`Device::notes`].
+    pub fn device_notes(&self) -> Vec<String> {
+        self.inner.device.as_ref().map(|device| device.notes()).unwrap_or_default()
     }
 
     /// Whether the engine lives and takes requests.

@@ -272,10 +272,12 @@ pub enum CompileError {
     Memory(#[source] ArenaTooLarge),
 }
 
-/// An arena that does not fit.
+/// An arena, or other room of a program, that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an arena of {bytes} bytes cannot be allocated")]
+#[error("an arena of {bytes} bytes cannot be allocated, {free_bytes} are free")]
 pub struct ArenaTooLarge {
     /// Its size.
     pub bytes: u64,
+    /// Bytes free, as far as known.
+    pub free_bytes: u64,
 }

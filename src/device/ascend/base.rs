@@ -10,7 +10,7 @@ use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, Event, Event
 
 use super::constants::Constants;
 use super::lower::Room;
-use super::memory::zeroed;
+use super::memory::{padded, zeroed};
 use super::notes::Notes;
 use super::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
 use super::stream::Streams;
@@ -115,6 +115,17 @@ impl Base {
         let most = [0, 1, 2].map(|i| asked[i].max(have[i]));
         self.shared.replace(Arc::new(Shared::new(&self.context, most)?));
         Ok(())
+    }
+
+    /// Makes the scratch as small as it was at first. Nothing uses it any more; where the smaller one cannot be had, it stays.
+    pub(super) fn shrink(&mut self) {
+        let is_small = self.shared().bytes() == [padded(0); 3];
+        if !is_small
+            && self.synchronize().is_ok()
+            && let Ok(small) = Shared::new(&self.context, [0; 3])
+        {
+            self.shared.replace(Arc::new(small));
+        }
     }
 
     /// Queues an op that was made before.

@@ -283,7 +283,7 @@ impl Card {
     /// Keeps a failure of queued work for the next call that waits.
     fn note(&mut self, desk: &Desk, error: AscendError) {
         let words = error.to_string();
-        let error = device_error(error, 0, self.base.limit);
+        let error = device_error(error, 0, self.base.limit, &self.base.context);
         if error.is_lost() {
             self.is_lost = true;
             self.base.abort();
@@ -506,6 +506,14 @@ impl Card {
         if self.programs.contains_key(&program) {
             self.settle();
             self.programs.remove(&program);
+            self.shrink();
+        }
+    }
+
+    /// Gives scratch back that no program needs any more.
+    pub(super) fn shrink(&mut self) {
+        if self.programs.is_empty() && !self.is_lost {
+            self.base.shrink();
         }
     }
 

@@ -169,7 +169,11 @@ impl AscendDevice {
         run: impl FnOnce(&mut Card) -> Result<R, AscendError> + Send + 'static,
     ) -> Result<R, DeviceError> {
         self.desk.failures.check()?;
-        let outcome = self.call(run)?.map_err(|error| device_error(error, asked_bytes, self.limit));
+        let limit = self.limit;
+        let explained = move |card: &mut Card| {
+            run(card).map_err(|error| device_error(error, asked_bytes, limit, &card.base.context))
+        };
+        let outcome = self.call(explained)?;
         if let Err(error) = &outcome
             && error.is_lost()
         {
@@ -470,9 +474,8 @@ impl Device for AscendDevice {
         self.call(move |card| {
             let set = card.weights(set.0).filter(|set| set.serves(&plan.weights));
             let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
-            let program = Program::load(&mut card.base, &plan, set, cache)?;
-            card.add_program(id, program);
-            Ok(())
+            let loaded = Program::load(&mut card.base, &plan, set, cache);
+            loaded.map(|program| card.add_program(id, program)).inspect_err(|_| card.shrink())
         })
         .map_err(failed)
         .flatten()?;

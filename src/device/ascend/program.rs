@@ -104,7 +104,7 @@ impl Program {
         let rope_bytes: usize = styles.iter().map(table_bytes).sum();
         let arena_bytes = padded(plan.arena_bytes);
         let bytes = arena_bytes + fixed_bytes + rope_bytes + GRANULE;
-        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64);
+        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64, &base.context);
         let region = zeroed(&base.context, bytes).map_err(|error| failed("arena", error))?;
         let at = |offset: usize| region.address().offset(offset);
         let (fixed, _) = Fixed::new(plan, sizes, at(arena_bytes));
@@ -174,7 +174,7 @@ impl Program {
             let form = match known.iter().find(|(other, _)| alike(other)) {
                 Some((_, form)) => *form,
                 None => probe(&base.ops, &base.constants, shape, &self.cache, query, table)
-                    .map_err(|error| compile_error("attention", error, 0))?,
+                    .map_err(|error| compile_error("attention", error, 0, &base.context))?,
             };
             known.push((*shape, form));
             self.forms[shape.layer] = form;
@@ -191,7 +191,7 @@ impl Program {
         };
         let flags = plan.steps.iter().map(widest).max().unwrap_or(0).max(logits * plan.vocab_size);
         base.reserve(0, 2 * logits * plan.vocab_size, flags, plan.vocab_size)
-            .map_err(|error| compile_error("logits", error, flags as u64))
+            .map_err(|error| compile_error("logits", error, flags as u64, &base.context))
     }
 
     /// Makes the operations of the layers, and measures the workspace.
@@ -220,7 +220,7 @@ impl Program {
             };
             self.lowering
                 .lower(at, rows, results, room, &base.constants, &mut prepare)
-                .map_err(|error| compile_error(name, error, 0))?;
+                .map_err(|error| compile_error(name, error, 0, &base.context))?;
         }
         for at in self.tail_from..self.lowering.plan.steps.len() {
             let name = self.lowering.plan.steps[at].op.name();
@@ -234,11 +234,12 @@ impl Program {
             let results = Results { logits: room.logits, best: self.lowering.fixed.ids, status: room.flags };
             self.lowering
                 .lower(at, rows, results, room, &base.constants, &mut measure)
-                .map_err(|error| compile_error(name, error, 0))?;
+                .map_err(|error| compile_error(name, error, 0, &base.context))?;
         }
-        workspace =
-            workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
-        base.reserve(workspace, 0, 0, 0).map_err(|error| compile_error("workspace", error, workspace as u64))
+        workspace = workspace
+            .max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0, &base.context))?);
+        base.reserve(workspace, 0, 0, 0)
+            .map_err(|error| compile_error("workspace", error, workspace as u64, &base.context))
     }
 
     /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
