@@ -69,6 +69,7 @@ impl ModelArgs {
                         Some(path) => path.into(),
                         None => ascend_sim::Simulator::beside_this_binary()?.path().to_owned(),
                     });
+                    options.dcmi_library.clone_from(&options.library);
                 }
                 Ok(ascend_llm::device::ascend::AscendDevice::open(options)?)
             }

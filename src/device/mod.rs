@@ -287,7 +287,9 @@ pub trait Device: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Energy used since some fixed moment, in microjoules, where the device has a meter.
+    /// Energy used since it was first asked, in microjoules, where the device has a meter: by all that runs on it, whoever
+    /// asked for that. Differences are what counts, so ask before and after. A device whose meter shows power and not energy
+    /// samples it while somebody asks every two minutes, and charges other times at the lowest power that it has seen.
     fn energy_uj(&self) -> Option<u64> {
         None
     }

@@ -121,6 +121,7 @@ impl AscendDevice {
         let thread = thread.map_err(|error| AscendOpenError::Thread { reason: error.to_string() })?;
         let opened = opened.recv().map_err(|_| AscendOpenError::Thread { reason: "it ended at once".into() })?;
         let (desk, facts) = opened.map_err(call)?;
+        let telemetry = Telemetry::new(options.dcmi_library, options.cards, Arc::clone(&desk.notes));
         Ok(Arc::new(Self {
             caps: caps(&facts, card, &path),
             library: path,
@@ -131,7 +132,7 @@ impl AscendDevice {
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
             known: Mutex::default(),
-            telemetry: Telemetry::default(),
+            telemetry,
         }))
     }
 
@@ -546,7 +547,7 @@ impl Device for AscendDevice {
     }
 
     fn peaks(&self) -> Option<Peaks> {
-        self.telemetry.peaks(&self.caps.description)
+        Telemetry::peaks(&self.caps.description)
     }
 
     fn energy_uj(&self) -> Option<u64> {

@@ -22,6 +22,7 @@ mod lower;
 mod memory;
 mod notes;
 mod options;
+mod power;
 mod program;
 mod queue;
 mod recipe;

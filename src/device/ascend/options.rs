@@ -26,6 +26,9 @@ pub enum Activations {
 pub struct AscendOptions {
     /// `libascendcl.so`, or a folder that holds it; `None` = where CANN puts it. Nothing else is tried once one is given.
     pub library: Option<PathBuf>,
+    /// `libdcmi.so`, which meters energy; `None` = where the driver puts it. Without it there is no energy and nothing else is
+    /// missing.
+    pub dcmi_library: Option<PathBuf>,
     /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). One, until the collectives are in.
     pub cards: Vec<u32>,
     /// Longest time the host waits for queued work before the device counts as hung, in microseconds. A step of a large
@@ -46,6 +49,7 @@ impl Default for AscendOptions {
     fn default() -> Self {
         Self {
             library: None,
+            dcmi_library: None,
             cards: vec![0],
             timeout_us: 60_000_000,
             activations: Activations::default(),
