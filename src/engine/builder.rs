@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::config::{EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
@@ -13,6 +14,7 @@ use super::programs::{cut, settle_overflow, stored_heads};
 use super::runner::ModelRunner;
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
+use super::warm_up::warm_up;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
@@ -32,6 +34,10 @@ pub struct LoadProgress {
     pub done_bytes: u64,
     /// Bytes of all weights.
     pub total_bytes: u64,
+    /// Buckets of rows that have run a step, if the engine is warmed up.
+    pub warm_buckets: u32,
+    /// Buckets that are to run one.
+    pub total_buckets: u32,
 }
 
 /// What an engine runs, and on what.
@@ -111,6 +117,7 @@ pub struct EngineBuilder {
     clock: Arc<dyn Clock>,
     customs: Vec<RegisteredOp>,
     on_progress: Option<Arc<OnProgress>>,
+    warm_up: Option<Duration>,
 }
 
 impl std::fmt::Debug for EngineBuilder {
@@ -134,6 +141,7 @@ impl Engine {
             clock: Arc::new(SystemClock::default()),
             customs: Vec::new(),
             on_progress: None,
+            warm_up: None,
         }
     }
 }
@@ -169,7 +177,16 @@ impl EngineBuilder {
         self
     }
 
-    /// Calls `report` on the building thread after each tensor that was packed.
+    /// Runs a decode step of each bucket of rows before the engine is handed out, smallest first, until `budget` is spent by
+    /// the builder's clock: what a device does once for each (the Ascend device captures a graph) is then done. Buckets that
+    /// are left over are warmed up by the first batch that meets them, as all are without this. A device with free shapes has
+    /// nothing to do, nor has a model with custom operations, which would see rows that are nobody's.
+    pub fn warm_up(mut self, budget: Duration) -> Self {
+        self.warm_up = Some(budget);
+        self
+    }
+
+    /// Calls `report` on the building thread after each tensor that was packed and each bucket that was warmed up.
     pub fn on_progress(mut self, report: impl Fn(LoadProgress) + Send + Sync + 'static) -> Self {
         self.on_progress = Some(Arc::new(report));
         self
@@ -233,7 +250,14 @@ impl EngineBuilder {
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        let Fitted { config, plans, pool_blocks, runner, notes } = fitting.fit(config, plans, &weights)?;
+        let Fitted { config, plans, pool_blocks, mut runner, notes } = fitting.fit(config, plans, &weights)?;
+        let can_warm_up = device.caps().static_shapes && self.customs.is_empty();
+        if let Some(budget) = self.warm_up.filter(|_| can_warm_up) {
+            let most = config.max_num_seqs.min(pool_blocks);
+            let buckets: Vec<u32> = plans.rows().filter(|rows| *rows <= most).collect();
+            let report = |warm_buckets| source.warmed(warm_buckets, to_u32(buckets.len()));
+            warm_up(&mut runner, &buckets, self.clock.as_ref(), budget, report)?;
+        }
 
         let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
@@ -395,6 +419,14 @@ impl<'a> Reported<'a> {
     fn new(source: &'a dyn WeightSource, total_bytes: u64, report: Option<&'a OnProgress>) -> Self {
         Self { source, report, total_bytes, done_bytes: AtomicU64::new(0) }
     }
+
+    /// Tells of buckets that were warmed up once everything is packed.
+    fn warmed(&self, warm_buckets: u32, total_buckets: u32) {
+        let done_bytes = self.done_bytes.load(Ordering::Relaxed);
+        if let Some(report) = self.report {
+            report(LoadProgress { done_bytes, total_bytes: self.total_bytes, warm_buckets, total_buckets });
+        }
+    }
 }
 
 impl std::fmt::Debug for Reported<'_> {
@@ -417,7 +449,7 @@ impl WeightSource for Reported<'_> {
         self.source.release(name);
         let done_bytes = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if let Some(report) = self.report {
-            report(LoadProgress { done_bytes, total_bytes: self.total_bytes });
+            report(LoadProgress { done_bytes, total_bytes: self.total_bytes, warm_buckets: 0, total_buckets: 0 });
         }
     }
 }

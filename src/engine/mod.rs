@@ -39,6 +39,7 @@ mod slot;
 mod stats;
 mod stop;
 mod text_files;
+mod warm_up;
 mod window;
 mod worker;
 

@@ -94,6 +94,11 @@ impl Plans {
         self.by_bucket.last().and_then(|ranks| ranks.first())
     }
 
+    /// Rows of the buckets, ascending.
+    pub fn rows(&self) -> impl Iterator<Item = u32> {
+        self.by_bucket.iter().map(|ranks| to_u32(ranks[0].bucket.tokens))
+    }
+
     /// Bytes of all arenas.
     pub fn arena_bytes(&self) -> u64 {
         self.by_bucket.iter().chain(&self.f32).flatten().map(|plan| plan.arena_bytes as u64).sum()
