@@ -64,13 +64,11 @@ const LLAMA2_70B: &str = r#"{
 }"#;
 
 /// What the host's calls take, in ns. See the cost model in `docs/ascend.md`.
-const HOST_RATES: [(&str, i64); 4] =
-    [("query_ns", 6000), ("launch_ns", 4000), ("replay_ns", 20_000), ("update_ns", 4000)];
+const HOST_RATES: [&str; 4] = ["query_ns", "launch_ns", "replay_ns", "update_ns"];
 /// What a task takes to begin on the device, in ns.
-const DEVICE_TIMES: [(&str, i64); 3] = [("task_ns", 2000), ("graph_task_ns", 1000), ("link_ns", 1500)];
+const DEVICE_TIMES: [&str; 3] = ["task_ns", "graph_task_ns", "link_ns"];
 /// How fast the device is, beside its memory.
-const DEVICE_RATES: [(&str, i64); 4] =
-    [("cube_tflops", 295), ("vector_gflops", 4608), ("pcie_gb_per_s", 24), ("link_gb_per_s", 28)];
+const DEVICE_RATES: [&str; 4] = ["cube_tflops", "vector_gflops", "pcie_gb_per_s", "link_gb_per_s"];
 const BANDWIDTH: &str = "hbm_gb_per_s";
 /// As a rate: what is done so fast takes no time.
 const AT_ONCE: i64 = 1 << 40;
@@ -121,7 +119,8 @@ fn run(args: &Args) -> Result<()> {
     sim.set("compute", 0);
     sim.set("hbm_bytes", 64 << 30);
     sim.set("devices", args.cards.into());
-    set_rates(&sim, args, Time::Both);
+    let rates = own_rates(&sim);
+    set_rates(&sim, &rates, args, Time::Both);
 
     let (mut has_title, mut notes) = (false, Vec::new());
     for capture in [false, true] {
@@ -135,10 +134,10 @@ fn run(args: &Args) -> Result<()> {
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let mut decoding = Decoding::new(args, &config, &graphs, &device, &weights, fusion)?;
             if !has_title {
-                print!("{}", title(args, &config, &device, &decoding));
+                print!("{}", title(args, &rates, &config, &device, &decoding));
                 has_title = true;
             }
-            println!("{}", decoding.line(&sim, args, if capture { "captured" } else { "eager" })?);
+            println!("{}", decoding.line(&sim, &rates, args, if capture { "captured" } else { "eager" })?);
         }
         notes.extend(device.notes());
     }
@@ -165,23 +164,31 @@ enum Time {
     Device,
 }
 
-fn set_rates(sim: &Simulator, args: &Args, time: Time) {
+/// The rates that the simulator starts with, by name.
+type Rates = BTreeMap<&'static str, i64>;
+
+fn own_rates(sim: &Simulator) -> Rates {
+    let names = HOST_RATES.iter().chain(&DEVICE_TIMES).chain(&DEVICE_RATES);
+    names.map(|name| (*name, sim.setting(name))).collect()
+}
+
+fn set_rates(sim: &Simulator, rates: &Rates, args: &Args, time: Time) {
     let (host, device) = (time != Time::Device, time != Time::Host);
-    for (name, ns) in HOST_RATES {
-        sim.set(name, if host { args.host_factor * ns } else { 0 });
+    for name in HOST_RATES {
+        sim.set(name, if host { args.host_factor * rates[name] } else { 0 });
     }
-    for (name, ns) in DEVICE_TIMES {
-        sim.set(name, if device { ns } else { 0 });
+    for name in DEVICE_TIMES {
+        sim.set(name, if device { rates[name] } else { 0 });
     }
-    for (name, rate) in DEVICE_RATES.into_iter().chain([(BANDWIDTH, args.bandwidth)]) {
+    for (name, rate) in DEVICE_RATES.map(|name| (name, rates[name])).into_iter().chain([(BANDWIDTH, args.bandwidth)]) {
         sim.set(name, if device { rate } else { AT_ONCE });
     }
 }
 
-fn title(args: &Args, config: &ModelConfig, device: &Arc<dyn Device>, decoding: &Decoding) -> String {
-    let host = HOST_RATES.map(|(name, ns)| (name, args.host_factor * ns));
-    let rates = host.iter().chain(&DEVICE_TIMES).chain(&DEVICE_RATES);
-    let rates: Vec<String> = rates.map(|(name, value)| format!("{name} {value}")).collect();
+fn title(args: &Args, rates: &Rates, config: &ModelConfig, device: &Arc<dyn Device>, decoding: &Decoding) -> String {
+    let host = HOST_RATES.map(|name| (name, args.host_factor * rates[name]));
+    let own = DEVICE_TIMES.iter().chain(&DEVICE_RATES).map(|name| (*name, rates[name]));
+    let rates: Vec<String> = host.into_iter().chain(own).map(|(name, value)| format!("{name} {value}")).collect();
     let cost = decoding.runner.cost(&decoding.input);
     let ms = |bytes| ms_of(bytes, args);
     let giga = |bytes: u64| bytes as f64 / 1e9 / f64::from(args.cards);
@@ -232,7 +239,7 @@ impl Decoding {
         let kv_tokens = config.max_position_embeddings;
         let bucket = Bucket { tokens: batch, logit_rows: batch, seqs: batch, kv_tokens };
         let mut options = CompileOptions::default();
-        (options.fusion, options.overflow) = (Some(fusion), OverflowPolicy::Error);
+        (options.fusion, options.overflow) = (Some(fusion), Some(OverflowPolicy::Error));
         let compiled = graphs.iter().map(|graph| compile(graph, caps.target, Numerics::Fast, &options, bucket));
         let plans = compiled.collect::<std::result::Result<Vec<Plan>, _>>()?;
         let block_size = caps.default_block_size;
@@ -298,8 +305,8 @@ impl Decoding {
     }
 
     /// Modelled time from the end of one step to the end of the next.
-    fn step_time(&mut self, sim: &Simulator, args: &Args, time: Time) -> Result<Duration> {
-        set_rates(sim, args, time);
+    fn step_time(&mut self, sim: &Simulator, rates: &Rates, args: &Args, time: Time) -> Result<Duration> {
+        set_rates(sim, rates, args, time);
         for _ in 0..WARM_UP {
             self.step()?;
         }
@@ -310,7 +317,7 @@ impl Decoding {
         }
         let all = sim.clock().host.saturating_sub(before);
         self.drain()?;
-        set_rates(sim, args, Time::Both);
+        set_rates(sim, rates, args, Time::Both);
         Ok(all / args.steps)
     }
 
@@ -331,10 +338,10 @@ impl Decoding {
         Ok(calls)
     }
 
-    fn line(&mut self, sim: &Simulator, args: &Args, mode: &str) -> Result<String> {
-        let step = self.step_time(sim, args, Time::Both)?;
-        let host = self.step_time(sim, args, Time::Host)?;
-        let device = self.step_time(sim, args, Time::Device)?;
+    fn line(&mut self, sim: &Simulator, rates: &Rates, args: &Args, mode: &str) -> Result<String> {
+        let step = self.step_time(sim, rates, args, Time::Both)?;
+        let host = self.step_time(sim, rates, args, Time::Host)?;
+        let device = self.step_time(sim, rates, args, Time::Device)?;
         let calls = self.calls(sim)?;
         let cost = self.runner.cost(&self.input);
         let bound_ms = ms_of(cost.weight_bytes + cost.kv_bytes, args);

@@ -60,7 +60,7 @@ fn run(args: &Args) -> Result<()> {
     }
     config.threads = args.model.threads;
     let engine = args.model.load(config)?;
-    for note in &engine.info().device_notes {
+    for note in engine.info().notes.iter().chain(&engine.device_notes()) {
         eprintln!("{}: {note}", args.model.device);
     }
 

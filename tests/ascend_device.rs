@@ -164,15 +164,16 @@ fn what_is_missing_is_named() {
 fn what_cannot_be_honoured_is_refused_by_name() {
     let npu = Npu::new();
     type Change = fn(&mut EngineConfig);
-    let cases: [(&str, Change); 8] = [
+    let cases: [(&str, Change); 9] = [
         ("numerics", |config| config.numerics = Numerics::Exact),
         ("kv_dtype", |config| config.kv_dtype = Some(KvDType::I8)),
         ("kv_dtype", |config| config.kv_dtype = Some(KvDType::F32)),
-        ("overflow", |config| config.compile.precision = Some(Precision::F16)),
+        ("retry_f32", |config| config.compile.overflow = Some(OverflowPolicy::RetryF32)),
+        ("precision f16", |config| config.compile.precision = Some(Precision::F16)),
         ("precision", |config| config.compile.precision = Some(Precision::F32)),
-        ("clamp", |config| config.compile.overflow = OverflowPolicy::Clamp),
+        ("clamp", |config| config.compile.overflow = Some(OverflowPolicy::Clamp)),
         ("precision f16", |config| {
-            (config.compile.precision, config.compile.overflow) = (Some(Precision::F16), OverflowPolicy::Error);
+            (config.compile.precision, config.compile.overflow) = (Some(Precision::F16), Some(OverflowPolicy::Error));
         }),
         ("block_size", |config| config.block_size = Some(24)),
     ];
@@ -339,7 +340,7 @@ fn settings_that_change_no_number_give_the_same_bits() {
     let [none, least, most] = [0, 1, 3].map(|level| with(&|config| config.compile = CompileOptions::preset(level)));
     assert!(none == least && most == plain && none != plain);
     let own = |config: &mut EngineConfig| {
-        (config.compile.precision, config.compile.overflow) = (Some(Precision::BF16), OverflowPolicy::Error);
+        (config.compile.precision, config.compile.overflow) = (Some(Precision::BF16), Some(OverflowPolicy::Error));
     };
     assert!(with(&own) == plain);
     npu.assert_clean();

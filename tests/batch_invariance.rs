@@ -100,9 +100,16 @@ fn compare(model: &Path, arithmetic: Arithmetic, label: &str, scripts: &[Script]
 
 /// Requests arrive and leave at fixed steps of a core.
 fn crowd(model: &Path, arithmetic: Arithmetic, seed: u64) {
-    let label = format!("{}, {arithmetic:?}, seed {seed}", model.display());
+    crowd_in_flight(model, arithmetic, seed, 1);
+}
+
+/// The same with several steps in flight.
+fn crowd_in_flight(model: &Path, arithmetic: Arithmetic, seed: u64, depth: u32) {
+    let label = format!("{}, {arithmetic:?}, depth {depth}, seed {seed}", model.display());
     let scripts = scripts(seed);
-    let mut core = core(model, crowded_config(arithmetic));
+    let mut config = crowded_config(arithmetic);
+    config.pipeline_depth = Some(depth);
+    let mut core = core(model, config);
     let mut handles: Vec<Option<RequestHandle>> = scripts.iter().map(|_| None).collect();
     for step in 0..200 {
         for (script, handle) in scripts.iter().zip(&mut handles) {
@@ -141,6 +148,14 @@ fn company_does_not_show_with_integer_weights() {
 #[test]
 fn company_does_not_show_with_keys_and_values_in_int8() {
     crowd(&quantised(), (Numerics::Fast, Some(KvDType::I8)), 4);
+}
+
+/// Those alone have one step in flight.
+#[test]
+fn company_does_not_show_with_steps_in_flight() {
+    for depth in [2, 3] {
+        crowd_in_flight(&quantised(), (Numerics::Fast, None), 2, depth);
+    }
 }
 
 /// The engine on its own thread, four callers at once: arrivals fall where they fall.

@@ -28,7 +28,7 @@ fn every_knob_can_be_read_from_a_file() {
     assert_eq!((options.attention.full_max, options.attention.partial_max), (128, 2048));
     assert_eq!(
         (options.overflow, options.token_buckets.as_deref()),
-        (OverflowPolicy::Clamp, Some([1, 8, 64].as_slice()))
+        (Some(OverflowPolicy::Clamp), Some([1, 8, 64].as_slice()))
     );
     options.validate(Numerics::Fast).unwrap();
     assert_eq!(read(&serde_json::to_string(&options).unwrap()), options);
@@ -91,6 +91,16 @@ fn files_may_use_the_usual_spellings() {
         assert_eq!(read(&serde_json::to_string(&options).unwrap()), options, "{json}");
     }
     assert_eq!(read(r#"{"precision": "f32"}"#).precision, Some(Precision::F32));
+    for (name, policy) in [
+        ("\"error\"", Some(OverflowPolicy::Error)),
+        ("\"clamp\"", Some(OverflowPolicy::Clamp)),
+        ("\"retry_f32\"", Some(OverflowPolicy::RetryF32)),
+        ("null", None),
+    ] {
+        let options = read(&format!(r#"{{"overflow": {name}}}"#));
+        assert_eq!(options.overflow, policy);
+        assert_eq!(read(&serde_json::to_string(&options).unwrap()), options, "{name}");
+    }
     let config: EngineConfig = serde_json::from_str(r#"{"compile": {"fusion_level": 3}}"#).unwrap();
     assert_eq!(config.compile.fusion, Some(3));
 }
@@ -114,7 +124,8 @@ fn files_are_refused_with_the_reason() {
         (r#"{"parallel_ops": 0}"#, &format!("compile option parallel_ops: got 0, {lanes}")),
         (r#"{"precision": "fp16"}"#, "compile option precision: got \"fp16\", expected \"f32\""),
         (r#"{"precision_overrides": {"q_proj": "half"}}"#, "unknown variant `half`"),
-        (r#"{"overflow": "ignore"}"#, "unknown variant `ignore`"),
+        (r#"{"overflow": "ignore"}"#, "compile option overflow: got \"ignore\", expected \"error\", \"clamp\""),
+        (r#"{"overflow": true}"#, "compile option overflow: got true, expected \"error\""),
         (r#"{"attention": {"full": 3}}"#, "unknown field `full`"),
         (r#"{"token_buckets": [-1]}"#, "invalid value: integer `-1`"),
         (r#"{"precision": 16}"#, "compile option precision: got 16, expected \"f32\""),

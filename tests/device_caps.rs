@@ -1,5 +1,5 @@
 //! What a device lacks: operations it has not are not made or refused by name, fixed shapes cost padding that is counted,
-//! and a device without f32 plans refuses to promise a retry.
+//! and what becomes of overflows is the best it has.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 
@@ -171,20 +171,54 @@ fn plain_operations_that_a_device_lacks_are_refused_by_name() {
     assert!(OpSet::ALL.without(&["nothing"]) == OpSet::ALL && !OpSet::ALL.contains("nothing"));
 }
 
+/// The policy in force, or the words of the refusal.
+fn overflow_policy(
+    asked: Option<OverflowPolicy>,
+    change: impl FnOnce(&mut DeviceCaps),
+) -> Result<&'static str, String> {
+    let mut config = config(2);
+    config.compile.overflow = asked;
+    match Engine::builder(fable()).config(config).device(Lesser::new(change)).build_core() {
+        Ok(core) => {
+            assert_eq!(core.config().compile.overflow, core.info().overflow);
+            Ok(core.info().overflow.expect("a builder made it").name())
+        }
+        Err(BuildError::Config(error)) => {
+            assert_eq!(error.field, "compile.overflow");
+            assert_eq!(asked.map(OverflowPolicy::name), Some(error.value.as_str()));
+            Err(error.expected)
+        }
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
 #[test]
-fn a_device_without_f32_plans_refuses_to_promise_a_retry() {
+fn what_becomes_of_overflows_is_the_best_a_device_has() {
+    let policies = [OverflowPolicy::Error, OverflowPolicy::Clamp, OverflowPolicy::RetryF32];
+    let with =
+        |asked, retry_f32, clamps| overflow_policy(asked, |caps| (caps.retry_f32, caps.clamps) = (retry_f32, clamps));
+    for clamps in [true, false] {
+        assert_eq!(with(None, true, clamps), Ok("retry_f32"));
+        assert_eq!(with(None, false, clamps), Ok("error"));
+        assert_eq!(with(Some(OverflowPolicy::Error), false, clamps), Ok("error"));
+    }
+    for policy in policies {
+        assert_eq!(with(Some(policy), true, true), Ok(policy.name()));
+    }
+    let refused = |asked, retry_f32, clamps, words: &str| {
+        let expected = with(Some(asked), retry_f32, clamps).unwrap_err();
+        assert!(expected.starts_with(words) && expected.contains("device cpu"), "{asked:?}: {expected}");
+    };
+    refused(OverflowPolicy::RetryF32, false, true, "`error` or `clamp`: ");
+    refused(OverflowPolicy::RetryF32, false, false, "`error`: ");
+    refused(OverflowPolicy::Clamp, true, false, "`error` or `retry_f32`: ");
+    refused(OverflowPolicy::Clamp, false, false, "`error`: ");
+}
+
+#[test]
+fn a_device_without_f32_plans_refuses_f32_precision() {
     let device = || Lesser::new(|caps| caps.retry_f32 = false);
     let build = |config: EngineConfig| Engine::builder(fable()).config(config).device(device()).build_core();
-    match build(config(2)) {
-        Err(BuildError::Config(error)) => assert_eq!(error.field, "compile.overflow"),
-        other => panic!("{other:?}"),
-    }
-    for overflow in [OverflowPolicy::Error, OverflowPolicy::Clamp] {
-        let mut config = config(2);
-        config.compile.overflow = overflow;
-        build(config).unwrap();
-    }
-    // Nor has it anything else with f32 activations.
     let mut f32_precision = config(2);
     f32_precision.compile.precision = Some(Precision::F32);
     match build(f32_precision) {

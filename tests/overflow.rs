@@ -72,7 +72,7 @@ const SHIFT: i32 = 14;
 fn config(overflow: OverflowPolicy) -> EngineConfig {
     let mut config = plain_config();
     config.numerics = Numerics::Fast;
-    (config.compile.precision, config.compile.overflow) = (Some(Precision::F16), overflow);
+    (config.compile.precision, config.compile.overflow) = (Some(Precision::F16), Some(overflow));
     config.max_num_seqs = 8;
     config
 }
@@ -196,7 +196,7 @@ fn the_stretched_model_is_the_same_in_f32() {
     assert!(all.iter().zip(&plain).all(|(a, b)| a.as_ref().unwrap() == b.as_ref().unwrap()), "{stats:?}");
     assert_eq!(stats.retried_sequences, 5, "one a request: choices go on from their common prompt");
     // And a smaller shift makes no row overflow.
-    config.compile.overflow = OverflowPolicy::Error;
+    config.compile.overflow = Some(OverflowPolicy::Error);
     let (none, stats) = together(&large_products(2), &config, 1);
     let (half, _) = together(&float(), &config, 1);
     assert!(none.iter().zip(&half).all(|(a, b)| a.as_ref().unwrap() == b.as_ref().unwrap()), "{stats:?}");

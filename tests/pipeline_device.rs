@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ascend_llm::device::Device;
-use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestHandle, Stats};
+use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestError, RequestHandle, Stats};
 use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
 use late_device::LateDevice;
@@ -124,6 +124,55 @@ fn depth_does_not_show_with_integer_weights() {
     assert!(stats.preemptions > 0 && stats.prefix_hits > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
+/// Two ranks on one processor, whose collectives stand in the same queue.
+#[test]
+fn depth_does_not_show_between_ranks() {
+    let mut config = crowded(Numerics::Fast);
+    config.tensor_parallel_size = 2;
+    let stats = depth_does_not_show(&quantised(), &config, 33);
+    assert!(stats.preemptions > 0 && stats.wasted_rows > 0, "{stats:?}");
+}
+
+/// A device that finds no largest logit in a row whose status is sound: that request ends with its own error, at any depth,
+/// and its neighbours' answers are what they get alone.
+#[test]
+fn a_row_without_a_largest_logit_ends_its_own_request() {
+    let prompts = [vec![7; 20], vec![9, 8, 300], (3..30).collect::<Vec<u32>>()];
+    let config = |depth| {
+        let mut config = plain_config();
+        config.pipeline_depth = Some(depth);
+        config
+    };
+    let request = |prompt: &Vec<u32>| Request::tokens(prompt.clone()).sampling(greedy(12));
+    let alone: Vec<Seen> =
+        prompts.iter().map(|prompt| story::alone(&quantised(), &config(1), request(prompt))).collect();
+    for depth in 1..=3 {
+        for launch in 1..=6 {
+            for row in 0..prompts.len() as u64 {
+                let device = LateDevice::new();
+                let builder = builder(&quantised(), config(depth)).device(device.clone());
+                let mut core = builder.build_core().unwrap();
+                device.spoil(launch, row);
+                let handles: Vec<_> = prompts.iter().map(|prompt| core.submit(request(prompt)).unwrap()).collect();
+                drain(&mut core);
+                let label = format!("depth {depth}, launch {launch}, row {row}");
+                assert!(!device.spoils(), "{label}");
+                let mut failed = 0;
+                for (handle, alone) in handles.into_iter().zip(&alone) {
+                    match handle.collect_output() {
+                        Ok(output) => assert_eq!(Seen::of(&output), *alone, "{label}"),
+                        Err(error) => {
+                            assert!(matches!(error, RequestError::NonFinite { choice: 0, .. }), "{label}: {error:?}");
+                            failed += 1;
+                        }
+                    }
+                }
+                assert_eq!(failed, 1, "{label}");
+            }
+        }
+    }
+}
+
 fn greedy(max_tokens: u32) -> SamplingParams {
     let mut params = SamplingParams::greedy();
     (params.max_tokens, params.ignore_eos) = (Some(max_tokens), true);
@@ -163,7 +212,7 @@ fn dropping_an_engine_waits_for_what_is_in_flight() {
         // The device panics if a buffer goes under queued work.
         drop(core);
         assert!(device.is_drained());
-        assert!(matches!(handle.last(), Some(Err(ascend_llm::engine::RequestError::Closed))));
+        assert!(matches!(handle.last(), Some(Err(RequestError::Closed))));
     }
 }
 
@@ -212,7 +261,7 @@ fn a_fault_at_any_call_is_heard() {
             for (seen, expected) in seen.into_iter().zip(&expected) {
                 match (seen, &failed) {
                     (Ok(seen), _) => assert_eq!(&seen, expected.as_ref().unwrap(), "depth {depth}, call {call}"),
-                    (Err(ascend_llm::engine::RequestError::Engine(heard)), Some(failed)) => assert_eq!(heard, *failed),
+                    (Err(RequestError::Engine(heard)), Some(failed)) => assert_eq!(heard, *failed),
                     (Err(error), failed) => panic!("depth {depth}, call {call}: {error:?}, engine {failed:?}"),
                 }
             }

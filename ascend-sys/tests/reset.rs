@@ -171,3 +171,16 @@ fn a_model_of_seventy_billion_weights_needs_no_memory() {
     let after = threads_and_bytes().1;
     assert!(after < before + (32 << 20), "{after} bytes, {before} before");
 }
+
+/// What was set can be asked for, and goes back to where it began.
+#[test]
+fn settings_can_be_asked_for() {
+    let _turn = rig::turn();
+    let sim = rig::simulator();
+    let before = sim.setting("task_ns");
+    sim.set("task_ns", before + 5);
+    assert_eq!(sim.setting("task_ns"), before + 5);
+    sim.reset();
+    assert_eq!(sim.setting("task_ns"), before);
+    assert!(std::panic::catch_unwind(|| sim.setting("no_such_thing")).is_err());
+}

@@ -78,6 +78,7 @@ impl ModelArgs {
                         sim.set("devices", self.ranks.into());
                     }
                     options.library = Some(sim.path().to_owned());
+                    options.dcmi_library.clone_from(&options.library);
                 }
                 Ok(ascend_llm::device::ascend::AscendDevice::open(options)?)
             }

@@ -109,6 +109,9 @@ pub struct DeviceCaps {
     pub max_ranks: u32,
     /// Whether it runs plans with f32 activations, so that sequences that overflow can go on in one.
     pub retry_f32: bool,
+    /// Whether it makes a value that is too large for the type it is stored in the largest there is, and counts it; elsewhere
+    /// such a value becomes infinite.
+    pub clamps: bool,
     /// Bytes of memory it can allocate, on each card if there are several, as far as known.
     pub memory_bytes: Option<u64>,
 }
@@ -287,7 +290,9 @@ pub trait Device: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Energy used since some fixed moment, in microjoules, where the device has a meter.
+    /// Energy used since it was first asked, in microjoules, where the device has a meter: by all that runs on it, whoever
+    /// asked for that. Differences are what counts, so ask before and after. A device whose meter shows power and not energy
+    /// samples it while somebody asks every two minutes, and charges other times at the lowest power that it has seen.
     fn energy_uj(&self) -> Option<u64> {
         None
     }

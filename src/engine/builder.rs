@@ -4,26 +4,27 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use super::config::{CacheBudget, EngineConfig, refuse};
+use super::config::{EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
 use super::error::BuildError;
-use super::programs::{Plans, cut, stored_heads};
-use super::runner::{ModelRunner, RunnerShape};
+use super::fit::{Fitted, Fitting};
+use super::programs::{cut, settle_overflow, stored_heads};
+use super::runner::ModelRunner;
 use super::stop::default_stop_ids;
 use super::text_files::TextFiles;
+use super::warm_up::warm_up;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
-use crate::graph::{Bucket, Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, Plan, RegisteredOp, Weight};
+use crate::graph::{
+    Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, OverflowPolicy, Plan, RegisteredOp, Weight,
+};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
-
-/// Without a budget of its own the KV cache takes at most one part in this many of what the device has free: the host's
-/// other programs and the page cache that holds the model's file need the rest.
-const AUTO_CACHE_SHARE: u64 = 4;
 
 /// How far loading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,10 @@ pub struct LoadProgress {
     pub done_bytes: u64,
     /// Bytes of all weights, as often as there are ranks: each reads all and keeps its part.
     pub total_bytes: u64,
+    /// Buckets of rows that have run a step, if the engine is warmed up.
+    pub warm_buckets: u32,
+    /// Buckets that are to run one.
+    pub total_buckets: u32,
 }
 
 /// What an engine runs, and on what.
@@ -51,13 +56,15 @@ pub struct EngineInfo {
     pub max_model_len: u32,
     /// The device in words.
     pub device: String,
-    /// What the device said of itself when the model was loaded, such as why something runs in another way than it could;
-    /// [`Device::notes`] has what came later.
-    pub device_notes: Vec<String>,
+    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. What the device
+    /// says of itself is in [`Engine::device_notes`].
+    pub notes: Vec<String>,
     /// Tokens a KV block.
     pub block_size: u32,
     /// Type of stored keys and values.
     pub kv_dtype: String,
+    /// What happens to rows that overflow; none if no builder made the engine.
+    pub overflow: Option<OverflowPolicy>,
     /// Blocks in the KV pool.
     pub pool_blocks: u32,
     /// Tokens the KV pool holds.
@@ -110,6 +117,7 @@ pub struct EngineBuilder {
     clock: Arc<dyn Clock>,
     customs: Vec<RegisteredOp>,
     on_progress: Option<Arc<OnProgress>>,
+    warm_up: Option<Duration>,
 }
 
 impl std::fmt::Debug for EngineBuilder {
@@ -133,6 +141,7 @@ impl Engine {
             clock: Arc::new(SystemClock::default()),
             customs: Vec::new(),
             on_progress: None,
+            warm_up: None,
         }
     }
 }
@@ -168,7 +177,16 @@ impl EngineBuilder {
         self
     }
 
-    /// Calls `report` on the building thread after each tensor that was packed.
+    /// Runs a decode step of each bucket of rows before the engine is handed out, smallest first, until `budget` is spent by
+    /// the builder's clock: what a device does once for each (the Ascend device captures a graph) is then done. Buckets that
+    /// are left over are warmed up by the first batch that meets them, as all are without this. A device with free shapes has
+    /// nothing to do, nor has a model with custom operations, which would see rows that are nobody's.
+    pub fn warm_up(mut self, budget: Duration) -> Self {
+        self.warm_up = Some(budget);
+        self
+    }
+
+    /// Calls `report` on the building thread after each tensor that was packed and each bucket that was warmed up.
     pub fn on_progress(mut self, report: impl Fn(LoadProgress) + Send + Sync + 'static) -> Self {
         self.on_progress = Some(Arc::new(report));
         self
@@ -206,43 +224,41 @@ impl EngineBuilder {
             let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
             Arc::new(CpuDevice::new(options)?)
         };
-        let depth = *config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
+        config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
         let max_model_len = settle_model_len(&mut config, &model)?;
         let ranks = settle_ranks(&config, device.as_ref())?;
+        let overflow = settle_overflow(&mut config.compile, device.caps())?;
         let graphs = cut(&graph, ranks)?;
         let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
-        let bucket = Bucket {
-            tokens: config.max_num_batched_tokens as usize,
-            logit_rows: config.max_num_seqs as usize,
-            seqs: config.max_num_seqs as usize,
-            kv_tokens: max_model_len as usize,
+        let fitting = Fitting {
+            device: &device,
+            graphs: &graphs,
+            geometry,
+            layout: &layout,
+            max_model_len,
+            vocab_size: graph.vocab_size,
+            weight_bytes: weight_bytes(files.source.as_ref(), &graph),
         };
-        let plans = Plans::compile(&graphs, &config, device.as_ref(), bucket)?;
-
-        let source = Reported::new(files.source.as_ref(), &graph, ranks, self.on_progress.as_deref());
+        // What cannot be compiled is refused before anything is uploaded.
+        let plans = fitting.compile(&config)?;
+        let source = Reported::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        // Of each card: the ranks' shares are as good as equal.
-        let all_bytes = source.weight_bytes + plans.arena_bytes();
-        let taken_bytes = all_bytes / u64::from(device.caps().cards.max(1));
-        let pool_blocks = settle_pool(&mut config, device.as_ref(), &layout, &geometry, max_model_len, taken_bytes)?;
-        let programs = plans.load(&device, &weights, &geometry)?;
+        let Fitted { config, plans, pool_blocks, mut runner, notes } = fitting.fit(config, plans, &weights)?;
+        let can_warm_up = device.caps().static_shapes && self.customs.is_empty();
+        if let Some(budget) = self.warm_up.filter(|_| can_warm_up) {
+            let most = config.max_num_seqs.min(pool_blocks);
+            let buckets: Vec<u32> = plans.rows().filter(|rows| *rows <= most).collect();
+            let report = |warm_buckets| source.warmed(warm_buckets, to_u32(buckets.len()));
+            warm_up(&mut runner, &buckets, self.clock.as_ref(), budget, report)?;
+        }
 
-        let shape = RunnerShape {
-            bucket,
-            max_seqs: config.max_num_seqs as usize,
-            max_blocks_per_seq: (max_model_len as usize).div_ceil(geometry.block_size).min(pool_blocks as usize),
-            block_size: geometry.block_size,
-            pool_blocks: pool_blocks as usize,
-            vocab_size: graph.vocab_size,
-            max_in_flight: depth as usize,
-        };
         let mut limits = ModelLimits::new(to_u32(graph.vocab_size), max_model_len);
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
         limits.fingerprint = fingerprint(&graph, &layout, &config);
-        limits.max_logit_rows = to_u32(bucket.logit_rows);
+        limits.max_logit_rows = config.max_num_seqs;
         let info = EngineInfo {
             architecture: model.architecture.name().to_owned(),
             parameters: model.parameters(),
@@ -250,9 +266,10 @@ impl EngineBuilder {
             vocab_size: limits.vocab_size,
             max_model_len,
             device: device.caps().description.clone(),
-            device_notes: device.notes(),
+            notes,
             block_size: to_u32(geometry.block_size),
             kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
+            overflow: Some(overflow),
             pool_blocks,
             pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
             pool_bytes: u64::from(pool_blocks) * layout.bytes_per_block,
@@ -261,12 +278,11 @@ impl EngineBuilder {
                 plan_steps: to_u32(plan.steps.len()),
                 plan_groups: to_u32(plan.groups().len()),
                 decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
-                prefill_cost: prompt_cost(plan, to_u32(bucket.tokens), max_model_len, &geometry),
+                prefill_cost: prompt_cost(plan, config.max_num_batched_tokens, max_model_len, &geometry),
                 buckets: plans.infos(max_model_len, &geometry),
                 ..EngineInfo::default()
             })
         };
-        let runner = ModelRunner::new(Arc::clone(&device), programs, layout, shape)?;
         Ok(Parts { config, device, runner, limits, text, info })
     }
 }
@@ -374,39 +390,6 @@ fn settle_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, Build
     Err(refuse("tensor_parallel_size", ranks, expected).into())
 }
 
-/// Fixes the number of blocks and writes it into the configuration.
-fn settle_pool(
-    config: &mut EngineConfig,
-    device: &dyn Device,
-    layout: &KvLayout,
-    geometry: &KvGeometry,
-    max_model_len: u32,
-    taken_bytes: u64,
-) -> Result<u32, BuildError> {
-    let block_bytes = layout.bytes_per_block.max(1);
-    let most_useful = u64::from(config.max_num_seqs) * u64::from(max_model_len).div_ceil(geometry.block_size as u64);
-    // Positions are 32-bit numbers.
-    let most_countable = u64::from(u32::MAX) / geometry.block_size as u64;
-    let (blocks, budget_bytes) = match config.kv_cache {
-        CacheBudget::Blocks(blocks) if u64::from(blocks) > most_countable => {
-            let expected = format!("at most {most_countable} blocks of {} tokens", geometry.block_size);
-            return Err(refuse("kv_cache.blocks", blocks, expected).into());
-        }
-        CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
-        CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
-        CacheBudget::Auto => {
-            let free = device.caps().memory_bytes.map_or(u64::MAX, |bytes| bytes / AUTO_CACHE_SHARE);
-            ((free / block_bytes).min(most_useful).min(most_countable), free)
-        }
-    };
-    if blocks == 0 {
-        return Err(BuildError::NoRoomForCache { budget_bytes, taken_bytes, block_bytes, needed_bytes: block_bytes });
-    }
-    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-    config.kv_cache = CacheBudget::Blocks(blocks);
-    Ok(blocks)
-}
-
 /// Names everything that changes what a KV block of this engine holds.
 fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 {
     let lane = |salt: u64| {
@@ -415,7 +398,7 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
         layout.id.hash(&mut hasher);
         let compile = &config.compile;
         let arithmetic = (config.numerics, compile.resolved_precision(config.numerics), &compile.precision_overrides);
-        format!("{arithmetic:?} {} {:?}", config.tensor_parallel_size, compile.overflow).hash(&mut hasher);
+        format!("{arithmetic:?} {} {:?}", config.tensor_parallel_size, compile.resolved_overflow()).hash(&mut hasher);
         for custom in &graph.customs {
             format!("{} {}", custom.site, custom.op.name()).hash(&mut hasher);
         }
@@ -427,22 +410,32 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
     lane(1) << 64 | lane(2)
 }
 
+/// Bytes of all weights of a graph as their files hold them.
+fn weight_bytes(source: &dyn WeightSource, graph: &Graph) -> u64 {
+    let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |tensor| tensor.data.len() as u64);
+    graph.weights.iter().map(bytes).sum()
+}
+
 /// A source that tells how far its reader has come: a tensor counts when it is released.
 struct Reported<'a> {
     source: &'a dyn WeightSource,
     report: Option<&'a OnProgress>,
-    weight_bytes: u64,
-    /// Each rank reads all tensors and keeps its part of each.
     total_bytes: u64,
     done_bytes: AtomicU64,
 }
 
 impl<'a> Reported<'a> {
-    fn new(source: &'a dyn WeightSource, graph: &Graph, ranks: u32, report: Option<&'a OnProgress>) -> Self {
-        let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |t| t.data.len() as u64);
-        let weight_bytes = graph.weights.iter().map(bytes).sum();
-        let total_bytes = u64::from(ranks) * weight_bytes;
-        Self { source, report, weight_bytes, total_bytes, done_bytes: AtomicU64::new(0) }
+    /// Each of `ranks` reads all tensors and keeps its part of each.
+    fn new(source: &'a dyn WeightSource, weight_bytes: u64, ranks: u32, report: Option<&'a OnProgress>) -> Self {
+        Self { source, report, total_bytes: u64::from(ranks) * weight_bytes, done_bytes: AtomicU64::new(0) }
+    }
+
+    /// Tells of buckets that were warmed up once everything is packed.
+    fn warmed(&self, warm_buckets: u32, total_buckets: u32) {
+        let done_bytes = self.done_bytes.load(Ordering::Relaxed);
+        if let Some(report) = self.report {
+            report(LoadProgress { done_bytes, total_bytes: self.total_bytes, warm_buckets, total_buckets });
+        }
     }
 }
 
@@ -466,7 +459,7 @@ impl WeightSource for Reported<'_> {
         self.source.release(name);
         let done_bytes = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if let Some(report) = self.report {
-            report(LoadProgress { done_bytes, total_bytes: self.total_bytes });
+            report(LoadProgress { done_bytes, total_bytes: self.total_bytes, warm_buckets: 0, total_buckets: 0 });
         }
     }
 }

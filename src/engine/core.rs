@@ -262,6 +262,18 @@ impl EngineCore {
         self.device.as_ref()?.peaks()
     }
 
+    /// Energy the device has used since it was first asked, in microjoules; see
+    /// [`Engine::energy_uj`](super::Engine::energy_uj).
+    pub fn energy_uj(&self) -> Option<u64> {
+        self.device.as_ref()?.energy_uj()
+    }
+
+    /// What the device says of itself now, where a builder put the engine on one; see
+    /// [`Engine::device_notes`](super::Engine::device_notes).
+    pub fn device_notes(&self) -> Vec<String> {
+        self.device.as_ref().map(|device| device.notes()).unwrap_or_default()
+    }
+
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
         health(&self.intake)

@@ -31,17 +31,19 @@ pub enum BuildError {
     /// The memory budget leaves no room for keys and values.
     #[error(
         "no room for the KV cache: the budget is {budget_bytes} bytes, weights and buffers take {taken_bytes}, one block \
-         takes {block_bytes}, and at least {needed_bytes} bytes of blocks are needed"
+         takes {block_bytes}, and at least {needed_bytes} bytes of blocks are needed; {fitting_tokens} tokens would fit"
     )]
     NoRoomForCache {
-        /// Bytes that may be used in all.
+        /// Bytes that may be used for it: what the configuration says, or what a device had free when the pool was asked for.
         budget_bytes: u64,
-        /// Bytes that weights and buffers take of it.
+        /// Bytes that weights and plans take beside it.
         taken_bytes: u64,
         /// Bytes of one KV block.
         block_bytes: u64,
-        /// Bytes of the smallest pool that would do.
+        /// Bytes of the pool that was asked for, or of the smallest that would do.
         needed_bytes: u64,
+        /// Tokens that the blocks within the budget hold: with one sequence the longest `max_model_len`.
+        fitting_tokens: u64,
     },
     /// The model's weight files cannot be used.
     #[error("cannot open the model")]

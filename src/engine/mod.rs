@@ -20,6 +20,7 @@ mod config;
 mod core;
 mod draw;
 mod error;
+mod fit;
 mod forward;
 mod handle;
 mod intake;
@@ -38,6 +39,7 @@ mod slot;
 mod stats;
 mod stop;
 mod text_files;
+mod warm_up;
 mod window;
 mod worker;
 
@@ -152,6 +154,32 @@ impl Engine {
     /// ```
     pub fn peaks(&self) -> Option<Peaks> {
         self.inner.device.as_ref()?.peaks()
+    }
+
+    /// Energy the device has used since it was first asked, in microjoules, where it has a meter that may be read; see
+    /// [`Device::energy_uj`]. With the tokens of the same time in [`stats`](Self::stats) it gives joules a token.
+    ///
+    /// ```
+    /// # use ascend_llm::engine::Engine;
+    /// # use ascend_llm::sampler::SamplingParams;
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
+    /// let (before_uj, before) = (engine.energy_uj(), engine.stats());
+    /// engine.generate("Once upon a time", &SamplingParams::greedy())?;
+    /// if let (Some(before_uj), Some(after_uj)) = (before_uj, engine.energy_uj()) {
+    ///     let tokens = engine.stats().generated_tokens - before.generated_tokens;
+    ///     println!("{:.3} J a token", (after_uj - before_uj) as f64 / 1e6 / tokens as f64);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn energy_uj(&self) -> Option<u64> {
+        self.inner.device.as_ref()?.energy_uj()
+    }
+
+    /// What the device says of itself now, such as why something runs in another way than it could; see [`Device::notes`].
+    pub fn device_notes(&self) -> Vec<String> {
+        self.inner.device.as_ref().map(|device| device.notes()).unwrap_or_default()
     }
 
     /// Whether the engine lives and takes requests.

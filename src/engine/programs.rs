@@ -10,13 +10,14 @@ use super::builder::{BucketInfo, to_u32};
 use super::config::{EngineConfig, refuse};
 use super::error::BuildError;
 use super::runner::Programs;
-use crate::device::{Device, OwnedProgram, OwnedWeights};
+use crate::device::{Device, DeviceCaps, OwnedProgram, OwnedWeights};
 use crate::graph::passes::shard;
 use crate::graph::{
     ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision, Rank,
     compile,
 };
 use crate::kv_cache::KvGeometry;
+use crate::sampler::ParamError;
 
 /// The plans of a model: of each bucket, one a rank.
 #[derive(Debug)]
@@ -39,6 +40,25 @@ pub(super) fn stored_heads(graphs: &[Graph]) -> usize {
         })
     };
     graphs.iter().filter_map(of_rank).sum()
+}
+
+/// Settles what happens to rows that overflow: the best the device has, or what was asked for if the device has it.
+pub(super) fn settle_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
+    let best = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
+    let policy = *options.overflow.get_or_insert(best);
+    let lacks = match policy {
+        OverflowPolicy::Error => return Ok(policy),
+        OverflowPolicy::Clamp if caps.clamps => return Ok(policy),
+        OverflowPolicy::RetryF32 if caps.retry_f32 => return Ok(policy),
+        OverflowPolicy::Clamp => "a value that is too large becomes infinite",
+        OverflowPolicy::RetryF32 => "there are no plans with f32 activations",
+    };
+    let others = match policy {
+        OverflowPolicy::Clamp if caps.retry_f32 => "`error` or `retry_f32`",
+        OverflowPolicy::RetryF32 if caps.clamps => "`error` or `clamp`",
+        _ => "`error`",
+    };
+    Err(refuse("compile.overflow", policy.name(), format!("{others}: on device {} {lacks}", caps.name)))
 }
 
 impl Plans {
@@ -64,12 +84,7 @@ impl Plans {
         let buckets = buckets(options, device.caps().static_shapes, largest);
         let by_bucket = buckets.into_iter().map(|bucket| of_ranks(options, bucket)).collect::<Result<Vec<_>, _>>()?;
         let narrow = by_bucket.iter().flatten().any(rounds);
-        let retries = narrow && options.overflow == OverflowPolicy::RetryF32;
-        if retries && !device.caps().retry_f32 {
-            let expected =
-                format!("`error` or `clamp`: device {} has no plans with f32 activations", device.caps().name);
-            return Err(refuse("compile.overflow", "retry_f32", expected).into());
-        }
+        let retries = narrow && options.resolved_overflow() == OverflowPolicy::RetryF32;
         let f32 = if retries { Some(of_ranks(&options.with_f32_activations(), largest)?) } else { None };
         Ok(Self { by_bucket, f32 })
     }
@@ -77,6 +92,11 @@ impl Plans {
     /// The plan of the first rank for the largest batches.
     pub fn main(&self) -> Option<&Plan> {
         self.by_bucket.last().and_then(|ranks| ranks.first())
+    }
+
+    /// Rows of the buckets, ascending.
+    pub fn rows(&self) -> impl Iterator<Item = u32> {
+        self.by_bucket.iter().map(|ranks| to_u32(ranks[0].bucket.tokens))
     }
 
     /// Bytes of all arenas.

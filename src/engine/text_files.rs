@@ -20,7 +20,10 @@ pub(super) struct TextFiles {
 impl TextFiles {
     /// Reads what there is; a vocabulary given by the caller goes before the model's own.
     pub(super) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
+        #[cfg(feature = "text")]
         let mut text = Self::own(files)?;
+        #[cfg(not(feature = "text"))]
+        let mut text = Self::default();
         if let ModelKind::Folder(folder) = &files.kind
             && let Some(json) = optional(&folder.join("generation_config.json"))?
         {
@@ -33,11 +36,6 @@ impl TextFiles {
             text.tokenizer_eos_ids = vocabulary.eos_ids().to_vec();
         }
         Ok(text)
-    }
-
-    #[cfg(not(feature = "text"))]
-    fn own(_: &ModelFiles) -> Result<Self, BuildError> {
-        Ok(Self::default())
     }
 
     #[cfg(feature = "text")]

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::de::{Deserializer, Visitor};
 
-use super::{CompileError, CompileOptions, Precision};
+use super::{CompileError, CompileOptions, OverflowPolicy, Precision};
 
 /// Least and largest value of a counted option, and the words for them.
 fn range(option: &'static str) -> (u8, u8, &'static str) {
@@ -147,4 +147,16 @@ pub(super) fn precision<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Pre
         _ => None,
     };
     precision.map(Some).ok_or_else(|| refuse("precision", &given, expected))
+}
+
+pub(super) fn overflow<'de, D: Deserializer<'de>>(from: D) -> Result<Option<OverflowPolicy>, D::Error> {
+    let expected = "\"error\", \"clamp\" or \"retry_f32\"";
+    let given = from.deserialize_any(Scalar("overflow", expected))?;
+    let policies = [OverflowPolicy::Error, OverflowPolicy::Clamp, OverflowPolicy::RetryF32];
+    let policy = match &given {
+        Given::Nothing => return Ok(None),
+        Given::Text(text) => policies.into_iter().find(|policy| policy.name() == text),
+        _ => None,
+    };
+    policy.map(Some).ok_or_else(|| refuse("overflow", &given, expected))
 }

@@ -38,8 +38,9 @@ pub enum Precision {
     Mix,
 }
 
-/// What happens to a row with a value that is too large for the type it is stored in. Such values are clamped to the
-/// largest there is and counted in every policy; a row whose logits or last sums are not finite is never sampled.
+/// What happens to a row with a value that is too large for the type it is stored in. Devices that clamp make
+/// such a value the largest there is and count it in every policy; on others it becomes infinite. A row whose logits or last
+/// sums are not finite is never sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -52,6 +53,17 @@ pub enum OverflowPolicy {
     /// are clamped. Rows that are not finite then end the request with a typed error.
     #[default]
     RetryF32,
+}
+
+impl OverflowPolicy {
+    /// As files spell it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Clamp => "clamp",
+            Self::RetryF32 => "retry_f32",
+        }
+    }
 }
 
 /// Options of the graph compiler. Start from `default()` and assign fields.
@@ -102,8 +114,10 @@ pub struct CompileOptions {
     /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. A name that is no projection's is refused.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub precision_overrides: BTreeMap<String, Precision>,
-    /// What happens to a row that overflows the type it is stored in.
-    pub overflow: OverflowPolicy,
+    /// What happens to a row that overflows the type it is stored in; `None` = the best the device has: `retry_f32` where it
+    /// runs plans with f32 activations, else `error`. A policy that the device cannot honour is refused.
+    #[serde(deserialize_with = "option_values::overflow", skip_serializing_if = "Option::is_none")]
+    pub overflow: Option<OverflowPolicy>,
     /// Visible lengths up to which attention walks a row at once, and in two passes; in force at fusion level 3.
     pub attention: AttentionSchedules,
     /// Numbers of rows that plans are made for, ascending; the largest step gets one in any case. `None` = what the device
@@ -158,6 +172,11 @@ impl CompileOptions {
             Numerics::Exact => Precision::F32,
             Numerics::Fast => Precision::Mix,
         })
+    }
+
+    /// The overflow policy in force; none given is `retry_f32`, unless whoever knows the device has settled it.
+    pub fn resolved_overflow(&self) -> OverflowPolicy {
+        self.overflow.unwrap_or_default()
     }
 
     /// The same options with f32 activations everywhere: what sequences that overflowed go on with.
@@ -253,10 +272,12 @@ pub enum CompileError {
     Memory(#[source] ArenaTooLarge),
 }
 
-/// An arena that does not fit.
+/// An arena, or other room of a program, that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an arena of {bytes} bytes cannot be allocated")]
+#[error("an arena of {bytes} bytes cannot be allocated, {free_bytes} are free")]
 pub struct ArenaTooLarge {
     /// Its size.
     pub bytes: u64,
+    /// Bytes free, as far as known.
+    pub free_bytes: u64,
 }

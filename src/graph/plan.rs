@@ -175,7 +175,7 @@ pub fn compile(
         vocab_size: graph.vocab_size,
         customs: graph.customs.clone(),
         rank: graph.rank,
-        overflow: options.overflow,
+        overflow: options.resolved_overflow(),
     };
     let lanes = assign(&needs(&graph), usize::from(plan.lanes));
     for (node, placement) in graph.nodes.iter().zip(lanes) {

@@ -68,6 +68,10 @@ pub struct LateDevice {
     fails_at: AtomicU64,
     /// Waits of the host and reads since the start.
     host_waits: AtomicU64,
+    /// Launches until one gives a row of logits that is not finite, though its status is sound; 0 for none.
+    spoils_in: AtomicU64,
+    /// Which row of logits.
+    spoiled_row: AtomicU64,
 }
 
 impl std::fmt::Debug for LateDevice {
@@ -94,6 +98,8 @@ impl LateDevice {
             calls: AtomicU64::new(0),
             fails_at: AtomicU64::new(0),
             host_waits: AtomicU64::new(0),
+            spoils_in: AtomicU64::new(0),
+            spoiled_row: AtomicU64::new(0),
         })
     }
 
@@ -101,6 +107,34 @@ impl LateDevice {
     pub fn fail_at(&self, call: u64) {
         self.calls.store(0, Ordering::Relaxed);
         self.fails_at.store(call, Ordering::Relaxed);
+    }
+
+    /// The `launch`-th launch that runs from now on finds a logit of its row `row` of logits not finite, and no largest one;
+    /// the row's status says nothing of it.
+    pub fn spoil(&self, launch: u64, row: u64) {
+        self.spoils_in.store(launch, Ordering::Relaxed);
+        self.spoiled_row.store(row, Ordering::Relaxed);
+    }
+
+    /// Whether a launch is still to be spoiled.
+    pub fn spoils(&self) -> bool {
+        self.spoils_in.load(Ordering::Relaxed) > 0
+    }
+
+    fn spoil_launched(&self, io: &Bindings, rows: usize, on: StreamId) -> Result<(), DeviceError> {
+        let left = self.spoils_in.load(Ordering::Relaxed);
+        let row = self.spoiled_row.load(Ordering::Relaxed);
+        if left == 0 || (left == 1 && row >= rows as u64) {
+            return Ok(());
+        }
+        self.spoils_in.store(left - 1, Ordering::Relaxed);
+        if left > 1 {
+            return Ok(());
+        }
+        let line = io.logits.bytes / rows as u64;
+        let word = |span: Span, offset: u64| Span { offset: span.offset + offset, bytes: 4, ..span };
+        self.cpu.write(word(io.best, 4 * row), &u32::MAX.to_le_bytes(), on)?;
+        self.cpu.write(word(io.logits, line * row + 4 * 5), &f32::NAN.to_le_bytes(), on)
     }
 
     /// Calls that may fail since the last [`fail_at`](Self::fail_at).
@@ -166,7 +200,8 @@ impl LateDevice {
             Work::Feed { ids, best, rows } => self.cpu.feed(ids, best, &rows, inline),
             Work::Launch { program, io, shape, q_lens, kv_lens } => {
                 queues.launched -= 1;
-                self.cpu.launch(program, &StepArgs { io, shape, q_lens: &q_lens, kv_lens: &kv_lens }, inline)
+                self.cpu.launch(program, &StepArgs { io, shape, q_lens: &q_lens, kv_lens: &kv_lens }, inline)?;
+                self.spoil_launched(&io, shape.logit_rows, inline)
             }
             Work::CopyBlocks { layout, src, dst, pairs } => self.cpu.copy_blocks(&layout, src, dst, &pairs, inline),
             Work::Record(event) => {

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test file uses a part
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
@@ -33,6 +34,19 @@ impl Npu {
             npu.sim.set(name, *value);
         }
         npu
+    }
+
+    /// A simulator of its own whose library lacks some functions, as an older version does. Each call loads another copy, for
+    /// good.
+    pub fn lacking(symbols: &[&str]) -> Self {
+        static COPIES: AtomicU32 = AtomicU32::new(0);
+        let turn = TURN.lock();
+        let copy = COPIES.fetch_add(1, Ordering::Relaxed);
+        let name = format!("libascend_lacking_{}_{copy}.so", std::process::id());
+        let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        SIMULATOR.without(symbols, &file).expect("a copy");
+        let sim = Box::leak(Box::new(Simulator::open(&file).expect("a library")));
+        Self { sim, _turn: turn }
     }
 
     pub fn try_device(&self, change: impl FnOnce(&mut AscendOptions)) -> Result<Arc<AscendDevice>, AscendOpenError> {

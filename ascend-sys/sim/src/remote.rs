@@ -84,6 +84,19 @@ impl Simulator {
         assert_eq!(set(text.as_ptr(), value), 0, "no setting {name}");
     }
 
+    /// The present value of a setting.
+    ///
+    /// # Panics
+    /// If there is no such setting.
+    pub fn setting(&self, name: &str) -> i64 {
+        let text = c_text(name);
+        // SAFETY: the function's type.
+        let value =
+            unsafe { self.function::<extern "C" fn(*const c_char) -> i64>(c"ascend_sim_setting")(text.as_ptr()) };
+        assert_ne!(value, i64::MIN, "no setting {name}");
+        value
+    }
+
     /// The n-th call of a function from now (`*` for any) answers a code and does nothing.
     pub fn fail_call(&self, name: &str, nth: u64, code: i32) {
         self.fault(0, name, nth, code, false);

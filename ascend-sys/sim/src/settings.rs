@@ -102,6 +102,11 @@ pub(crate) fn set(name: &str, value: i64) -> bool {
     place.is_some()
 }
 
+/// The present value by name; none if there is no such setting.
+pub(crate) fn value(name: &str) -> Option<i64> {
+    NAMES.iter().position(|known| *known == name).map(|place| VALUES[place].load(Ordering::Relaxed))
+}
+
 /// Defaults, then what the environment says.
 pub(crate) fn reset() {
     for ((value, default), name) in VALUES.iter().zip(DEFAULTS).zip(NAMES) {

@@ -10,7 +10,7 @@ use ascend_sys::{AscendError, Communicator, Context, DeviceAddress, DeviceBuffer
 use super::accord::Accord;
 use super::constants::Constants;
 use super::lower::{Meeting, Room};
-use super::memory::zeroed;
+use super::memory::{padded, zeroed};
 use super::notes::Notes;
 use super::patience::Patience;
 use super::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
@@ -147,6 +147,19 @@ impl Base {
         self.streams.synchronize_all(&self.patience)?;
         self.shared.replace(Arc::new(Shared::new(&self.context, asked.max(have))?));
         Ok(())
+    }
+
+    /// Makes the scratch as small as it was at first. Nothing uses it any more; where the smaller one cannot be had, it stays.
+    pub(super) fn shrink(&mut self) {
+        let smallest = padded(0);
+        let smallest = SharedBytes { workspace: smallest, logits: smallest, gathered: smallest, flags: smallest };
+        let is_small = self.shared().bytes().fits(smallest);
+        if !is_small
+            && self.synchronize().is_ok()
+            && let Ok(small) = Shared::new(&self.context, SharedBytes::default())
+        {
+            self.shared.replace(Arc::new(small));
+        }
     }
 
     /// Queues an op that was made before.

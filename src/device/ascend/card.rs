@@ -314,13 +314,23 @@ impl Card {
     /// Keeps a failure of queued work for the next call that waits.
     fn note(&mut self, desk: &Desk, error: AscendError) {
         let words = error.to_string();
-        if desk.failures.note(device_error(error, 0, self.base.patience.limit)) {
+        let error = device_error(error, 0, self.base.patience.limit, &self.base.context);
+        if desk.failures.note(error) {
             let card = if self.rank.of > 1 { format!("card {}: ", self.base.context.device()) } else { String::new() };
             desk.notes.add(card + &words);
         }
         if desk.failures.fatal().is_some() {
             self.end();
         }
+    }
+
+    /// Runs calls of the runtime for a caller that waits; their failure as the contract has it.
+    pub(super) fn attempt<R>(
+        &mut self,
+        asked_bytes: u64,
+        run: impl FnOnce(&mut Self) -> Result<R, AscendError>,
+    ) -> Result<R, DeviceError> {
+        run(self).map_err(|error| device_error(error, asked_bytes, self.base.patience.limit, &self.base.context))
     }
 
     /// Ends what runs: nothing is waited for any more.
@@ -545,6 +555,14 @@ impl Card {
         if self.programs.contains_key(&program) {
             self.settle();
             self.programs.remove(&program);
+            self.shrink();
+        }
+    }
+
+    /// Gives scratch back that no program needs any more.
+    pub(super) fn shrink(&mut self) {
+        if self.programs.is_empty() && !self.is_lost {
+            self.base.shrink();
         }
     }
 

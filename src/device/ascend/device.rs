@@ -12,7 +12,6 @@ use parking_lot::Mutex;
 
 use super::card::{Card, Command, Facts, pairs_list};
 use super::cards::Cards;
-use super::failure::device_error;
 use super::layout::{Cache, RESERVED_BLOCKS, describe};
 use super::memory::{GRANULE, padded};
 use super::options::{Activations, AscendOpenError, AscendOptions};
@@ -48,7 +47,6 @@ pub struct AscendDevice {
     caps: DeviceCaps,
     library: PathBuf,
     activations: Activations,
-    limit: std::time::Duration,
     cards: Cards,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
@@ -109,17 +107,18 @@ impl AscendDevice {
             return Err(AscendOpenError::Card { card, count });
         }
         let (cards, facts) = Cards::open(&library, &runtime, &options)?;
+        let caps = caps(&facts, &options.cards, &path);
+        let telemetry = Telemetry::new(options.dcmi_library, options.cards, Arc::clone(&cards.notes));
         Ok(Arc::new(Self {
-            caps: caps(&facts, &options.cards, &path),
+            caps,
             library: path,
             activations: options.activations,
-            limit: options.timeout(),
             cards,
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
             known: Mutex::default(),
             making_stream: Mutex::default(),
-            telemetry: Telemetry::default(),
+            telemetry,
         }))
     }
 
@@ -140,7 +139,7 @@ impl AscendDevice {
         run: impl FnOnce(&mut Card) -> Result<R, AscendError> + Send + 'static,
     ) -> Result<R, DeviceError> {
         self.cards.failures.check()?;
-        self.told(self.cards.call(rank, run)?, asked_bytes)
+        self.told(self.cards.call(rank, move |card| card.attempt(asked_bytes, run))?)
     }
 
     /// The same on all cards at once; `undo` is run on all where one fails.
@@ -151,8 +150,8 @@ impl AscendDevice {
         undo: impl Fn(&mut Card) + Copy + Send + 'static,
     ) -> Result<(), DeviceError> {
         self.cards.failures.check()?;
-        let outcomes = self.cards.call_each(|_| run)?;
-        let outcome = outcomes.into_iter().try_for_each(|outcome| self.told(outcome, asked_bytes));
+        let outcomes = self.cards.call_each(|_| move |card: &mut Card| card.attempt(asked_bytes, run))?;
+        let outcome = outcomes.into_iter().try_for_each(|outcome| self.told(outcome));
         if outcome.is_err() {
             self.each(undo);
         }
@@ -164,9 +163,8 @@ impl AscendDevice {
         let _ = self.cards.call_each(|_| run);
     }
 
-    /// The failure of a call as the contract has it. One that ends the device is kept.
-    fn told<R>(&self, outcome: Result<R, AscendError>, asked_bytes: u64) -> Result<R, DeviceError> {
-        let outcome = outcome.map_err(|error| device_error(error, asked_bytes, self.limit));
+    /// Keeps a failure that ends the device.
+    fn told<R>(&self, outcome: Result<R, DeviceError>) -> Result<R, DeviceError> {
         if let Err(error) = &outcome
             && error.is_lost()
         {
@@ -277,6 +275,7 @@ fn caps(facts: &[Facts], cards: &[u32], library: &std::path::Path) -> DeviceCaps
         cards: count,
         max_ranks: count,
         retry_f32: false,
+        clamps: false,
         unified_memory: false,
         default_pipeline_depth: 2,
         memory_bytes: facts.iter().map(|card| card.free_bytes).min().filter(|bytes| *bytes > 0),
@@ -507,7 +506,10 @@ impl Device for AscendDevice {
         let outcome: Result<(), CompileError> =
             outcomes.map_err(failed).and_then(|outcomes| outcomes.into_iter().collect());
         if outcome.is_err() {
-            self.each(move |card| card.unload(id));
+            self.each(move |card| {
+                card.unload(id);
+                card.shrink();
+            });
         }
         outcome?;
         self.known.lock().programs.insert(id, loaded);
@@ -584,7 +586,7 @@ impl Device for AscendDevice {
     }
 
     fn peaks(&self) -> Option<Peaks> {
-        self.telemetry.peaks(&self.caps.description, self.cards.count())
+        Telemetry::peaks(&self.caps.description, self.cards.count())
     }
 
     fn energy_uj(&self) -> Option<u64> {

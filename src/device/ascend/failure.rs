@@ -4,16 +4,22 @@
 
 use std::time::Duration;
 
-use ascend_sys::{AscendError, AscendErrorKind};
+use ascend_sys::{AscendError, AscendErrorKind, Context};
 use parking_lot::Mutex;
 
 use crate::device::DeviceError;
 use crate::graph::{ArenaTooLarge, CompileError};
 
 /// What a failed call means to the caller: what can be tried again, and what has ended the device.
-pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration) -> DeviceError {
+pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration, context: &Context) -> DeviceError {
     match error.kind {
-        AscendErrorKind::OutOfMemory => DeviceError::OutOfMemory { kind: "device", asked_bytes, free_bytes: 0 },
+        // The host's free memory is not the runtime's to know.
+        AscendErrorKind::OutOfMemory if error.call == "aclrtMallocHost" => {
+            DeviceError::OutOfMemory { kind: "pinned", asked_bytes, free_bytes: 0 }
+        }
+        AscendErrorKind::OutOfMemory => {
+            DeviceError::OutOfMemory { kind: "device", asked_bytes, free_bytes: free_bytes(context) }
+        }
         AscendErrorKind::WaitTimeout => {
             DeviceError::TimedOut { call: error.call, limit_us: u64::try_from(limit.as_micros()).unwrap_or(u64::MAX) }
         }
@@ -25,10 +31,15 @@ pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration
     }
 }
 
-/// A failure while a program is loaded.
-pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64) -> CompileError {
+/// Bytes free on the card; 0 where it does not say. The context is the calling thread's.
+fn free_bytes(context: &Context) -> u64 {
+    context.memory_bytes().map_or(0, |(free, _)| free)
+}
+
+/// A failure while a program is loaded, on the card's thread.
+pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64, context: &Context) -> CompileError {
     match error.kind {
-        AscendErrorKind::OutOfMemory => CompileError::Memory(ArenaTooLarge { bytes }),
+        AscendErrorKind::OutOfMemory => CompileError::Memory(ArenaTooLarge { bytes, free_bytes: free_bytes(context) }),
         AscendErrorKind::Refused | AscendErrorKind::Unsupported => {
             CompileError::Unsupported { op, reason: error.to_string() }
         }

@@ -25,6 +25,7 @@ mod memory;
 mod notes;
 mod options;
 mod patience;
+mod power;
 mod program;
 mod queue;
 mod recipe;

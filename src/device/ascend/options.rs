@@ -26,6 +26,9 @@ pub enum Activations {
 pub struct AscendOptions {
     /// `libascendcl.so`, or a folder that holds it; `None` = where CANN puts it. Nothing else is tried once one is given.
     pub library: Option<PathBuf>,
+    /// `libdcmi.so`, which meters energy; `None` = where the driver puts it. Without it there is no energy and nothing else is
+    /// missing.
+    pub dcmi_library: Option<PathBuf>,
     /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). With several, a model is cut into as many ranks
     /// (`EngineConfig::tensor_parallel_size`), one a card in this order, which meet through HCCL.
     pub cards: Vec<u32>,
@@ -47,6 +50,7 @@ impl Default for AscendOptions {
     fn default() -> Self {
         Self {
             library: None,
+            dcmi_library: None,
             cards: vec![0],
             timeout_us: 60_000_000,
             activations: Activations::default(),

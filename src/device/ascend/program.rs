@@ -107,7 +107,7 @@ impl Program {
         let own_rows = (plan.rank.of > 1).then(|| own_rows(plan)).flatten();
         let own_bytes = own_rows.as_ref().map_or(0, |rows| padded(4 * rows.len()));
         let bytes = arena_bytes + fixed_bytes + rope_bytes + own_bytes + GRANULE;
-        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64);
+        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64, &base.context);
         let region = zeroed(&base.context, bytes).map_err(|error| failed("arena", error))?;
         let at = |offset: usize| region.address().offset(offset);
         let (fixed, _) = Fixed::new(plan, sizes, at(arena_bytes));
@@ -182,7 +182,7 @@ impl Program {
             let form = match known.iter().find(|(other, _)| alike(other)) {
                 Some((_, form)) => *form,
                 None => probe(&base.ops, &base.constants, shape, &self.cache, query, table)
-                    .map_err(|error| compile_error("attention", error, 0))?,
+                    .map_err(|error| compile_error("attention", error, 0, &base.context))?,
             };
             known.push((*shape, form));
             self.forms[shape.layer] = form;
@@ -201,7 +201,8 @@ impl Program {
         let ranks = plan.rank.of as usize;
         let gathered = if ranks > 1 { 2 * logits * ranks * plan.vocab_size.div_ceil(ranks) } else { 0 };
         let bytes = SharedBytes { workspace: 0, logits: 2 * logits * plan.vocab_size, gathered, flags };
-        base.reserve(bytes, plan.vocab_size).map_err(|error| compile_error("logits", error, flags as u64))
+        base.reserve(bytes, plan.vocab_size)
+            .map_err(|error| compile_error("logits", error, flags as u64, &base.context))
     }
 
     /// Makes the operations of the layers, and measures the workspace.
@@ -231,7 +232,7 @@ impl Program {
             };
             self.lowering
                 .lower(at, rows, results, room, &base.constants, &mut prepare)
-                .map_err(|error| compile_error(name, error, 0))?;
+                .map_err(|error| compile_error(name, error, 0, &base.context))?;
         }
         for at in self.tail_from..self.lowering.plan.steps.len() {
             let name = self.lowering.plan.steps[at].op.name();
@@ -245,12 +246,12 @@ impl Program {
             let results = Results { logits: room.logits, best: self.lowering.fixed.ids, status: room.flags };
             self.lowering
                 .lower(at, rows, results, room, &base.constants, &mut measure)
-                .map_err(|error| compile_error(name, error, 0))?;
+                .map_err(|error| compile_error(name, error, 0, &base.context))?;
         }
-        workspace =
-            workspace.max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0))?);
+        workspace = workspace
+            .max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0, &base.context))?);
         base.reserve(SharedBytes { workspace, ..SharedBytes::default() }, 0)
-            .map_err(|error| compile_error("workspace", error, workspace as u64))
+            .map_err(|error| compile_error("workspace", error, workspace as u64, &base.context))
     }
 
     /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.

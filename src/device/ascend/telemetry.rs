@@ -1,7 +1,14 @@
-//! What the card says of itself: energy from its own meter, and what it can do at most.
+//! What cards say of themselves: energy from their own meters, and what they can do at most.
 
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use ascend_sys::{AscendError, Dcmi};
+
+use super::notes::Notes;
+use super::power::Meter;
 use crate::device::Peaks;
 
 /// Chips with what they do at most: cube operations a second at f16 (cores · 8192 · clock, from the platform files of CANN
@@ -10,22 +17,41 @@ use crate::device::Peaks;
 const CHIPS: [(&str, u64, u64); 5] =
     [("910B1", 364, 850), ("910B2", 354, 850), ("910B3", 295, 850), ("910B4-1", 246, 850), ("910B4", 246, 425)];
 
-/// The card's own figures.
+/// The figures of a device's cards.
 ///
-/// The meter is the management library's (`libdcmi.so`), which containers often lack; without it there is no energy.
-#[derive(Debug, Default)]
-pub(super) struct Telemetry {}
+/// The meters are the management library's (`libdcmi.so`), which containers often lack. It is opened when energy is first
+/// asked for; without it, or without the power of all cards, there is no energy, and a note says why.
+#[derive(Debug)]
+pub(super) struct Telemetry {
+    /// The management library; none = where the driver puts it.
+    library: Option<PathBuf>,
+    /// Cards by the runtime's numbers.
+    cards: Vec<u32>,
+    notes: Arc<Notes>,
+    meter: OnceLock<Option<Meter>>,
+}
 
 impl Telemetry {
-    /// Energy used since some fixed moment, in microjoules.
-    #[allow(clippy::unused_self)] // the meter's reader goes here
+    pub(super) fn new(library: Option<PathBuf>, cards: Vec<u32>, notes: Arc<Notes>) -> Self {
+        Self { library, cards, notes, meter: OnceLock::new() }
+    }
+
+    /// Energy that all cards together have used since this was first asked, in microjoules.
     pub(super) fn energy_uj(&self) -> Option<u64> {
-        None
+        self.meter.get_or_init(|| self.open()).as_ref().map(Meter::energy_uj)
+    }
+
+    fn open(&self) -> Option<Meter> {
+        let dcmi = Dcmi::open(self.library.as_deref()).map_err(|error| error.to_string());
+        let meter = dcmi.and_then(|dcmi| {
+            let cards = self.cards.iter().map(|card| dcmi.card_of_device(*card)).collect::<Result<Vec<_>, _>>();
+            cards.and_then(Meter::new).map_err(|error: AscendError| error.to_string())
+        });
+        meter.map_err(|reason| self.notes.add(format!("no energy: {reason}"))).ok()
     }
 
     /// What `cards` of the chip named in `description` do at most; none for one that is not known.
-    #[allow(clippy::unused_self)]
-    pub(super) fn peaks(&self, description: &str, cards: u32) -> Option<Peaks> {
+    pub(super) fn peaks(description: &str, cards: u32) -> Option<Peaks> {
         let cards = u64::from(cards);
         let (_, tflops, gb_per_s) = CHIPS.iter().find(|(name, _, _)| description.contains(name))?;
         Some(Peaks {

@@ -1,8 +1,8 @@
 //! [`Device`] for the processor: buffers are host memory, streams run inline, a launch runs the plan on the team.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -12,6 +12,7 @@ use super::kv;
 use super::pool::Team;
 use super::profile::StepTime;
 use super::program::{IoBytes, Poison, Program};
+use super::rapl::PackageEnergy;
 use super::weight_set::WeightSet;
 use crate::device::{
     Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, Peaks, ProgramId,
@@ -48,6 +49,8 @@ pub struct CpuDevice {
     team: Team,
     profile: bool,
     peaks: Option<Peaks>,
+    /// Looked for when it is first asked for.
+    energy: OnceLock<PackageEnergy>,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     state: Mutex<State>,
@@ -97,11 +100,13 @@ impl CpuDevice {
             cards: 1,
             max_ranks: 16,
             retry_f32: true,
+            clamps: true,
             memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
         let CpuOptions { poison, profile, peaks, .. } = options;
-        Ok(Self { caps, isa, poison, team, profile, peaks, tag, state: Mutex::default() })
+        let energy = OnceLock::new();
+        Ok(Self { caps, isa, poison, team, profile, peaks, energy, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
@@ -337,6 +342,10 @@ impl Device for CpuDevice {
             kv_pool,
         };
         program.launch(&self.team, self.isa, args, io)
+    }
+
+    fn energy_uj(&self) -> Option<u64> {
+        self.energy.get_or_init(PackageEnergy::of_this_machine).used_uj()
     }
 
     fn peaks(&self) -> Option<Peaks> {

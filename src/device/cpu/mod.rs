@@ -35,6 +35,7 @@ mod profile;
 mod program;
 #[doc(hidden)]
 pub mod quant;
+mod rapl;
 #[doc(hidden)]
 pub mod reference;
 #[doc(hidden)]

@@ -41,6 +41,12 @@ pub extern "C" fn ascend_sim_set(name: Text, value: i64) -> i32 {
     if is_known { 0 } else { REFUSED }
 }
 
+/// A setting's present value; the least number there is if there is no such setting.
+#[unsafe(no_mangle)]
+pub extern "C" fn ascend_sim_setting(name: Text) -> i64 {
+    name.get().and_then(|name| settings::value(&name)).unwrap_or(i64::MIN)
+}
+
 /// Kinds: 0 the call fails, 1 its task fails, 2 its task hangs, 3 its task overflows.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_fault(kind: i32, name: Text, nth: u64, code: i32, is_lasting: i32) -> i32 {

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Isa;
-use super::arena::{AlignedBytes, Loans};
+use super::arena::{AlignedBytes, Loans, available_bytes};
 use super::attention::{AttentionScratch, AttentionShape, Schedule};
 use super::kv::{KvLayout, Rows};
 use super::pool::Team;
@@ -270,10 +270,14 @@ fn most_partials(attention: Option<&AttentionShape>, members: usize, kv_tokens: 
     }
 }
 
+fn no_arena(bytes: u64) -> ArenaTooLarge {
+    ArenaTooLarge { bytes, free_bytes: available_bytes() }
+}
+
 /// Room that stays untouched pages until it is used, so that no step has to ask for it.
 fn with_room<T>(len: usize) -> Result<Vec<T>, CompileError> {
     let mut room = Vec::new();
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    room.try_reserve_exact(len).map_err(|_| CompileError::Memory(ArenaTooLarge { bytes }))?;
+    room.try_reserve_exact(len).map_err(|_| CompileError::Memory(no_arena(bytes)))?;
     Ok(room)
 }

@@ -7,8 +7,8 @@
 use super::group::{Frame, Scratch};
 use super::operands::{floats, floats_mut, overlap};
 use super::{
-    AlignedBytes, Arc, ArenaPoison, ArenaTooLarge, CompileError, DeviceError, Instant, IoBytes, KvLayout, Launch,
-    Loans, Op, Plan, Poison, Range, StepTimes, WeightSet,
+    AlignedBytes, Arc, ArenaPoison, CompileError, DeviceError, Instant, IoBytes, KvLayout, Launch, Loans, Op, Plan,
+    Poison, Range, StepTimes, WeightSet, no_arena,
 };
 use crate::device::cpu::arena::Parts;
 use crate::graph::{Io, Operand, PlanValue, Rows};
@@ -62,7 +62,7 @@ pub(super) fn load(
         let heads = heads_of(plan, kv)?;
         let ids = ids_of(plan, &weights);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
-            .map_err(|_| CompileError::Memory(ArenaTooLarge { bytes: plan.arena_bytes as u64 }))?;
+            .map_err(|_| CompileError::Memory(no_arena(plan.arena_bytes as u64)))?;
         ranks.push(Rank {
             ids,
             weights,

@@ -1,0 +1,209 @@
+//! Energy from meters of power: samples of all cards, added up over time.
+//!
+//! A card says what it draws now, and nothing of what it has used. So the power between two samples is taken as going in a
+//! straight line from one to the other if they are close; what lies between samples that are far apart is not known, and is
+//! charged at the lowest power seen so far: an hour in which nobody asked never costs what one busy sample says.
+//!
+//! Samples are taken by a thread of their own, ten a second (a call of the driver may take a millisecond), and only while
+//! somebody wants to know: it ends some time after the last question. Steps of an engine never wait for it.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ascend_sys::{AscendError, Card};
+use parking_lot::{Condvar, Mutex};
+
+/// Time between samples: decode steps take tens of milliseconds, and what is asked for is a mean over many.
+const PERIOD: Duration = Duration::from_millis(100);
+/// Samples further apart than this, in microseconds, say nothing of the time between them.
+const CLOSE_US: u64 = 1_000_000;
+/// How long sampling goes on after the last question: two scrapes of a monitor that comes once a minute.
+const INTEREST_US: u64 = 120_000_000;
+
+/// The sum so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Integral {
+    /// Twice the nanojoules: milliwatts times microseconds, both ends of each stretch added.
+    twice_nj: u128,
+    last: Option<(u64, u64)>,
+    lowest_mw: u64,
+}
+
+impl Integral {
+    fn add(&mut self, now_us: u64, power_mw: u64) {
+        self.lowest_mw = self.last.map_or(power_mw, |_| self.lowest_mw.min(power_mw));
+        if let Some((then_us, then_mw)) = self.last {
+            let elapsed_us = now_us.saturating_sub(then_us);
+            let both_mw = if elapsed_us <= CLOSE_US { then_mw + power_mw } else { 2 * self.lowest_mw };
+            self.twice_nj += u128::from(both_mw) * u128::from(elapsed_us);
+        }
+        self.last = Some((now_us, power_mw));
+    }
+
+    fn uj(&self) -> u64 {
+        u64::try_from(self.twice_nj / 2000).unwrap_or(u64::MAX)
+    }
+
+    fn age_us(&self, now_us: u64) -> u64 {
+        self.last.map_or(u64::MAX, |(then_us, _)| now_us.saturating_sub(then_us))
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    integral: Integral,
+    /// Until when samples are taken.
+    until_us: u64,
+    is_sampling: bool,
+    is_ended: bool,
+}
+
+#[derive(Debug)]
+struct Inner {
+    cards: Vec<Card>,
+    start: Instant,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// The meters of some cards, as one.
+#[derive(Debug)]
+pub(super) struct Meter {
+    inner: Arc<Inner>,
+}
+
+impl Meter {
+    /// Meters that all answer.
+    ///
+    /// # Errors
+    /// What the first that does not answer said.
+    pub(super) fn new(cards: Vec<Card>) -> Result<Self, AscendError> {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let inner = Inner { cards, start: Instant::now(), state, changed };
+        inner.sample(&mut inner.state.lock(), 0)?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Microjoules since the meter was made; keeps samples coming for a while.
+    pub(super) fn energy_uj(&self) -> u64 {
+        let now_us = self.inner.now_us();
+        let mut state = self.inner.state.lock();
+        state.until_us = now_us.saturating_add(INTEREST_US);
+        if !state.is_sampling {
+            let inner = Arc::clone(&self.inner);
+            let thread = std::thread::Builder::new().name("ascend-power".into());
+            // Without a thread there are the samples of those who ask.
+            state.is_sampling = thread.spawn(move || inner.keep_sampling()).is_ok();
+        }
+        self.inner.asked(&mut state, now_us)
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        self.inner.state.lock().is_ended = true;
+        self.inner.changed.notify_all();
+    }
+}
+
+impl Inner {
+    fn now_us(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// The energy now, from a sample that is fresh enough or another one.
+    fn asked(&self, state: &mut State, now_us: u64) -> u64 {
+        if u128::from(state.integral.age_us(now_us)) >= PERIOD.as_micros() {
+            // A meter that does not answer leaves a gap, which the next sample closes.
+            let _ = self.sample(state, now_us);
+        }
+        state.integral.uj()
+    }
+
+    fn sample(&self, state: &mut State, now_us: u64) -> Result<(), AscendError> {
+        let mut power_mw = 0;
+        for card in &self.cards {
+            power_mw += u64::from(card.power_mw()?);
+        }
+        state.integral.add(now_us, power_mw);
+        Ok(())
+    }
+
+    fn keep_sampling(&self) {
+        let mut state = self.state.lock();
+        while !state.is_ended && self.now_us() < state.until_us {
+            self.changed.wait_for(&mut state, PERIOD);
+            let now_us = self.now_us();
+            self.asked(&mut state, now_us);
+        }
+        state.is_sampling = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ascend_sim::Simulator;
+    use ascend_sys::Dcmi;
+
+    use super::*;
+
+    /// Watts over seconds are joules; what is far apart costs what little is known of it.
+    #[test]
+    fn samples_add_up() {
+        let mut integral = Integral::default();
+        assert_eq!((integral.uj(), integral.age_us(7)), (0, u64::MAX));
+        integral.add(0, 100_000);
+        integral.add(500_000, 300_000);
+        assert_eq!(integral.uj(), 100_000_000, "half a second at 200 W on average");
+        integral.add(1_500_000, 300_000);
+        assert_eq!(integral.uj(), 400_000_000);
+        // An hour that nobody looked at, between two busy samples.
+        integral.add(1_500_000 + 3_600_000_000, 300_000);
+        assert_eq!(integral.uj(), 400_000_000 + 3600 * 100_000_000);
+        // Time does not go back, and nothing overflows.
+        let before = integral.uj();
+        integral.add(0, 300_000);
+        assert_eq!(integral.uj(), before);
+        integral.add(u64::MAX, u64::from(u32::MAX));
+        assert!(integral.uj() > before);
+    }
+
+    /// Any cut of a constant power gives the same energy.
+    #[test]
+    fn how_often_is_asked_does_not_show_in_a_constant_power() {
+        for step_us in [1, 1000, 99_999, 1_000_000, 2_500_000] {
+            let mut integral = Integral::default();
+            for at in 0..=20 {
+                integral.add(at * step_us, 90_000);
+            }
+            assert_eq!(integral.uj(), 20 * step_us * 90, "{step_us} us");
+        }
+    }
+
+    /// Two simulated cards, at times of the test's own.
+    #[test]
+    fn cards_are_metered_together() {
+        let sim = Simulator::beside_this_binary().unwrap();
+        sim.reset();
+        sim.set("devices", 2);
+        sim.set("power_dw", 1000);
+        let dcmi = Dcmi::open(Some(sim.path())).unwrap();
+        let meter = Meter::new(vec![dcmi.card(0).unwrap(), dcmi.card(1).unwrap()]).unwrap();
+        let at = |now_us: u64| meter.inner.asked(&mut meter.inner.state.lock(), now_us);
+        assert_eq!(at(99_999), 0, "fresh enough");
+        assert_eq!(at(100_000), 20_000_000, "200 W for a tenth of a second");
+        sim.set("power_dw", 3000);
+        assert_eq!(at(600_000), 20_000_000 + 200_000_000, "rising to 600 W over half a second");
+        assert_eq!(at(600_001), 220_000_000);
+        assert_eq!(at(1_600_000), 820_000_000);
+        // Idle for an hour, unobserved; then a meter that is gone.
+        assert_eq!(at(3_601_600_000), 820_000_000 + 3600 * 200_000_000);
+        sim.set("devices", 1);
+        assert_eq!(at(3_602_600_000), 820_000_000 + 3600 * 200_000_000, "no sample, no guess");
+        assert!(Meter::new(vec![dcmi.card(0).unwrap(), meter.inner.cards[1]]).is_err());
+        assert!(!meter.inner.state.lock().is_sampling);
+        sim.reset();
+    }
+}

@@ -1,0 +1,184 @@
+//! Fits a model onto its device: plans, programs, the KV pool and the buffers of batches, smaller once where a device runs out
+//! of memory of its own.
+//!
+//! What is made smaller, each at most once, and told in [`EngineInfo::notes`](super::EngineInfo::notes):
+//! - the pool, where its size was left open: half as many blocks, and no more than half of what was free;
+//! - else the largest batch: half of `max_num_batched_tokens`, but no fewer than `max_num_seqs`. The configuration of the
+//!   engine has the number in force.
+//!
+//! Everything that was loaded before is given back first. A device that shares the host's memory gets no second try: there
+//! the request itself is wrong, or other programs are in the way.
+
+use std::sync::Arc;
+
+use super::config::{CacheBudget, EngineConfig, refuse};
+use super::error::BuildError;
+use super::programs::Plans;
+use super::runner::{ModelRunner, RunnerShape};
+use crate::device::{Device, DeviceError, KvLayout, OwnedWeights};
+use crate::graph::{Bucket, CompileError, Graph};
+use crate::kv_cache::KvGeometry;
+
+/// Without a budget of its own the KV cache takes at most one part in this many of what the device has free: the host's
+/// other programs and the page cache that holds the model's file need the rest.
+const AUTO_CACHE_SHARE: u64 = 4;
+
+/// What stays as it is, however small the rest becomes.
+#[derive(Debug)]
+pub(super) struct Fitting<'a> {
+    pub device: &'a Arc<dyn Device>,
+    pub graphs: &'a [Graph],
+    pub geometry: KvGeometry,
+    pub layout: &'a KvLayout,
+    pub max_model_len: u32,
+    pub vocab_size: usize,
+    /// Bytes of the weights as their files hold them.
+    pub weight_bytes: u64,
+}
+
+/// A model in its place.
+#[derive(Debug)]
+pub(super) struct Fitted {
+    pub config: EngineConfig,
+    pub plans: Plans,
+    pub pool_blocks: u32,
+    pub runner: ModelRunner,
+    /// What was made smaller, and why.
+    pub notes: Vec<String>,
+}
+
+impl Fitting<'_> {
+    /// The largest batch.
+    pub fn bucket(&self, config: &EngineConfig) -> Bucket {
+        Bucket {
+            tokens: config.max_num_batched_tokens as usize,
+            logit_rows: config.max_num_seqs as usize,
+            seqs: config.max_num_seqs as usize,
+            kv_tokens: self.max_model_len as usize,
+        }
+    }
+
+    pub fn compile(&self, config: &EngineConfig) -> Result<Plans, BuildError> {
+        Plans::compile(self.graphs, config, self.device.as_ref(), self.bucket(config))
+    }
+
+    /// Loads what was compiled for `config`, and takes the room for it.
+    pub fn fit(
+        &self,
+        mut config: EngineConfig,
+        mut plans: Plans,
+        weights: &[Arc<OwnedWeights>],
+    ) -> Result<Fitted, BuildError> {
+        let has_own_memory = !self.device.caps().unified_memory;
+        let (mut may_halve, mut may_cut) = (has_own_memory, has_own_memory && config.kv_cache == CacheBudget::Auto);
+        let mut most_blocks = u64::MAX;
+        let mut notes = Vec::new();
+        loop {
+            let pool_blocks = self.pool_blocks(&config, &plans, most_blocks)?;
+            let error = match self.place(&config, &plans, weights, pool_blocks) {
+                Ok(runner) => {
+                    config.kv_cache = CacheBudget::Blocks(pool_blocks);
+                    return Ok(Fitted { config, plans, pool_blocks, runner, notes });
+                }
+                Err(error) => error,
+            };
+            let rows = config.max_num_batched_tokens;
+            let halved = (rows / 2).max(config.max_num_seqs);
+            match error {
+                BuildError::Device(DeviceError::OutOfMemory { free_bytes, asked_bytes, .. }) if may_cut => {
+                    may_cut = false;
+                    let half_free = free_bytes / 2 / self.layout.bytes_per_block.max(1);
+                    most_blocks = (u64::from(pool_blocks) / 2).min(half_free);
+                    notes.push(format!(
+                        "the KV pool has {most_blocks} blocks instead of {pool_blocks}: out of memory, {asked_bytes} bytes \
+                         asked for and {free_bytes} free"
+                    ));
+                }
+                BuildError::Device(DeviceError::OutOfMemory { .. }) | BuildError::Compile(CompileError::Memory(_))
+                    if may_halve && halved < rows =>
+                {
+                    may_halve = false;
+                    let reason = match &error {
+                        BuildError::Compile(CompileError::Memory(room)) => room.to_string(),
+                        other => std::error::Error::source(other).map_or(String::new(), ToString::to_string),
+                    };
+                    notes.push(format!("max_num_batched_tokens is {halved} instead of {rows}: {reason}"));
+                    config.max_num_batched_tokens = halved;
+                    plans = self.compile(&config)?;
+                }
+                BuildError::Device(DeviceError::OutOfMemory { asked_bytes, free_bytes, .. })
+                    if has_own_memory && asked_bytes == self.pool_bytes(pool_blocks) =>
+                {
+                    return Err(self.no_room(free_bytes, &plans, asked_bytes));
+                }
+                other => return Err(other),
+            }
+        }
+    }
+
+    /// Loads programs over the weights, and reserves the buffers of a runner.
+    fn place(
+        &self,
+        config: &EngineConfig,
+        plans: &Plans,
+        weights: &[Arc<OwnedWeights>],
+        pool_blocks: u32,
+    ) -> Result<ModelRunner, BuildError> {
+        let programs = plans.load(self.device, weights, &self.geometry)?;
+        let block_size = self.geometry.block_size;
+        let shape = RunnerShape {
+            bucket: self.bucket(config),
+            max_seqs: config.max_num_seqs as usize,
+            max_blocks_per_seq: (self.max_model_len as usize).div_ceil(block_size).min(pool_blocks as usize),
+            block_size,
+            pool_blocks: pool_blocks as usize,
+            vocab_size: self.vocab_size,
+            max_in_flight: config.pipeline_depth.unwrap_or(1) as usize,
+        };
+        Ok(ModelRunner::new(Arc::clone(self.device), programs, self.layout.clone(), shape)?)
+    }
+
+    /// Bytes of a pool as the runner allocates it.
+    fn pool_bytes(&self, pool_blocks: u32) -> u64 {
+        (u64::from(pool_blocks) + self.layout.reserved_blocks).saturating_mul(self.layout.bytes_per_block)
+    }
+
+    /// The number of blocks that the configuration asks for, or the device's size suggests.
+    fn pool_blocks(&self, config: &EngineConfig, plans: &Plans, most_blocks: u64) -> Result<u32, BuildError> {
+        let block_bytes = self.layout.bytes_per_block.max(1);
+        let block_size = self.geometry.block_size as u64;
+        let most_useful = u64::from(config.max_num_seqs) * u64::from(self.max_model_len).div_ceil(block_size);
+        // Positions are 32-bit numbers.
+        let most_countable = u64::from(u32::MAX) / block_size;
+        let (blocks, budget_bytes) = match config.kv_cache {
+            CacheBudget::Blocks(blocks) if u64::from(blocks) > most_countable => {
+                let expected = format!("at most {most_countable} blocks of {block_size} tokens");
+                return Err(refuse("kv_cache.blocks", blocks, expected).into());
+            }
+            CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
+            CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
+            CacheBudget::Auto => {
+                let free = self.device.caps().memory_bytes.map_or(u64::MAX, |bytes| bytes / AUTO_CACHE_SHARE);
+                let free = free.min(most_blocks.saturating_mul(block_bytes));
+                ((free / block_bytes).min(most_useful).min(most_countable), free)
+            }
+        };
+        if blocks == 0 {
+            return Err(self.no_room(budget_bytes, plans, block_bytes));
+        }
+        Ok(u32::try_from(blocks).unwrap_or(u32::MAX))
+    }
+
+    fn no_room(&self, budget_bytes: u64, plans: &Plans, needed_bytes: u64) -> BuildError {
+        let block_bytes = self.layout.bytes_per_block.max(1);
+        let fitting_blocks = (budget_bytes / block_bytes).saturating_sub(self.layout.reserved_blocks);
+        BuildError::NoRoomForCache {
+            budget_bytes,
+            // Of each card: the ranks' shares are as good as equal.
+            taken_bytes: (self.weight_bytes + plans.arena_bytes()) / u64::from(self.device.caps().cards.max(1)),
+            block_bytes,
+            needed_bytes,
+            fitting_tokens: fitting_blocks * self.geometry.block_size as u64,
+        }
+    }
+}
