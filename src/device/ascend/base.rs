@@ -131,6 +131,14 @@ impl Base {
         self.launch(&mut op, on)
     }
 
+    /// Runs an op on the card's own stream and waits for it.
+    pub(super) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
+        let needed = op.workspace_bytes();
+        self.grow([needed, 0, 0])?;
+        op.launch(self.shared().workspace.address(), needed, &self.output)?;
+        self.output.synchronize(Some(self.limit))
+    }
+
     /// Queues a copy of host bytes, through slots of the thread's own.
     pub(super) fn stage(&mut self, dst: DeviceAddress, bytes: &[u8], on: usize) -> Result<(), AscendError> {
         for (index, chunk) in bytes.chunks(SLOT_BYTES).enumerate() {
