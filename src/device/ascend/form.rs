@@ -16,7 +16,9 @@ use crate::weights::DType;
 
 /// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
 /// `aclnnWeightQuantBatchMatmulV2` documents.
-pub(super) const GROUP: usize = 32;
+pub(super) const GROUP_SIZE: i32 = 32;
+/// The same, to count with.
+pub(super) const GROUP: usize = GROUP_SIZE as usize;
 
 /// How a weight lies on the card. `n` rows are outputs of the product, `k` columns its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -115,7 +117,7 @@ impl Form {
             if matrix.takes_int8() {
                 quantised.recipe(x).make(ops)?;
             }
-            matrix.product(x, quantised, TensorDesc::new(at, elem, &[1, n])).make(ops).map(drop)
+            matrix.product(x, &quantised, TensorDesc::new(at, elem, &[1, n])).make(ops).map(drop)
         };
         match ask() {
             Ok(()) => Ok(None),
@@ -147,7 +149,10 @@ pub(super) fn is_refusal(error: &AscendError) -> bool {
     matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
 }
 
-/// The form of each weight, and bytes of its values, scales and offsets; none if sizes overflow.
+/// A weight's form, and bytes of its values, scales and offsets.
+pub(super) type Chosen = (Form, [usize; 3]);
+
+/// The form of each weight; none if sizes overflow.
 ///
 /// # Errors
 /// What is neither an answer nor a refusal.
@@ -158,7 +163,7 @@ pub(super) fn choose(
     ops: &Ops,
     at: DeviceAddress,
     notes: &Notes,
-) -> Result<Option<Vec<(Form, [usize; 3])>>, AscendError> {
+) -> Result<Option<Vec<Chosen>>, AscendError> {
     let mut known: Vec<(Form, [usize; 2], Form)> = Vec::new();
     let mut all = Vec::with_capacity(weights.len());
     for weight in weights {
@@ -204,7 +209,7 @@ impl Quantised {
     }
 
     /// Rounds `x` to it.
-    pub(super) fn recipe(self, x: TensorDesc) -> Recipe {
+    pub(super) fn recipe(&self, x: TensorDesc) -> Recipe {
         Recipe::Quantise { x, rows: self.rows, scales: self.scales }
     }
 }
@@ -263,11 +268,11 @@ impl Matrix {
     }
 
     /// `out = x · matrixᵀ`, without a bias.
-    pub(super) fn product(self, x: TensorDesc, quantised: Quantised, out: TensorDesc) -> Recipe {
-        match self {
+    pub(super) fn product(&self, x: TensorDesc, quantised: &Quantised, out: TensorDesc) -> Recipe {
+        match *self {
             Self::Rows(weight) | Self::Tiles(weight) => Recipe::Linear { x, weight, bias: None, out },
             Self::Groups { values, scales, offsets } => Recipe::GroupLinear { x, values, scales, offsets, out },
-            Self::Channels { values, scales } => Recipe::ChannelLinear { x: quantised, values, scales, out },
+            Self::Channels { values, scales } => Recipe::ChannelLinear { x: *quantised, values, scales, out },
         }
     }
 }

@@ -264,19 +264,19 @@ impl Lowering {
             Op::Cast(_) => op_of(Recipe::Copy { dst: output(0), src: input(0) }),
             Op::Linear(part) => {
                 let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
-                self.linear(part, x, outputs[0], rows, results, room, &mut op_of)
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)
             }
             Op::LinearMulti(parts) => {
                 let x = self.multiplied(parts, input(0), &mut op_of)?;
                 match self.joined[at] {
                     Some(matrix) => {
                         let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
-                        op_of(matrix.product(x.plain, x.int8, out))
+                        op_of(matrix.product(x.plain, &x.int8, out))
                     }
                     None => parts
                         .iter()
                         .zip(outputs)
-                        .try_for_each(|(part, &out)| self.linear(part, x, out, rows, results, room, &mut op_of)),
+                        .try_for_each(|(part, &out)| self.linear(part, &x, out, rows, results, room, &mut op_of)),
                 }
             }
             Op::ActMul(kind) => self.act_mul(at, *kind, [input(0), input(1)], output(0), &mut op_of),
@@ -284,7 +284,7 @@ impl Lowering {
                 let product = self.value(scratch.unwrap_or(inputs[0]), rows);
                 self.act_mul(at, *activation, [input(0), input(1)], product, &mut op_of)?;
                 let x = self.multiplied(std::slice::from_ref(part), product, &mut op_of)?;
-                self.linear(part, x, outputs[0], rows, results, room, &mut op_of)
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)
             }
             Op::Rope { head_dim, .. } => {
                 let (x, out) = (self.place(inputs[0]), self.place(outputs[0]));
@@ -320,7 +320,7 @@ impl Lowering {
             Op::ArgMax => self.largest(rows.logits, results, room, constants, &mut op_of),
             Op::LinearArgMax(part) => {
                 let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
-                self.linear(part, x, outputs[0], rows, results, room, &mut op_of)?;
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)?;
                 self.largest(rows.logits, results, room, constants, &mut op_of)
             }
             Op::RowStatus => {
@@ -407,7 +407,7 @@ impl Lowering {
     fn linear(
         &self,
         part: &LinearPart,
-        x: Multiplied,
+        x: &Multiplied,
         out: usize,
         rows: RowCounts,
         results: Results,
@@ -422,7 +422,7 @@ impl Lowering {
         match (matrix, bias) {
             (Matrix::Rows(weight), bias) => op_of(Recipe::Linear { x: x.plain, weight, bias, out })?,
             (_, bias) => {
-                op_of(matrix.product(x.plain, x.int8, out))?;
+                op_of(matrix.product(x.plain, &x.int8, out))?;
                 // Tiles take none, and the others take different types of it.
                 bias.map_or(Ok(()), |bias| op_of(Recipe::Add { a: out, b: bias, out }))?;
             }

@@ -4,7 +4,7 @@
 
 use ascend_sys::{AscendError, Op, Ops, TensorDesc};
 
-use super::form::{GROUP, Quantised};
+use super::form::{GROUP_SIZE, Quantised};
 
 /// One operation, ready to be made.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ impl Recipe {
             Self::Linear { x, weight, bias, out } => ops.linear(x, weight, bias.as_ref(), out),
             Self::Quantise { x, rows, scales } => ops.dynamic_quant(x, rows, scales),
             Self::GroupLinear { x, values, scales, offsets, out } => {
-                ops.weight_quant_linear(x, values, scales, offsets.as_ref(), None, GROUP as i32, out)
+                ops.weight_quant_linear(x, values, scales, offsets.as_ref(), None, GROUP_SIZE, out)
             }
             Self::ChannelLinear { x, values, scales, out } => {
                 ops.quant_linear(&x.rows, values, scales, &x.scales, None, out)
