@@ -14,10 +14,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, WeightForm, WeightTiles};
-use ascend_llm::device::{Device, DeviceError, OwnedWeights};
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Request};
-use ascend_llm::graph::{Weight, WeightRole};
-use ascend_llm::model::{config_from_gguf, decoder_graph};
+use ascend_llm::device::{Device, DeviceError, OwnedProgram, OwnedWeights};
+use ascend_llm::engine::{
+    CacheBudget, Engine, EngineConfig, Forward as _, ForwardInput, ModelRunner, Programs, Request, RunnerShape,
+};
+use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Numerics, OverflowPolicy, Weight, WeightRole, compile};
+use ascend_llm::kv_cache::{BlockId, KvGeometry};
+use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
 use model::Model;
@@ -213,6 +216,72 @@ fn tiled_models_stay_within_the_bounds_of_rows() {
         }
     }
     assert!(npu.sim.count("aclnnMatmulWeightNz") > 0);
+    npu.assert_clean();
+}
+
+/// A prompt's logits from a hub model whose matrices are rounded to `Q8_0` first.
+fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> Vec<f32> {
+    let config = config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+    let files = weights::open(folder).unwrap();
+    let mut source = MemorySource::new();
+    for name in files.source.names() {
+        let tensor = files.source.tensor(&name).unwrap();
+        let dtype = if tensor.shape.len() == 2 && tensor.row_len() % 32 == 0 { DType::Q8_0 } else { tensor.dtype };
+        source.insert_f32(name, dtype, tensor.shape, &tensor.to_f32()).unwrap();
+    }
+    let graph = decoder_graph(&config, &source).unwrap();
+    let uploaded = Arc::new(OwnedWeights::upload(&device, &source, &graph.weights, 0).unwrap());
+    let rows = prompt.len();
+    let bucket = Bucket { tokens: rows, logit_rows: rows, seqs: 1, kv_tokens: 128 };
+    let mut options = CompileOptions::default();
+    options.overflow = OverflowPolicy::Error;
+    let plan = compile(&graph, device.caps().target, Numerics::Fast, &options, bucket).unwrap();
+    let (layers, kv_heads, head_dim, block_size) = (config.layers, config.kv_heads, config.head_dim, 128);
+    let dtype = device.kv_dtype(&graph.weights).unwrap();
+    let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
+    let layout = device.kv_layout(&geometry).unwrap();
+    let rates = vec![CostRates::new(&plan, 2)];
+    let program = OwnedProgram::load(&device, &[plan], &[uploaded], &geometry).unwrap();
+    let programs = Programs { by_bucket: vec![(bucket, program)], f32: None, rates, custom_ops: false };
+    let shape = RunnerShape {
+        bucket,
+        max_seqs: 1,
+        max_blocks_per_seq: 1,
+        block_size,
+        pool_blocks: 1,
+        vocab_size: config.vocab_size,
+        max_in_flight: 1,
+    };
+    let mut runner = ModelRunner::new(device, programs, layout, shape).unwrap();
+    let input = ForwardInput {
+        tokens: prompt.to_vec(),
+        q_lens: vec![rows as u32],
+        kv_lens: vec![rows as u32],
+        tables: vec![BlockId(0)],
+        logit_rows: (0..rows as u32).collect(),
+        ..ForwardInput::default()
+    };
+    runner.forward(&input).unwrap().logits.logits.to_vec()
+}
+
+/// Biases are added behind a product that takes none.
+#[test]
+fn quantised_models_with_biases_agree_with_widened_ones() {
+    let npu = Npu::new();
+    let prompt = [1, 40, 100, 7, 90, 21, 5];
+    for name in ["qwen2", "llama-mha-untied-bias"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance").join(name);
+        let f16 = |options: &mut AscendOptions| options.activations = Activations::F16;
+        let widened = rounded_model_on(open(&npu, WeightForm::Widened, f16), &folder, &prompt);
+        for (form, bound) in [(WeightForm::WeightOnly, 4e-2), (WeightForm::Dynamic, 5e-1)] {
+            let device = open(&npu, form, f16);
+            let got = rounded_model_on(device.clone(), &folder, &prompt);
+            let error = largest_difference(&got, &widened);
+            println!("{name} in {form:?}: {error} of {bound}, {:?}", device.notes());
+            assert!(error > 0.0 && error <= bound, "{name} in {form:?}: logits differ by {error}");
+        }
+    }
+    assert!(npu.sim.count("aclnnWeightQuantBatchMatmulV2") > 0 && npu.sim.count("aclnnQuantMatmulV4") > 0);
     npu.assert_clean();
 }
 
