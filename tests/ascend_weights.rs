@@ -445,6 +445,37 @@ fn shapes_the_operations_refuse_are_held_in_16_bits_and_said() {
     npu.assert_clean();
 }
 
+#[test]
+fn weights_of_impossible_sizes_are_refused() {
+    let npu = Npu::new();
+    for (form, tiles) in [
+        (WeightForm::WeightOnly, WeightTiles::Always),
+        (WeightForm::Dynamic, WeightTiles::Int8),
+        (WeightForm::Widened, WeightTiles::Never),
+    ] {
+        let device: Arc<dyn Device> = open(&npu, form, |options| options.tiles = tiles);
+        for shape in [
+            vec![],
+            vec![usize::MAX, 0],
+            vec![usize::MAX, 32],
+            vec![1 << 62, 2],
+            vec![1 << 58, 2],
+            vec![1 << 50, 32],
+            vec![2, 1 << 58],
+            vec![4, 5, 6],
+        ] {
+            for dtype in [DType::F16, DType::Q8_0, DType::Q4_K] {
+                let (name, role) = ("w".to_owned(), WeightRole::Matrix);
+                let weight = Weight { name, shape: shape.clone(), dtype, role, slice: None };
+                let uploaded = OwnedWeights::upload(&device, &MemorySource::new(), &[weight], 0);
+                assert!(uploaded.is_err(), "{shape:?} of {dtype} in {form:?}");
+            }
+        }
+        drop(device);
+        npu.assert_clean();
+    }
+}
+
 /// Whatever call of an upload fails, the failure is typed or nothing depends on it, and nothing is left on the card.
 #[test]
 fn any_call_of_an_upload_may_fail() {

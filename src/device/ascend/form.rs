@@ -42,6 +42,8 @@ impl Form {
             // Embeddings are gathered by rows.
             return Self::Rows;
         }
+        let is_whole = weight.shape.last().is_some_and(|k| k.is_multiple_of(weight.dtype.block_len()));
+        let asked = if is_whole { asked } else { WeightForm::Widened };
         match (asked, weight.dtype) {
             (WeightForm::Widened, _) | (_, DType::F32 | DType::F16 | DType::BF16) => plain,
             (WeightForm::Dynamic, _) => Self::Channels { in_tiles: tiles != WeightTiles::Never },
@@ -77,21 +79,19 @@ impl Form {
         }
     }
 
-    /// Bytes of the values, scales and offsets of a weight; none if they overflow.
-    fn bytes(self, shape: &[usize], elem: ElemType, ops: &Ops) -> Result<Option<[usize; 3]>, AscendError> {
-        let elements = shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim));
-        let (n, k) = (shape[0], shape.get(1).copied().unwrap_or(1));
-        let all = |values: Option<usize>, scales: usize, offsets: usize| values.map(|values| [values, scales, offsets]);
+    /// Bytes of the values, scales and offsets of a weight that [`is_countable`].
+    fn bytes(self, shape: &[usize], elem: ElemType, ops: &Ops) -> Result<[usize; 3], AscendError> {
+        let elements: usize = shape.iter().product();
+        let [n, k] = [0, 1].map(|dim| shape.get(dim).copied().unwrap_or(1));
         Ok(match self {
-            Self::Rows => all(elements.and_then(|n| n.checked_mul(2)), 0, 0),
-            Self::Tiles => all(ops.tiled_elements(n, k, elem)?.checked_mul(2), 0, 0),
+            Self::Rows => [2 * elements, 0, 0],
+            Self::Tiles => [ops.tiled_elements(n, k, elem)?.saturating_mul(2), 0, 0],
             Self::Groups { elem, has_offsets } => {
-                let scales = 2 * (k / GROUP) * n;
-                let values = elements.and_then(|all| all.checked_mul(elem.bits()));
-                all(values.map(|bits| bits / 8), scales, if has_offsets { scales } else { 0 })
+                let scales = 2 * elements / GROUP;
+                [elements * elem.bits() / 8, scales, if has_offsets { scales } else { 0 }]
             }
-            Self::Channels { in_tiles: false } => all(elements, 4 * n, 0),
-            Self::Channels { in_tiles: true } => all(Some(ops.tiled_elements(n, k, ElemType::I8)?), 4 * n, 0),
+            Self::Channels { in_tiles: false } => [elements, 4 * n, 0],
+            Self::Channels { in_tiles: true } => [ops.tiled_elements(n, k, ElemType::I8)?, 4 * n, 0],
         })
     }
 
@@ -140,6 +140,12 @@ impl Form {
     }
 }
 
+/// Whether a weight's sizes can be counted: eight bytes an element are more than any form takes.
+fn is_countable(shape: &[usize]) -> bool {
+    let bytes = shape.iter().try_fold(8usize, |bytes, &dim| bytes.checked_mul(dim));
+    shape.iter().copied().chain(bytes).all(|size| i64::try_from(size).is_ok()) && bytes.is_some()
+}
+
 fn lacks(call: &'static str) -> AscendError {
     let message = "the libraries lack it".to_owned();
     AscendError { call, code: ascend_sys::SHIM_NO_SYMBOL, kind: AscendErrorKind::Unsupported, message }
@@ -167,6 +173,9 @@ pub(super) fn choose(
     let mut known: Vec<(Form, [usize; 2], Form)> = Vec::new();
     let mut all = Vec::with_capacity(weights.len());
     for weight in weights {
+        if !is_countable(&weight.shape) {
+            return Ok(None);
+        }
         let wanted = Form::wanted(weight, asked, tiles);
         let mut form = wanted;
         if let &[n, k] = &weight.shape[..] {
@@ -185,8 +194,7 @@ pub(super) fn choose(
         } else {
             form = Form::Rows;
         }
-        let Some(bytes) = form.bytes(&weight.shape, elem, ops)? else { return Ok(None) };
-        all.push((form, bytes));
+        all.push((form, form.bytes(&weight.shape, elem, ops)?));
     }
     Ok(Some(all))
 }
@@ -201,7 +209,7 @@ pub(super) struct Quantised {
 impl Quantised {
     /// Of rows like `x`.
     pub(super) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
-        let dims: Vec<usize> = x.dims().iter().map(|&dim| usize::try_from(dim).unwrap_or(0)).collect();
+        let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
         Self {
             rows: TensorDesc::new(rows, ElemType::I8, &dims),
             scales: TensorDesc::new(scales, ElemType::F32, &dims[..1]),

@@ -36,7 +36,9 @@ pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemTyp
     let elements = |is_bf16: bool| -> usize {
         let matrices = weights.iter().filter(|weight| weight.role.is_matrix());
         let of_type = matrices.filter(|weight| (weight.dtype == DType::BF16) == is_bf16);
-        of_type.map(|weight| weight.shape.iter().product::<usize>()).sum()
+        // Sizes are not checked yet.
+        let count = |weight: &Weight| weight.shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
+        of_type.map(count).fold(0, usize::saturating_add)
     };
     match asked {
         Activations::BF16 => ElemType::BF16,
@@ -115,7 +117,8 @@ impl WeightSet {
     /// What a product reads.
     pub(super) fn matrix(&self, id: WeightId) -> Matrix {
         let Held { shape, form, at, .. } = &self.held[id.0 as usize];
-        Matrix::new(*form, self.elem, [shape[0], shape[1]], at.map(|at| self.buffer.address().offset(at)))
+        let dims = [0, 1].map(|dim| shape.get(dim).copied().unwrap_or(1));
+        Matrix::new(*form, self.elem, dims, at.map(|at| self.buffer.address().offset(at)))
     }
 
     /// Rows of a matrix.
