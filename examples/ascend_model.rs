@@ -6,6 +6,7 @@
 //! cargo run --features ascend --example ascend_model
 //! cargo run --features ascend --example ascend_model -- --batch 32 --context 512 --depth 1
 //! cargo run --release --features ascend --example ascend_model -- --model llama2-70b --cards 8
+//! cargo run --features ascend --example ascend_model -- --weights w4a16
 //! ```
 //! Nothing is computed and no file is read: the simulator checks each call and adds up its cost, memory is address space, and
 //! the weights are one stretch of zeros. All times are modelled, with the rates in the second line of the output.
@@ -15,11 +16,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ascend_llm::device::ascend::{AscendDevice, AscendOptions};
+use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, WeightForm, WeightTiles};
 use ascend_llm::device::{Device, OwnedProgram, OwnedWeights};
 use ascend_llm::engine::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
 use ascend_llm::graph::passes::shard;
-use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, Rank, compile};
+use ascend_llm::graph::{
+    Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, Rank, Weight, WeightRole, compile,
+};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
 use ascend_llm::weights::{DType, TensorView, WeightSource};
@@ -102,6 +105,52 @@ struct Args {
     /// How many times as long the host's calls take.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=1000))]
     host_factor: i64,
+    /// What matrices are held in; activations are bf16.
+    #[arg(long, value_enum, default_value_t = Weights::Bf16)]
+    weights: Weights,
+    /// Whether matrices of 16 bits are kept in tiles.
+    #[arg(long)]
+    tiles: bool,
+}
+
+/// Forms of the matrices, each with the file's format it is made from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Weights {
+    /// A bf16 file.
+    Bf16,
+    /// `Q8_0`, held in groups of int8.
+    W8a16,
+    /// `Q4_0`, held in groups of int4.
+    W4a16,
+    /// `Q8_0`, held in rows of int8; activations are rounded to int8 before each product.
+    W8a8,
+}
+
+impl Weights {
+    const fn dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::BF16,
+            Self::W8a16 | Self::W8a8 => DType::Q8_0,
+            Self::W4a16 => DType::Q4_0,
+        }
+    }
+
+    /// Halves of bits an element, scales included but those of whole rows.
+    const fn half_bits(self) -> usize {
+        match self {
+            Self::Bf16 => 32,
+            Self::W8a16 => 17,
+            Self::W4a16 => 9,
+            Self::W8a8 => 16,
+        }
+    }
+
+    /// Bytes that a step reads of a model's matrices.
+    fn bytes(self, weights: &[Weight]) -> u64 {
+        let matrices = weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
+        let elements: usize = matrices.map(|weight| weight.shape.iter().product::<usize>()).sum();
+        (elements * self.half_bits() / 16) as u64
+    }
 }
 
 fn main() -> ExitCode {
@@ -110,7 +159,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let config = config_from_hub(args.model.config().as_bytes())?;
-    let source = Zeros::new(&config)?;
+    let source = Zeros::new(&config, args.weights.dtype())?;
     let graph = decoder_graph(&config, &source)?;
     let ranks = (0..args.cards).map(|index| shard(&graph, Rank { index, of: args.cards }));
     let graphs = ranks.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -127,6 +176,9 @@ fn run(args: &Args) -> Result<()> {
         let mut options = AscendOptions::default();
         options.cards = (0..args.cards).collect();
         (options.library, options.capture) = (Some(sim.path().to_owned()), capture);
+        options.activations = Activations::BF16;
+        options.weights = if args.weights == Weights::W8a8 { WeightForm::Dynamic } else { WeightForm::WeightOnly };
+        options.tiles = if args.tiles { WeightTiles::Always } else { WeightTiles::default() };
         let device: Arc<dyn Device> = AscendDevice::open(options)?;
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
@@ -194,24 +246,25 @@ fn title(args: &Args, rates: &Rates, config: &ModelConfig, device: &Arc<dyn Devi
     let giga = |bytes: u64| bytes as f64 / 1e9 / f64::from(args.cards);
     let each = if args.cards > 1 { " on each card" } else { "" };
     format!(
-        "modelled: {:.2} G parameters in bf16, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
+        "modelled: {:.2} G parameters, matrices in {}, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
          rates: {BANDWIDTH} {}, {}\n\
          bounds: weights {:.2} GB in {:.2} ms, keys and values {:.2} GB in {:.2} ms{each}, both {:.2} ms: {:.0} tokens/s\n\n\
          | mode | fusion | plan steps | made | launches | host ms | device ms | step ms | tokens/s | bound / step |\n\
          |---|---|---|---|---|---|---|---|---|---|\n",
         config.parameters() as f64 / 1e9,
+        args.weights.to_possible_value().map_or(String::new(), |name| name.get_name().to_owned()),
         args.batch,
         args.context,
         args.depth,
         device.caps().description,
         args.bandwidth,
         rates.join(", "),
-        giga(cost.weight_bytes),
-        ms(cost.weight_bytes),
+        giga(decoding.weight_bytes),
+        ms(decoding.weight_bytes),
         giga(cost.kv_bytes),
         ms(cost.kv_bytes),
-        ms(cost.weight_bytes + cost.kv_bytes),
-        1e3 * f64::from(args.batch) / ms(cost.weight_bytes + cost.kv_bytes),
+        ms(decoding.weight_bytes + cost.kv_bytes),
+        1e3 * f64::from(args.batch) / ms(decoding.weight_bytes + cost.kv_bytes),
     )
 }
 
@@ -220,6 +273,7 @@ fn title(args: &Args, rates: &Rates, config: &ModelConfig, device: &Arc<dyn Devi
 struct Decoding {
     runner: ModelRunner,
     fusion: u8,
+    weight_bytes: u64,
     plan_steps: usize,
     input: ForwardInput,
     in_flight: VecDeque<Ticket>,
@@ -273,7 +327,9 @@ impl Decoding {
             ..ForwardInput::default()
         };
         let runner = ModelRunner::new(Arc::clone(device), programs, layout, shape)?;
-        Ok(Self { runner, fusion, plan_steps, input, in_flight: VecDeque::new(), depth: args.depth as usize })
+        let weight_bytes = graphs.iter().map(|graph| args.weights.bytes(&graph.weights)).sum();
+        let depth = args.depth as usize;
+        Ok(Self { runner, fusion, weight_bytes, plan_steps, input, in_flight: VecDeque::new(), depth })
     }
 
     /// Launches a step that takes its tokens from the one before, and waits for the oldest if enough are in flight then.
@@ -344,7 +400,7 @@ impl Decoding {
         let device = self.step_time(sim, rates, args, Time::Device)?;
         let calls = self.calls(sim)?;
         let cost = self.runner.cost(&self.input);
-        let bound_ms = ms_of(cost.weight_bytes + cost.kv_bytes, args);
+        let bound_ms = ms_of(self.weight_bytes + cost.kv_bytes, args);
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         Ok(format!(
             "| {mode} | {} | {} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} % |",
@@ -397,12 +453,13 @@ fn ms_of(bytes: u64, args: &Args) -> f64 {
 /// All tensors of a model, which share one stretch of zeros.
 #[derive(Debug)]
 struct Zeros {
+    dtype: DType,
     shapes: BTreeMap<String, Vec<usize>>,
     bytes: MmapMut,
 }
 
 impl Zeros {
-    fn new(config: &ModelConfig) -> Result<Self> {
+    fn new(config: &ModelConfig, dtype: DType) -> Result<Self> {
         let (hidden, mlp, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
         let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         let mut shapes = BTreeMap::new();
@@ -427,15 +484,21 @@ impl Zeros {
         add("lm_head".into(), &[vocab, hidden]);
         let longest = shapes.values().map(|shape| 2 * shape.iter().product::<usize>()).max().unwrap_or(0);
         // Pages that are never written are zeros that take no memory.
-        Ok(Self { shapes, bytes: MmapMut::map_anon(longest)? })
+        Ok(Self { dtype, shapes, bytes: MmapMut::map_anon(longest)? })
+    }
+
+    /// Vectors are never in blocks.
+    fn dtype_of(&self, shape: &[usize]) -> DType {
+        if shape.len() == 2 { self.dtype } else { DType::BF16 }
     }
 }
 
 impl WeightSource for Zeros {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let shape = self.shapes.get(name)?;
-        let data = &self.bytes[..2 * shape.iter().product::<usize>()];
-        Some(TensorView { dtype: DType::BF16, shape, data })
+        let dtype = self.dtype_of(shape);
+        let data = &self.bytes[..dtype.bytes_for(shape.iter().product())?];
+        Some(TensorView { dtype, shape, data })
     }
 
     fn names(&self) -> Vec<String> {

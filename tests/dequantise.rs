@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use ascend_llm::weights::convert::{dequantise, quantise};
+use ascend_llm::weights::convert::{Group, dequantise, groups, quantise};
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
 use ascend_llm::weights::{DType, WeightSource as _};
@@ -230,6 +230,28 @@ proptest! {
             for (x, y) in stored.iter().zip(&again) {
                 // The f16 scale of the second time may differ in its last bit.
                 prop_assert!((x - y).abs() <= x.abs() / 1024.0, "{}: {} {}", dtype, x, y);
+            }
+        }
+    }
+
+    /// Integers and scales are what the values are made of; in formats with minima the integers are not negative.
+    #[test]
+    fn groups_give_the_values(bytes in prop::collection::vec(any::<u8>(), 210 * 4)) {
+        for dtype in ALL {
+            let bytes = &bytes[..bytes.len() / dtype.block_bytes() * dtype.block_bytes()];
+            let mut values = Vec::new();
+            groups(dtype, bytes, |Group { quants, scales, min }| {
+                values.extend(quants.iter().enumerate().map(|(i, q)| scales[i / 16] * f32::from(*q) + min));
+                assert!(min == 0.0 || quants.iter().all(|q| *q >= 0), "{dtype}");
+            });
+            if dtype.is_quantised() {
+                let expected = expand(dtype, bytes);
+                prop_assert_eq!(values.len(), expected.len());
+                for (value, expected) in values.iter().zip(&expected) {
+                    prop_assert!(value == expected || (value.is_nan() && expected.is_nan()), "{}", dtype);
+                }
+            } else {
+                prop_assert!(values.is_empty());
             }
         }
     }

@@ -70,13 +70,16 @@ fn weights_of_eight_and_four_bits_beside_plain_rows() {
     let x_tensor = rig.tensor(F16, &[m, k], &x);
     let out = rig.empty(F16, &[m, n]);
 
+    // Weights are multiplied in the type of the rows.
+    let narrow = |value: f32| rig::rounded(F16, &[value])[0];
+
     // A scale a column: rows of int8.
     let (w, s) = (whole(n * k, 2, 100.0), noise(F16, n, 3).iter().map(|v| v * 0.01).collect::<Vec<_>>());
     let s = rig::rounded(F16, &s);
     let (weight, scale) = (rig.tensor(I8, &[n, k], &w), rig.tensor(F16, &[n], &s));
     rig.run(rig.ops.weight_quant_linear(&x_tensor.desc, &weight.desc, &scale.desc, None, None, 0, &out.desc))
         .expect("W8");
-    close(&out.values(), &product(&|j, c| w[c * k + j] * s[c]), F16);
+    close(&out.values(), &product(&|j, c| narrow(w[c * k + j] * s[c])), F16);
 
     // A scale for 32 rows of a column, int4 two a byte, with offsets.
     let w: Vec<f32> = whole(k * n, 4, 7.0);
@@ -90,7 +93,7 @@ fn weights_of_eight_and_four_bits_beside_plain_rows() {
     let buffer = rig.buffer(packed.len());
     buffer.write(0, &packed).expect("write");
     let (scale, offset) = (rig.tensor(F16, &[2, n], &scales), rig.tensor(F16, &[2, n], &offsets));
-    let want = product(&|j, c| (w[j * n + c] + offsets[j / 32 * n + c]) * scales[j / 32 * n + c]);
+    let want = product(&|j, c| narrow(narrow(w[j * n + c] + offsets[j / 32 * n + c]) * scales[j / 32 * n + c]));
     let as_int4 = TensorDesc::new(buffer.address(), I4, &[k, n]);
     let as_words = TensorDesc::new(buffer.address(), I32, &[k, n / 8]);
     for weight in [as_int4, as_words] {

@@ -64,6 +64,37 @@ pub fn quantise(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
     }
 }
 
+/// 32 elements of a block format as they are stored: `value = scales[i / 16] * quants[i] + min`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Group {
+    /// Integers, with the format's offset taken off: of 4 and 5 bits those that go with a minimum are 0 or more.
+    pub quants: [i8; 32],
+    /// Scales of the first and the last 16 elements, different only in `Q6_K`.
+    pub scales: [f32; 2],
+    /// What is added; 0 in formats without a minimum.
+    pub min: f32,
+}
+
+/// Takes stored elements of a block format apart, in order. Float formats have no groups: nothing is called for them.
+///
+/// # Panics
+///
+/// If `bytes` is no whole number of blocks.
+pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(Group)) {
+    assert!(bytes.len().is_multiple_of(dtype.block_bytes()), "{} bytes are no blocks of {dtype}", bytes.len());
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => {}
+        DType::Q4_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q4_0_group(block))),
+        DType::Q4_1 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q4_1_group(block))),
+        DType::Q5_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q5_0_group(block))),
+        DType::Q5_1 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q5_1_group(block))),
+        DType::Q8_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q8_0_group(block))),
+        DType::Q4_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q4_k_groups).for_each(each),
+        DType::Q5_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q5_k_groups).for_each(each),
+        DType::Q6_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q6_k_groups).for_each(each),
+    }
+}
+
 fn each<const N: usize>(bytes: &[u8], out: &mut [f32], read: impl Fn([u8; N]) -> f32) {
     let (raw, _) = bytes.as_chunks::<N>();
     for (raw, out) in raw.iter().zip(out) {

@@ -62,10 +62,19 @@ impl Npu {
 
     /// What opening a copy of the library gives that lacks some functions.
     pub fn sim_without(&self, symbols: &[&str]) -> Result<Arc<AscendDevice>, AscendOpenError> {
+        let file = self.library_without(symbols);
+        self.try_device(|options| options.library = Some(file))
+    }
+
+    /// A copy of the library that lacks some functions.
+    pub fn library_without(&self, symbols: &[&str]) -> std::path::PathBuf {
         let file =
             std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("libascend_without_{}.so", symbols[0]));
-        self.sim.without(symbols, &file).expect("a copy");
-        self.try_device(|options| options.library = Some(file))
+        // A copy that is loaded already must not change: the new one is another file of that name.
+        let fresh = file.with_extension("fresh");
+        self.sim.without(symbols, &fresh).expect("a copy");
+        std::fs::rename(&fresh, &file).expect("the copy takes its name");
+        file
     }
 
     /// The first `count` cards, one rank of a model each.

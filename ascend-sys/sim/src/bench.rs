@@ -142,6 +142,11 @@ pub(crate) fn stretch(memory: &DeviceMemory, view: &View, place: usize, count: u
         Elem::F32 => into.extend(raw.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
         Elem::F16 => into.extend(raw.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
         Elem::BF16 => into.extend(raw.chunks_exact(2).map(|b| f32::from_bits(u32::from_le_bytes([0, 0, b[0], b[1]])))),
+        Elem::I8 => into.extend(raw.iter().map(|&b| f32::from(b.cast_signed()))),
+        Elem::I4 if place.is_multiple_of(2) => {
+            let halves = raw.iter().flat_map(|&b| [b << 4, b & 0xF0]);
+            into.extend(halves.take(count).map(|half| f32::from(half.cast_signed() >> 4)));
+        }
         _ => {
             let mut whole = Vec::with_capacity(count);
             whole_stretch(memory, view, place, count, &mut whole)?;

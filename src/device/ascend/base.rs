@@ -198,6 +198,15 @@ impl Base {
         }
     }
 
+    /// Runs an op while nothing else runs, and waits for it.
+    pub(super) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
+        let needed = op.workspace_bytes();
+        self.synchronize()?;
+        self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
+        op.launch(self.shared().workspace.address(), needed, &self.output)?;
+        self.patience.wait(|limit| self.output.synchronize(Some(limit)))
+    }
+
     /// Queues a copy of host bytes, through slots of the thread's own.
     pub(super) fn stage(&mut self, dst: DeviceAddress, bytes: &[u8], on: usize) -> Result<(), AscendError> {
         for (index, chunk) in bytes.chunks(SLOT_BYTES).enumerate() {

@@ -581,6 +581,11 @@ impl Card {
         self.weights.get(&id).map(Arc::clone)
     }
 
+    /// A set that no program uses yet, with what it is filled by.
+    pub(super) fn new_weights(&mut self, id: u64) -> Option<(&mut WeightSet, &mut Base)> {
+        Arc::get_mut(self.weights.get_mut(&id)?).map(|set| (set, &mut self.base))
+    }
+
     pub(super) fn add_program(&mut self, id: u64, program: Program) {
         self.programs.insert(id, program);
     }

@@ -12,13 +12,15 @@ use parking_lot::Mutex;
 
 use super::card::{Card, Command, Facts, pairs_list};
 use super::cards::Cards;
+use super::form;
 use super::layout::{Cache, RESERVED_BLOCKS, describe};
 use super::memory::{GRANULE, padded};
-use super::options::{Activations, AscendOpenError, AscendOptions};
+use super::options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
+use super::pack::pack;
 use super::program::Program;
 use super::staging::SLOT_BYTES;
 use super::telemetry::Telemetry;
-use super::weights::{WeightSet, activation_elem, convert_tensor, kv_dtype, place};
+use super::weights::{WeightSet, activation_elem, kv_dtype, place};
 use crate::device::{
     BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks,
     ProgramId, Span, StepArgs, StreamId, WeightSetId,
@@ -47,6 +49,7 @@ pub struct AscendDevice {
     caps: DeviceCaps,
     library: PathBuf,
     activations: Activations,
+    forms: (WeightForm, WeightTiles),
     cards: Cards,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
@@ -113,6 +116,7 @@ impl AscendDevice {
             caps,
             library: path,
             activations: options.activations,
+            forms: (options.weights, options.tiles),
             cards,
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
@@ -449,22 +453,33 @@ impl Device for AscendDevice {
         }
         let rank = rank as usize;
         let elem = activation_elem(self.activations, weights);
-        let (offsets, bytes) = place(weights).ok_or_else(|| invalid("the weights' sizes overflow"))?;
+        let (asked, list) = (self.forms, weights.to_vec());
+        let chosen = self.attempt(rank, 0, move |card| {
+            let base = &card.base;
+            form::choose(&list, asked, elem, &base.ops, base.shared().room().flags, &base.notes)
+        })?;
+        let too_large = || invalid("the weights' sizes overflow");
+        let (forms, sizes): (Vec<_>, Vec<_>) = chosen.ok_or_else(too_large)?.into_iter().unzip();
+        let (places, bytes) = place(&sizes).ok_or_else(too_large)?;
         let buffer = self.attempt(rank, bytes as u64, move |card| {
             DeviceBuffer::new(&card.base.context, padded(bytes), Pages::HugeFirst)
         })?;
         let id = self.new_id();
-        let set = WeightSet::new(buffer, elem, offsets.clone(), weights);
+        let set = WeightSet::new(buffer, elem, weights, forms.iter().copied(), places);
         self.cards.call(rank, move |card| card.add_weights(id, set))?;
-        let fill = |weight: &Weight, offset: usize| {
-            convert_tensor(source, weight, elem, &mut |at, bytes| {
+        let fill = |(index, (weight, form)): (usize, (&Weight, &form::Form))| {
+            pack(source, weight, *form, elem, &mut |stretch, at, bytes| {
                 self.attempt(rank, bytes.len() as u64, move |card| match card.weights(id) {
-                    Some(set) => set.buffer().write(offset + at, &bytes),
+                    Some(set) => set.write(index, stretch, at, &bytes),
                     None => Ok(()),
                 })
+            })?;
+            self.attempt(rank, 0, move |card| match card.new_weights(id) {
+                Some((set, base)) => set.tile(index, base),
+                None => Ok(()),
             })
         };
-        let filled = weights.iter().zip(offsets).try_for_each(|(weight, offset)| fill(weight, offset));
+        let filled = weights.iter().zip(&forms).enumerate().try_for_each(fill);
         if let Err(error) = filled {
             self.release_weights(WeightSetId(id));
             return Err(error);

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
 
 use super::constants::Constants;
+use super::form::{Matrix, Quantised};
 use super::memory::{Pieces, Place};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
@@ -99,6 +100,9 @@ pub(super) struct Fixed {
     rstd: DeviceAddress,
     turned: [DeviceAddress; 2],
     gate_up: DeviceAddress,
+    /// Rows rounded to int8 before a product, and their scales.
+    int8_rows: DeviceAddress,
+    int8_scales: DeviceAddress,
 }
 
 /// Sizes that fix those places.
@@ -109,12 +113,14 @@ pub(super) struct Sizes {
     pub seqs: usize,
     /// Entries of a line of the block table, a multiple of 8.
     pub table_cols: usize,
+    /// Longest rows that are rounded to int8; 0 if none are.
+    pub int8_cols: usize,
 }
 
 impl Fixed {
     /// Places for a plan from `base` on, and the bytes of all.
     pub(super) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
-        let Sizes { tokens, logits, seqs, table_cols } = sizes;
+        let Sizes { tokens, logits, seqs, table_cols, int8_cols } = sizes;
         let widest =
             plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
         let most_groups = plan.steps.iter().map(|step| most_groups(plan, step)).max().unwrap_or(1);
@@ -138,6 +144,8 @@ impl Fixed {
             rstd: words(tokens.max(logits) * most_groups),
             turned: [words(tokens * widest.div_ceil(2)), words(tokens * widest.div_ceil(2))],
             gate_up: words(tokens * widest),
+            int8_rows: words(tokens.max(logits) * int8_cols.div_ceil(4)),
+            int8_scales: words(tokens.max(logits)),
         };
         (fixed, pieces.bytes())
     }
@@ -163,6 +171,13 @@ pub(super) struct RopeTables {
     pub is_interleaved: bool,
 }
 
+/// Rows that a product reads, in both types.
+#[derive(Clone, Copy, Debug)]
+struct Multiplied {
+    plain: TensorDesc,
+    int8: Quantised,
+}
+
 /// A plan with the places of everything it works on.
 #[derive(Debug)]
 pub(super) struct Lowering {
@@ -174,7 +189,7 @@ pub(super) struct Lowering {
     /// The row of a rank's part of the embedding table by id; that of zeros for ids that others have.
     pub own_rows: Option<DeviceAddress>,
     /// Gate and up projections that are one product, by step, with the joined weight; and the steps that take both halves.
-    pub joined: Vec<Option<TensorDesc>>,
+    pub joined: Vec<Option<Matrix>>,
     pub halves: Vec<bool>,
 }
 
@@ -271,22 +286,29 @@ impl Lowering {
             Op::Mul => op_of(Recipe::Mul { a: input(0), b: input(1), out: output(0) }),
             Op::Activation(kind) => op_of(activation(*kind, input(0), output(0))),
             Op::Cast(_) => op_of(Recipe::Copy { dst: output(0), src: input(0) }),
-            Op::Linear(part) => self.linear(part, input(0), outputs[0], rows, results, room, &mut op_of),
-            Op::LinearMulti(parts) => match &self.joined[at] {
-                Some(weight) => {
-                    let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
-                    op_of(Recipe::Linear { x: input(0), weight: *weight, bias: None, out })
+            Op::Linear(part) => {
+                let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)
+            }
+            Op::LinearMulti(parts) => {
+                let x = self.multiplied(parts, input(0), &mut op_of)?;
+                match self.joined[at] {
+                    Some(matrix) => {
+                        let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
+                        op_of(matrix.product(x.plain, &x.int8, out))
+                    }
+                    None => parts
+                        .iter()
+                        .zip(outputs)
+                        .try_for_each(|(part, &out)| self.linear(part, &x, out, rows, results, room, &mut op_of)),
                 }
-                None => parts
-                    .iter()
-                    .zip(outputs)
-                    .try_for_each(|(part, &out)| self.linear(part, input(0), out, rows, results, room, &mut op_of)),
-            },
+            }
             Op::ActMul(kind) => self.act_mul(at, *kind, [input(0), input(1)], output(0), &mut op_of),
             Op::SwigluLinear { activation, part, .. } => {
                 let product = self.value(scratch.unwrap_or(inputs[0]), rows);
                 self.act_mul(at, *activation, [input(0), input(1)], product, &mut op_of)?;
-                self.linear(part, product, outputs[0], rows, results, room, &mut op_of)
+                let x = self.multiplied(std::slice::from_ref(part), product, &mut op_of)?;
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)
             }
             Op::Rope { head_dim, .. } => {
                 let (x, out) = (self.place(inputs[0]), self.place(outputs[0]));
@@ -321,7 +343,8 @@ impl Lowering {
             }
             Op::ArgMax => self.largest(rows.logits, results, room, constants, &mut op_of),
             Op::LinearArgMax(part) => {
-                self.linear(part, input(0), outputs[0], rows, results, room, &mut op_of)?;
+                let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
+                self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)?;
                 self.largest(rows.logits, results, room, constants, &mut op_of)
             }
             Op::RowStatus => {
@@ -396,26 +419,48 @@ impl Lowering {
         op_of(Recipe::Mul { a: out, b: up, out })
     }
 
+    /// Rows as the products of some weights read them, rounded to int8 once if one of these wants that.
+    fn multiplied(
+        &self,
+        parts: &[LinearPart],
+        x: TensorDesc,
+        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+    ) -> Result<Multiplied, AscendError> {
+        let int8 = Quantised::new(self.fixed.int8_rows, self.fixed.int8_scales, &x);
+        if parts.iter().any(|part| self.weights.matrix(part.weight).takes_int8()) {
+            op_of(int8.recipe(x))?;
+        }
+        Ok(Multiplied { plain: x, int8 })
+    }
+
     #[allow(clippy::too_many_arguments)]
     fn linear(
         &self,
         part: &LinearPart,
-        x: TensorDesc,
+        x: &Multiplied,
         out: usize,
         rows: RowCounts,
         results: Results,
         room: Room,
         op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
-        let weight = self.weights.tensor(part.weight);
+        let matrix = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.tensor(bias));
-        if !self.is_logits(out) {
-            return op_of(Recipe::Linear { x, weight, bias, out: self.value(out, rows) });
-        }
         let dims = [rows.logits, self.plan.vocab_size];
-        let narrow = TensorDesc::new(room.logits, self.elem(), &dims);
-        op_of(Recipe::Linear { x, weight, bias, out: narrow })?;
-        op_of(Recipe::Cast { x: narrow, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })
+        let is_logits = self.is_logits(out);
+        let out = if is_logits { TensorDesc::new(room.logits, self.elem(), &dims) } else { self.value(out, rows) };
+        match (matrix, bias) {
+            (Matrix::Rows(weight), bias) => op_of(Recipe::Linear { x: x.plain, weight, bias, out })?,
+            (_, bias) => {
+                op_of(matrix.product(x.plain, &x.int8, out))?;
+                // Tiles take none, and the others take different types of it.
+                bias.map_or(Ok(()), |bias| op_of(Recipe::Add { a: out, b: bias, out }))?;
+            }
+        }
+        if is_logits {
+            op_of(Recipe::Cast { x: out, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })?;
+        }
+        Ok(())
     }
 
     /// Puts the ranks' columns of the logits side by side. All ranks bring as much as the one with most columns: what comes
@@ -516,7 +561,7 @@ pub(super) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
 
 /// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
 /// product, whose halves SwiGLU takes.
-pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<TensorDesc>>, Vec<bool>) {
+pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
     let count = plan.steps.len();
     let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
     for (at, step) in plan.steps.iter().enumerate() {

@@ -19,11 +19,13 @@ mod cards;
 mod constants;
 mod device;
 mod failure;
+mod form;
 mod layout;
 mod lower;
 mod memory;
 mod notes;
 mod options;
+mod pack;
 mod patience;
 mod power;
 mod program;
@@ -39,7 +41,7 @@ use std::path::Path;
 
 pub use ascend_sys::{AscendError, Library, LoadError, Runtime};
 pub use device::AscendDevice;
-pub use options::{Activations, AscendOpenError, AscendOptions};
+pub use options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
 
 /// Loads AscendCL from `path` (the library or a folder that holds it), or from where CANN puts it.
 ///

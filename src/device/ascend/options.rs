@@ -20,6 +20,42 @@ pub enum Activations {
     BF16,
 }
 
+/// What matrices of quantised files are held in. Embedding tables, and output projections that are tied to one, are held in
+/// 16 bits: they are gathered from by rows, and a second copy for the product would take more memory than it saves time. A
+/// matrix that the card's operations do not take in its form (of more than 65,535 rows, say) is held in 16 bits, and the
+/// device's notes say why. Bits are those of a weight, scales and offsets included; activations are 16 bits each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightForm {
+    /// Weights only (W4A16, W8A16), in groups of 32 with scales of 16 bits. In f16:
+    /// - 4.5 bits for `Q4_0`, 8.5 for `Q5_0` and `Q8_0`: the values that widening gives.
+    /// - 5 bits for `Q4_1` and `Q4_K`, 9 for `Q5_1` and `Q5_K`: scale and offset are rounded, each to 11 bits.
+    /// - 8.5 bits for `Q6_K`: of two groups of 16 the one with the larger step keeps its values, the other's move by at most
+    ///   an eighth of that step (its lowest by a quarter, if the signs of the steps differ). Scales are rounded to 11 bits.
+    ///
+    /// With bf16 activations scales and offsets are rounded to 8 bits.
+    #[default]
+    WeightOnly,
+    /// Weights and activations in int8 (W8A8): about 8 bits. A weight moves by up to 1/254 of the largest of its row, an
+    /// activation by as much of its own: the fastest for large batches, and the least exact.
+    Dynamic,
+    /// Widened to the type of the activations: 16 bits.
+    Widened,
+}
+
+/// Which matrices are kept in the chip's own tiles (`FRACTAL_NZ`) instead of rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightTiles {
+    /// None.
+    Never,
+    /// Those that are multiplied in int8 ([`WeightForm::Dynamic`]): what vllm-ascend does on a 910B.
+    #[default]
+    Int8,
+    /// Those of 16 bits as well, embedding tables excepted.
+    Always,
+}
+
 /// How to open an [`AscendDevice`](super::AscendDevice). Start from `default()` and assign fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -37,6 +73,10 @@ pub struct AscendOptions {
     pub timeout_us: u64,
     /// What activations are held in.
     pub activations: Activations,
+    /// What matrices of quantised files are held in.
+    pub weights: WeightForm,
+    /// Which matrices are kept in tiles.
+    pub tiles: WeightTiles,
     /// Whether decode steps are captured into graphs, where the runtime can.
     pub capture: bool,
     /// Most rows of a decode step that is captured: each bucket up to it gets a graph when it is first used. Graphs take
@@ -54,6 +94,8 @@ impl Default for AscendOptions {
             cards: vec![0],
             timeout_us: 60_000_000,
             activations: Activations::default(),
+            weights: WeightForm::default(),
+            tiles: WeightTiles::default(),
             capture: true,
             capture_max_rows: 64,
             deterministic: false,

@@ -7,12 +7,13 @@
 
 use std::sync::Arc;
 
-use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
+use ascend_sys::{AscendError, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
 
 use super::attention::{Form, Layer, Lengths, probe};
 use super::base::{Base, Shared, SharedBytes};
 use super::capture::Captured;
 use super::failure::compile_error;
+use super::form::is_refusal;
 use super::layout::Cache;
 use super::lower::{
     Fixed, Item, Lowering, Meeting, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
@@ -98,7 +99,9 @@ impl Program {
         let bucket = plan.bucket;
         let geometry = cache.geometry;
         let table_cols = bucket.kv_tokens.div_ceil(geometry.block_size).max(1).next_multiple_of(8);
-        let sizes = Sizes { tokens: bucket.tokens, logits: bucket.logit_rows, seqs: bucket.seqs, table_cols };
+        let int8_cols = weights.int8_cols();
+        let sizes =
+            Sizes { tokens: bucket.tokens, logits: bucket.logit_rows, seqs: bucket.seqs, table_cols, int8_cols };
         let styles = rope_styles(plan)?;
         let (_, fixed_bytes) = Fixed::new(plan, sizes, DeviceAddress(0));
         let table_bytes = |&(head_dim, _): &(usize, bool)| 2 * padded(bucket.kv_tokens * head_dim * 2);
@@ -346,7 +349,7 @@ impl Program {
     /// Fills in what a launch's operations read: ids, positions, wanted rows, tables, and where keys and values go.
     pub(super) fn fill_in(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
         let fixed = self.lowering.fixed;
-        let Sizes { tokens, logits, seqs, table_cols } = self.sizes;
+        let Sizes { tokens, logits, seqs, table_cols, .. } = self.sizes;
         let block_size = self.cache.geometry.block_size;
         let pool = (batch.pool, batch.pool_bytes);
         if self.known_pool != Some(pool) {
@@ -495,10 +498,6 @@ fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
 const fn nowhere() -> Results {
     let none = DeviceAddress(0);
     Results { logits: none, best: none, status: none }
-}
-
-fn is_refusal(error: &AscendError) -> bool {
-    matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
 }
 
 /// Cosines and sines of all positions, each for a whole head: f32 angles as the reference has them, rounded once.

@@ -4,6 +4,8 @@
 
 use ascend_sys::{AscendError, Op, Ops, TensorDesc};
 
+use super::form::{GROUP_SIZE, Quantised};
+
 /// One operation, ready to be made.
 #[derive(Clone, Debug)]
 pub(super) enum Recipe {
@@ -12,6 +14,9 @@ pub(super) enum Recipe {
     RmsNorm { x: TensorDesc, gamma: TensorDesc, eps: f64, out: TensorDesc, rstd: TensorDesc },
     AddRmsNorm { operands: Box<[TensorDesc; 6]>, eps: f64 },
     Linear { x: TensorDesc, weight: TensorDesc, bias: Option<TensorDesc>, out: TensorDesc },
+    Quantise { x: TensorDesc, rows: TensorDesc, scales: TensorDesc },
+    GroupLinear { x: TensorDesc, values: TensorDesc, scales: TensorDesc, offsets: Option<TensorDesc>, out: TensorDesc },
+    ChannelLinear { x: Quantised, values: TensorDesc, scales: TensorDesc, out: TensorDesc },
     Rope { x: TensorDesc, cos: TensorDesc, sin: TensorDesc, is_interleaved: bool, out: TensorDesc },
     Silu { x: TensorDesc, out: TensorDesc },
     Gelu { x: TensorDesc, out: TensorDesc },
@@ -38,6 +43,13 @@ impl Recipe {
                 ops.add_rms_norm(a, b, gamma, *eps, out, rstd, sum)
             }
             Self::Linear { x, weight, bias, out } => ops.linear(x, weight, bias.as_ref(), out),
+            Self::Quantise { x, rows, scales } => ops.dynamic_quant(x, rows, scales),
+            Self::GroupLinear { x, values, scales, offsets, out } => {
+                ops.weight_quant_linear(x, values, scales, offsets.as_ref(), None, GROUP_SIZE, out)
+            }
+            Self::ChannelLinear { x, values, scales, out } => {
+                ops.quant_linear(&x.rows, values, scales, &x.scales, None, out)
+            }
             Self::Rope { x, cos, sin, is_interleaved, out } => ops.rope(x, cos, sin, *is_interleaved, out),
             Self::Silu { x, out } => ops.silu(x, out),
             Self::Gelu { x, out } => ops.gelu(x, out),

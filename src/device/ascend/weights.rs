@@ -1,32 +1,34 @@
-//! Weights on the card: matrices by rows and vectors, all in the type of the activations, in one allocation.
-//!
-//! Tensors are converted one after the other on the caller's thread and their source pages released behind them, so that
-//! no second copy of the weights stands in host memory.
+//! Weights on the card, in one allocation: the values of all, then the scales of those that have some, then the offsets.
 
 #![forbid(unsafe_code)]
 
-use ascend_sys::{DeviceBuffer, ElemType, TensorDesc};
-use half::{bf16, f16};
+use ascend_sys::{AscendError, DeviceBuffer, ElemType, TensorDesc};
 
+use super::base::Base;
+use super::form::{Form, Matrix, is_refusal};
 use super::memory::{GRANULE, Place};
 use super::options::Activations;
-use crate::device::DeviceError;
-use crate::device::tensor_part::tensor_part;
-use crate::graph::{Weight, WeightId, WeightRole};
+use super::pack::Stretch;
+use crate::graph::{Weight, WeightId};
 use crate::kv_cache::KvDType;
-use crate::weights::{DType, WeightSource, convert};
-
-/// Bytes converted at a time.
-const CHUNK_BYTES: usize = 4 << 20;
+use crate::weights::DType;
 
 /// All weights of one model, numbered as its graph numbers them.
 #[derive(Debug)]
 pub(super) struct WeightSet {
     buffer: DeviceBuffer,
     pub elem: ElemType,
-    offsets: Vec<usize>,
-    shapes: Vec<Vec<usize>>,
-    dtypes: Vec<DType>,
+    held: Vec<Held>,
+}
+
+/// One weight.
+#[derive(Debug)]
+struct Held {
+    shape: Vec<usize>,
+    dtype: DType,
+    form: Form,
+    /// First bytes of its values, scales and offsets.
+    at: [usize; 3],
 }
 
 /// What activations are held in for a model.
@@ -34,7 +36,9 @@ pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemTyp
     let elements = |is_bf16: bool| -> usize {
         let matrices = weights.iter().filter(|weight| weight.role.is_matrix());
         let of_type = matrices.filter(|weight| (weight.dtype == DType::BF16) == is_bf16);
-        of_type.map(|weight| weight.shape.iter().product::<usize>()).sum()
+        // Sizes are not checked yet.
+        let count = |weight: &Weight| weight.shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
+        of_type.map(count).fold(0, usize::saturating_add)
     };
     match asked {
         Activations::BF16 => ElemType::BF16,
@@ -48,134 +52,114 @@ pub(super) const fn kv_dtype(elem: ElemType) -> KvDType {
     if matches!(elem, ElemType::BF16) { KvDType::BF16 } else { KvDType::F16 }
 }
 
-/// Offsets of the tensors, and bytes of all of them.
-pub(super) fn place(weights: &[Weight]) -> Option<(Vec<usize>, usize)> {
+/// First bytes of the values, scales and offsets of each weight, and bytes of all of them.
+pub(super) fn place(sizes: &[[usize; 3]]) -> Option<(Vec<[usize; 3]>, usize)> {
     let mut end = 0usize;
-    let mut offsets = Vec::with_capacity(weights.len());
-    for weight in weights {
-        offsets.push(end);
-        let mut elements = weight.shape.iter().try_fold(2usize, |n, &dim| n.checked_mul(dim))?;
-        if weight.role == WeightRole::Table {
-            elements = elements.checked_add(zero_row_bytes(weight))?;
+    let mut places = vec![[0; 3]; sizes.len()];
+    for stretch in 0..3 {
+        for (place, bytes) in places.iter_mut().zip(sizes) {
+            place[stretch] = end;
+            // Nothing is left between tensors: those that follow each other may be multiplied as one.
+            end = end.checked_add(bytes[stretch])?.checked_next_multiple_of(GRANULE)?;
         }
-        // Nothing is left between tensors: those that follow each other may be multiplied as one.
-        end = end.checked_add(elements)?.checked_next_multiple_of(GRANULE)?;
     }
-    Some((offsets, end))
-}
-
-/// Bytes of the row of zeros behind a table.
-fn zero_row_bytes(weight: &Weight) -> usize {
-    2 * weight.shape.last().copied().unwrap_or(0)
+    Some((places, end))
 }
 
 impl WeightSet {
-    pub(super) fn new(buffer: DeviceBuffer, elem: ElemType, offsets: Vec<usize>, weights: &[Weight]) -> Self {
-        let shapes = weights.iter().map(|weight| weight.shape.clone()).collect();
-        let dtypes = weights.iter().map(|weight| weight.dtype).collect();
-        Self { buffer, elem, offsets, shapes, dtypes }
+    pub(super) fn new(
+        buffer: DeviceBuffer,
+        elem: ElemType,
+        weights: &[Weight],
+        forms: impl Iterator<Item = Form>,
+        places: Vec<[usize; 3]>,
+    ) -> Self {
+        let held = weights.iter().zip(forms).zip(places);
+        let held = held.map(|((weight, form), at)| Held { shape: weight.shape.clone(), dtype: weight.dtype, form, at });
+        Self { buffer, elem, held: held.collect() }
     }
 
-    pub(super) fn buffer(&self) -> &DeviceBuffer {
-        &self.buffer
+    /// Writes a piece of a weight, without waiting for streams.
+    pub(super) fn write(&self, index: usize, stretch: Stretch, at: usize, bytes: &[u8]) -> Result<(), AscendError> {
+        self.buffer.write(self.held[index].at[stretch as usize] + at, bytes)
     }
 
-    fn place_of(&self, id: WeightId) -> Place {
-        Place::new(self.buffer.address().offset(self.offsets[id.0 as usize]), self.elem)
+    /// Brings a weight that is written by rows into tiles, if that is its form, and waits. Where the operation refuses, it
+    /// stays in rows, and a note says so.
+    pub(super) fn tile(&mut self, index: usize, base: &mut Base) -> Result<(), AscendError> {
+        let Held { shape, form, at, .. } = &self.held[index];
+        let (&Form::Tiles | &Form::Channels { in_tiles: true }) = form else { return Ok(()) };
+        let elem = if *form == Form::Tiles { self.elem } else { ElemType::I8 };
+        let rows = Place::new(self.buffer.address().offset(at[0]), elem).tensor(shape);
+        match base.ops.tile_weight(&rows) {
+            Ok(op) => base.run_alone(op),
+            Err(error) if is_refusal(&error) => {
+                base.notes.add(format!("matrices of {} by {} stay in rows: {error}", shape[0], shape[1]));
+                self.held[index].form = form.untiled();
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
     }
 
-    /// The whole tensor.
+    /// Longest rows that its products take in int8; 0 if none does.
+    pub(super) fn int8_cols(&self) -> usize {
+        let int8 = self.held.iter().filter(|held| matches!(held.form, Form::Channels { .. }));
+        int8.map(|held| held.shape[1]).max().unwrap_or(0)
+    }
+
+    /// A whole tensor by rows: a vector or a table.
     pub(super) fn tensor(&self, id: WeightId) -> TensorDesc {
-        self.place_of(id).tensor(&self.shapes[id.0 as usize])
+        let Held { shape, at, .. } = &self.held[id.0 as usize];
+        Place::new(self.buffer.address().offset(at[0]), self.elem).tensor(shape)
+    }
+
+    /// What a product reads.
+    pub(super) fn matrix(&self, id: WeightId) -> Matrix {
+        let Held { shape, form, at, .. } = &self.held[id.0 as usize];
+        let dims = [0, 1].map(|dim| shape.get(dim).copied().unwrap_or(1));
+        Matrix::new(*form, self.elem, dims, at.map(|at| self.buffer.address().offset(at)))
     }
 
     /// An embedding table with the row of zeros behind it.
     pub(super) fn table_with_zeros(&self, id: WeightId) -> TensorDesc {
-        let shape = &self.shapes[id.0 as usize];
-        self.place_of(id).tensor(&[shape[0] + 1, shape[1]])
+        let Held { shape, at, .. } = &self.held[id.0 as usize];
+        Place::new(self.buffer.address().offset(at[0]), self.elem).tensor(&[shape[0] + 1, shape[1]])
     }
 
     /// Rows of a matrix.
     pub(super) fn rows(&self, id: WeightId) -> usize {
-        self.shapes[id.0 as usize][0]
+        self.held[id.0 as usize].shape[0]
     }
 
-    /// Several matrices of one width as one, where they follow each other without a gap.
-    pub(super) fn joined(&self, ids: &[WeightId]) -> Option<TensorDesc> {
-        let (first, cols) = (*ids.first()?, *self.shapes[ids.first()?.0 as usize].get(1)?);
+    /// Several matrices of one width as one, where they lie by rows and follow each other without a gap.
+    pub(super) fn joined(&self, ids: &[WeightId]) -> Option<Matrix> {
+        let held = |id: &WeightId| &self.held[id.0 as usize];
+        let first = held(ids.first()?);
+        let (row_bytes, scale_bytes) = match first.form {
+            Form::Rows => (2 * first.shape.get(1)?, 0),
+            Form::Channels { in_tiles: false } => (*first.shape.get(1)?, 4),
+            _ => return None,
+        };
         let mut rows = 0;
-        for id in ids {
-            let &[n, k] = &self.shapes[id.0 as usize][..] else { return None };
-            if k != cols || self.offsets[id.0 as usize] != self.offsets[first.0 as usize] + rows * cols * 2 {
+        for Held { shape, form, at, .. } in ids.iter().map(held) {
+            let follows = at[0] == first.at[0] + rows * row_bytes && at[1] == first.at[1] + rows * scale_bytes;
+            if *form != first.form || shape[1..] != first.shape[1..] || (!follows && rows > 0) {
                 return None;
             }
-            rows += n;
+            rows += shape[0];
         }
-        Some(self.place_of(first).tensor(&[rows, cols]))
+        Some(Matrix::new(
+            first.form,
+            self.elem,
+            [rows, first.shape[1]],
+            first.at.map(|at| self.buffer.address().offset(at)),
+        ))
     }
 
     /// Whether it holds the weights a plan names.
     pub(super) fn serves(&self, weights: &[Weight]) -> bool {
-        self.shapes.len() == weights.len()
-            && weights.iter().zip(&self.shapes).all(|(weight, shape)| weight.shape == *shape)
-            && weights.iter().zip(&self.dtypes).all(|(weight, dtype)| weight.dtype == *dtype)
+        let is_same = |(weight, held): (&Weight, &Held)| (&weight.shape, weight.dtype) == (&held.shape, held.dtype);
+        self.held.len() == weights.len() && weights.iter().zip(&self.held).all(is_same)
     }
-}
-
-/// Converts one tensor and hands it to `write` in pieces, with the byte each begins at.
-pub(super) fn convert_tensor(
-    source: &dyn WeightSource,
-    weight: &Weight,
-    elem: ElemType,
-    write: &mut dyn FnMut(usize, Vec<u8>) -> Result<(), DeviceError>,
-) -> Result<(), DeviceError> {
-    let name = &weight.name;
-    let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
-    let data = tensor_part(source, weight)?;
-    let rank = if weight.role.is_matrix() { 2 } else { 1 };
-    if weight.shape.len() != rank {
-        return Err(invalid("has the wrong number of dimensions for its role"));
-    }
-    let (block_len, block_bytes) = (weight.dtype.block_len(), weight.dtype.block_bytes());
-    let blocks = (CHUNK_BYTES / 2 / block_len).max(1);
-    let mut floats = Vec::new();
-    for (index, chunk) in data.chunks(blocks * block_bytes).enumerate() {
-        let at = index * blocks * block_len * 2;
-        let is_same = matches!((weight.dtype, elem), (DType::F16, ElemType::F16) | (DType::BF16, ElemType::BF16));
-        if is_same {
-            write(at, chunk.to_vec())?;
-            continue;
-        }
-        floats.resize(chunk.len() / block_bytes * block_len, 0.0);
-        convert::dequantise(weight.dtype, chunk, &mut floats);
-        let bytes = narrowed(&floats, elem);
-        write(
-            at,
-            bytes.ok_or_else(|| invalid("has values beyond f16's 65,504; open the device with bf16 activations"))?,
-        )?;
-    }
-    if weight.role == WeightRole::Table {
-        write(2 * weight.shape.iter().product::<usize>(), vec![0; zero_row_bytes(weight)])?;
-    }
-    source.release(name);
-    Ok(())
-}
-
-/// 16-bit values, ties to even; none if a finite one becomes infinite.
-fn narrowed(values: &[f32], elem: ElemType) -> Option<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(2 * values.len());
-    for &value in values {
-        let (bits, is_finite) = if elem == ElemType::BF16 {
-            let narrow = bf16::from_f32(value);
-            (narrow.to_bits(), narrow.is_finite())
-        } else {
-            let narrow = f16::from_f32(value);
-            (narrow.to_bits(), narrow.is_finite())
-        };
-        if value.is_finite() && !is_finite {
-            return None;
-        }
-        bytes.extend_from_slice(&bits.to_le_bytes());
-    }
-    Some(bytes)
 }

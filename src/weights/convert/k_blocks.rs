@@ -8,7 +8,7 @@
 
 use half::f16;
 
-use super::{half_at, set_half};
+use super::{Group, half_at, set_half};
 
 const LEN: usize = 256;
 
@@ -43,13 +43,46 @@ pub(super) fn q5_k_to_f32(block: &[u8; 176], out: &mut [f32; LEN]) {
 pub(super) fn q6_k_to_f32(block: &[u8; 210], out: &mut [f32; LEN]) {
     let d = half_at(block, 208);
     for (element, out) in out.iter_mut().enumerate() {
-        let place = Q6Place::of(element);
-        let low = block[place.low] >> place.low_shift & 0xf;
-        let high = block[place.high] >> place.high_shift & 3;
-        let quant = (low | high << 4) as i8 - 32;
         let scale = block[192 + element / 16] as i8;
-        *out = d * f32::from(scale) * f32::from(quant);
+        *out = d * f32::from(scale) * f32::from(q6_quant(block, element));
     }
+}
+
+pub(super) fn q4_k_groups(block: &[u8; 144]) -> [Group; 8] {
+    let (head, low) = block.split_at(16);
+    std::array::from_fn(|j| {
+        let (scale, min) = scale_and_min(head, j);
+        let low = &low[32 * (j / 2)..][..32];
+        let quants = std::array::from_fn(|l| (low[l] >> (4 * (j % 2)) & 0xf) as i8);
+        Group { quants, scales: [scale; 2], min: -min }
+    })
+}
+
+pub(super) fn q5_k_groups(block: &[u8; 176]) -> [Group; 8] {
+    let (head, rest) = block.split_at(16);
+    let (high, low) = rest.split_at(32);
+    std::array::from_fn(|j| {
+        let (scale, min) = scale_and_min(head, j);
+        let low = &low[32 * (j / 2)..][..32];
+        let quants = std::array::from_fn(|l| (low[l] >> (4 * (j % 2)) & 0xf | (high[l] >> j & 1) << 4) as i8);
+        Group { quants, scales: [scale; 2], min: -min }
+    })
+}
+
+pub(super) fn q6_k_groups(block: &[u8; 210]) -> [Group; 8] {
+    let d = half_at(block, 208);
+    std::array::from_fn(|j| {
+        let quants = std::array::from_fn(|l| q6_quant(block, 32 * j + l));
+        Group { quants, scales: [0, 1].map(|half| d * f32::from(block[192 + 2 * j + half] as i8)), min: 0.0 }
+    })
+}
+
+/// An element of `Q6_K`, its offset taken off.
+fn q6_quant(block: &[u8; 210], element: usize) -> i8 {
+    let place = Q6Place::of(element);
+    let low = block[place.low] >> place.low_shift & 0xf;
+    let high = block[place.high] >> place.high_shift & 3;
+    (low | high << 4) as i8 - 32
 }
 
 /// `d * scale` and `dmin * min` of sub-block `j`, from the first 16 bytes of a block.

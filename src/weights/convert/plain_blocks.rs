@@ -8,7 +8,7 @@
 
 use half::f16;
 
-use super::{half_at, set_half};
+use super::{Group, half_at, set_half};
 
 const LEN: usize = 32;
 
@@ -43,6 +43,42 @@ pub(super) fn q8_0_to_f32(block: &[u8; 34], out: &mut [f32; LEN]) {
     for (out, byte) in out.iter_mut().zip(&block[2..]) {
         *out = f32::from(*byte as i8) * d;
     }
+}
+
+pub(super) fn q4_0_group(block: &[u8; 18]) -> Group {
+    Group { quants: nibbles(&block[2..], 8), scales: [half_at(block, 0); 2], min: 0.0 }
+}
+
+pub(super) fn q4_1_group(block: &[u8; 20]) -> Group {
+    Group { quants: nibbles(&block[4..], 0), scales: [half_at(block, 0); 2], min: half_at(block, 2) }
+}
+
+pub(super) fn q5_0_group(block: &[u8; 22]) -> Group {
+    let mut quants = [0; LEN];
+    five_bits(&block[2..], |j, q| quants[j] = q as i8 - 16);
+    Group { quants, scales: [half_at(block, 0); 2], min: 0.0 }
+}
+
+pub(super) fn q5_1_group(block: &[u8; 24]) -> Group {
+    let mut quants = [0; LEN];
+    five_bits(&block[4..], |j, q| quants[j] = q as i8);
+    Group { quants, scales: [half_at(block, 0); 2], min: half_at(block, 2) }
+}
+
+pub(super) fn q8_0_group(block: &[u8; 34]) -> Group {
+    let mut quants = [0; LEN];
+    quants.iter_mut().zip(&block[2..]).for_each(|(quant, byte)| *quant = *byte as i8);
+    Group { quants, scales: [half_at(block, 0); 2], min: 0.0 }
+}
+
+/// Four-bit integers with an offset taken off.
+fn nibbles(low_bits: &[u8], offset: i8) -> [i8; LEN] {
+    let mut quants = [0; LEN];
+    for (j, byte) in low_bits.iter().enumerate() {
+        quants[j] = (byte & 0xf) as i8 - offset;
+        quants[j + 16] = (byte >> 4) as i8 - offset;
+    }
+    quants
 }
 
 /// Calls `each` with every element's index and five bits.

@@ -2,7 +2,7 @@
 
 use super::matmul::columns;
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
+use crate::bench::{Bench, rounded};
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, maybe, output};
 use crate::tensor::{Elem, View};
@@ -10,7 +10,7 @@ use crate::tensor::{Elem, View};
 /// Largest magnitude of a quantised activation.
 const LARGEST: f32 = 127.0;
 
-/// Largest K and N of a product with quantised weights and plain activations.
+/// Largest K and N of a product with quantised weights and plain activations, and longest rows where both are quantised.
 const MAX_SIDE: usize = 65_535;
 
 /// int8 and a scale for each row.
@@ -56,6 +56,12 @@ pub(crate) fn quant_matmul(
     let (m, k) = (x.dims[0], x.dims[1]);
     let (depth, n) = if is_turned { (weight.dims[1], weight.dims[0]) } else { (weight.dims[0], weight.dims[1]) };
     rule!(depth == k, OP_INVALID, "[{m},{k}] times {:?}, transposed: {is_turned}", weight.dims);
+    rule!(
+        k <= MAX_SIDE && weight.dims[1] <= MAX_SIDE,
+        OP_INVALID,
+        "rows of {k} and {}; at most {MAX_SIDE}",
+        weight.dims[1]
+    );
     has_dims(out, &[m, n], "out")?;
     is_one_of(out, &[Elem::F16, Elem::BF16], "out")?;
     rule!(scale.dims == [n] || scale.dims == [1], OP_INVALID, "scale {:?} for {n} columns", scale.dims);
@@ -93,13 +99,19 @@ pub(crate) fn quant_matmul(
         let mut all = Vec::new();
         bench.stretch(&stored, view.offset, stored.dims[0], &mut all)?;
         let place = |r: usize, c: usize| if view.is_nz() { view.tiled_place(r, c) } else { r * view.dims[1] + c };
+        // Sums of up to 65,535 products of bytes fit 32 bits.
+        #[allow(clippy::cast_possible_truncation)]
+        let x: Vec<i32> = x.into_iter().map(|value| value as i32).collect();
+        let mut column = vec![0i32; k];
         let mut sums = vec![0.0; m * n];
         for c in 0..n {
-            #[allow(clippy::cast_possible_truncation)]
-            let column: Vec<i64> =
-                (0..k).map(|i| all[if is_turned { place(c, i) } else { place(i, c) }] as i64).collect();
+            for (i, value) in column.iter_mut().enumerate() {
+                #[allow(clippy::cast_possible_truncation)]
+                let whole = all[if is_turned { place(c, i) } else { place(i, c) }] as i32;
+                *value = whole;
+            }
             for r in 0..m {
-                let mut sum: i64 = x[r * k..][..k].iter().zip(&column).map(|(a, b)| a * b).sum();
+                let mut sum = i64::from(x[r * k..][..k].iter().zip(&column).map(|(a, b)| a * b).sum::<i32>());
                 if is_whole_bias {
                     #[allow(clippy::cast_possible_truncation)]
                     let whole = bias[c] as i64;
@@ -117,7 +129,9 @@ pub(crate) fn quant_matmul(
     Ok(Prepared::new(operands, kernel).cube(m * n * k))
 }
 
-/// `out[M,N] = x · ((weight[K,N] + offset) · scale) (+ bias)`, scales a column or a group of rows.
+/// `out[M,N] = x · ((weight[K,N] + offset) · scale) (+ bias)`, scales a column or a group of rows. The cube takes weights in
+/// the type of `x`: sum and product are rounded to it, as the operation's own reference does (`hicann/ops-nn`,
+/// `matmul/weight_quant_batch_matmul_v2`). A bias is f16 beside f16 rows and f32 beside bf16 rows.
 pub(crate) fn weight_quant_matmul(
     x: &View,
     weight: &View,
@@ -152,15 +166,24 @@ pub(crate) fn weight_quant_matmul(
     }
     if let Some(bias) = bias {
         rule!(bias.dims == [n] || bias.dims == [1, n], OP_INVALID, "bias {:?}", bias.dims);
+        is_one_of(bias, &[if x.elem == Elem::BF16 { Elem::F32 } else { Elem::F16 }], "bias")?;
     }
+    if weight.elem == Elem::I4 {
+        let inner = if weight.is_transposed() { k } else { n };
+        rule!(inner.is_multiple_of(2), OP_INVALID, "int4 rows of {inner} elements; an even number is needed");
+    }
+    let elem = x.elem;
     let kernel = move |bench: &mut Bench<'_>| {
         let (x, scale) = (bench.floats(0)?, bench.floats(2)?);
-        let offset = if bench.has(3) { bench.floats(3)? } else { vec![0.0; scale.len()] };
+        let offset = if bench.has(3) { Some(bench.floats(3)?) } else { None };
         let bias = if bench.has(4) { bench.floats(4)? } else { vec![0.0; n] };
         let scaled = |c: usize, column: &mut [f32]| {
             for (i, value) in column.iter_mut().enumerate() {
                 let at = i.checked_div(group).unwrap_or(0) * n + c;
-                *value = (*value + offset[at]) * scale[at];
+                if let Some(offset) = &offset {
+                    *value = rounded(*value + offset[at], elem);
+                }
+                *value = rounded(*value * scale[at], elem);
             }
         };
         let mut sums = columns(bench, 1)?.times(bench, &x, scaled)?;

@@ -1,0 +1,293 @@
+//! The forms a matrix can have on the card, and which of them the card's operations take.
+//!
+//! A form is chosen when weights are uploaded, by asking the operations themselves: what they refuse, or lack, is held in
+//! 16 bits, and a note says which and why.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, ElemType, Ops, TensorDesc};
+
+use super::memory::Place;
+use super::notes::Notes;
+use super::options::{WeightForm, WeightTiles};
+use super::recipe::Recipe;
+use crate::graph::{Weight, WeightRole};
+use crate::weights::DType;
+
+/// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
+/// `aclnnWeightQuantBatchMatmulV2` documents.
+pub(super) const GROUP_SIZE: i32 = 32;
+/// The same, to count with.
+pub(super) const GROUP: usize = GROUP_SIZE as usize;
+
+/// How a weight lies on the card. `n` rows are outputs of the product, `k` columns its inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    /// `[n, k]` or `[len]` in the type of the activations.
+    Rows,
+    /// `[n, k]` in the type of the activations, in tiles.
+    Tiles,
+    /// int8 or int4 `[k, n]`; scales and maybe offsets, in the type of the activations, `[k / 32, n]`:
+    /// `weight = (quant + offset) · scale`. Not turned round: what the documents recommend for groups.
+    Groups { elem: ElemType, has_offsets: bool },
+    /// int8 `[n, k]` and f32 scales `[n]`, for rows that are rounded to int8 themselves.
+    Channels { in_tiles: bool },
+}
+
+impl Form {
+    /// What a matrix is held in if the operations take it.
+    fn wanted(weight: &Weight, asked: WeightForm, tiles: WeightTiles) -> Self {
+        let plain = if tiles == WeightTiles::Always { Self::Tiles } else { Self::Rows };
+        if weight.role != WeightRole::Matrix {
+            // Embeddings are gathered by rows.
+            return Self::Rows;
+        }
+        let is_whole = weight.shape.last().is_some_and(|k| k.is_multiple_of(weight.dtype.block_len()));
+        let asked = if is_whole { asked } else { WeightForm::Widened };
+        match (asked, weight.dtype) {
+            (WeightForm::Widened, _) | (_, DType::F32 | DType::F16 | DType::BF16) => plain,
+            (WeightForm::Dynamic, _) => Self::Channels { in_tiles: tiles != WeightTiles::Never },
+            (WeightForm::WeightOnly, dtype) => {
+                let (elem, has_offsets) = match dtype {
+                    DType::Q4_0 => (ElemType::I4, false),
+                    DType::Q4_1 | DType::Q4_K => (ElemType::I4, true),
+                    DType::Q5_1 | DType::Q5_K => (ElemType::I8, true),
+                    _ => (ElemType::I8, false),
+                };
+                Self::Groups { elem, has_offsets }
+            }
+        }
+    }
+
+    /// What stands in for a form that is refused.
+    fn instead(self, tiles: WeightTiles) -> Self {
+        match self {
+            Self::Channels { in_tiles: true } => Self::Channels { in_tiles: false },
+            Self::Channels { in_tiles: false } | Self::Groups { .. } if tiles == WeightTiles::Always => Self::Tiles,
+            _ => Self::Rows,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "16 bits",
+            Self::Tiles => "tiles of 16 bits",
+            Self::Groups { elem: ElemType::I4, .. } => "groups of int4",
+            Self::Groups { .. } => "groups of int8",
+            Self::Channels { in_tiles: true } => "tiles of int8",
+            Self::Channels { in_tiles: false } => "rows of int8",
+        }
+    }
+
+    /// Bytes of the values, scales and offsets of a weight that [`is_countable`].
+    fn bytes(self, shape: &[usize], elem: ElemType, ops: &Ops) -> Result<[usize; 3], AscendError> {
+        let elements: usize = shape.iter().product();
+        let [n, k] = [0, 1].map(|dim| shape.get(dim).copied().unwrap_or(1));
+        Ok(match self {
+            Self::Rows => [2 * elements, 0, 0],
+            Self::Tiles => [ops.tiled_elements(n, k, elem)?.saturating_mul(2), 0, 0],
+            Self::Groups { elem, has_offsets } => {
+                let scales = 2 * elements / GROUP;
+                [elements * elem.bits() / 8, scales, if has_offsets { scales } else { 0 }]
+            }
+            Self::Channels { in_tiles: false } => [elements, 4 * n, 0],
+            Self::Channels { in_tiles: true } => [ops.tiled_elements(n, k, ElemType::I8)?, 4 * n, 0],
+        })
+    }
+
+    /// Why the operations do not take a matrix `[n, k]` in this form, if they do not.
+    fn refusal(
+        self,
+        [n, k]: [usize; 2],
+        elem: ElemType,
+        ops: &Ops,
+        at: DeviceAddress,
+    ) -> Result<Option<AscendError>, AscendError> {
+        let ask = || -> Result<(), AscendError> {
+            if self.is_tiled() {
+                self.bytes(&[n, k], elem, ops)?;
+                if !ops.has("aclnnTransMatmulWeight") {
+                    return Err(lacks("aclnnTransMatmulWeight"));
+                }
+            }
+            let matrix = Matrix::new(self, elem, [n, k], [at; 3]);
+            // Phase 1 reads descriptions only, so that one address stands for all.
+            let x = TensorDesc::new(at, elem, &[1, k]);
+            let quantised = Quantised::new(at, at, &x);
+            if matrix.takes_int8() {
+                quantised.recipe(x).make(ops)?;
+            }
+            matrix.product(x, &quantised, TensorDesc::new(at, elem, &[1, n])).make(ops).map(drop)
+        };
+        match ask() {
+            Ok(()) => Ok(None),
+            Err(error) if is_refusal(&error) => Ok(Some(error)),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(super) const fn is_tiled(self) -> bool {
+        matches!(self, Self::Tiles | Self::Channels { in_tiles: true })
+    }
+
+    /// The same without tiles.
+    pub(super) const fn untiled(self) -> Self {
+        match self {
+            Self::Tiles => Self::Rows,
+            Self::Channels { .. } => Self::Channels { in_tiles: false },
+            other => other,
+        }
+    }
+}
+
+/// Bytes of the row of zeros behind an embedding table: what a rank looks up for ids that others have.
+pub(super) fn zero_row_bytes(weight: &Weight) -> usize {
+    if weight.role == WeightRole::Table { 2 * weight.shape.last().copied().unwrap_or(0) } else { 0 }
+}
+
+/// Whether a weight's sizes can be counted: eight bytes an element are more than any form takes.
+fn is_countable(shape: &[usize]) -> bool {
+    let bytes = shape.iter().try_fold(8usize, |bytes, &dim| bytes.checked_mul(dim));
+    shape.iter().copied().chain(bytes).all(|size| i64::try_from(size).is_ok()) && bytes.is_some()
+}
+
+fn lacks(call: &'static str) -> AscendError {
+    let message = "the libraries lack it".to_owned();
+    AscendError { call, code: ascend_sys::SHIM_NO_SYMBOL, kind: AscendErrorKind::Unsupported, message }
+}
+
+pub(super) fn is_refusal(error: &AscendError) -> bool {
+    matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
+}
+
+/// A weight's form, and bytes of its values, scales and offsets.
+pub(super) type Chosen = (Form, [usize; 3]);
+
+/// The form of each weight; none if sizes overflow.
+///
+/// # Errors
+/// What is neither an answer nor a refusal.
+pub(super) fn choose(
+    weights: &[Weight],
+    (asked, tiles): (WeightForm, WeightTiles),
+    elem: ElemType,
+    ops: &Ops,
+    at: DeviceAddress,
+    notes: &Notes,
+) -> Result<Option<Vec<Chosen>>, AscendError> {
+    let mut known: Vec<(Form, [usize; 2], Form)> = Vec::new();
+    let mut all = Vec::with_capacity(weights.len());
+    for weight in weights {
+        if !is_countable(&weight.shape) {
+            return Ok(None);
+        }
+        let wanted = Form::wanted(weight, asked, tiles);
+        let mut form = wanted;
+        if let &[n, k] = &weight.shape[..] {
+            let answer = known.iter().find(|(other, shape, _)| (*other, *shape) == (wanted, [n, k]));
+            if let Some((_, _, answer)) = answer {
+                form = *answer;
+            }
+            while answer.is_none() && form != Form::Rows {
+                let Some(refusal) = form.refusal([n, k], elem, ops, at)? else { break };
+                let instead = form.instead(tiles);
+                let (dtype, held, form_name) = (weight.dtype, instead.name(), form.name());
+                notes.add(format!("{dtype} matrices of {n} by {k} are held in {held}, not {form_name}: {refusal}"));
+                form = instead;
+            }
+            known.push((wanted, [n, k], form));
+        } else {
+            form = Form::Rows;
+        }
+        let mut bytes = form.bytes(&weight.shape, elem, ops)?;
+        bytes[0] += zero_row_bytes(weight);
+        all.push((form, bytes));
+    }
+    Ok(Some(all))
+}
+
+/// Rows rounded to int8, and a scale for each.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Quantised {
+    pub rows: TensorDesc,
+    pub scales: TensorDesc,
+}
+
+impl Quantised {
+    /// Of rows like `x`.
+    pub(super) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
+        let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
+        Self {
+            rows: TensorDesc::new(rows, ElemType::I8, &dims),
+            scales: TensorDesc::new(scales, ElemType::F32, &dims[..1]),
+        }
+    }
+
+    /// Rounds `x` to it.
+    pub(super) fn recipe(&self, x: TensorDesc) -> Recipe {
+        Recipe::Quantise { x, rows: self.rows, scales: self.scales }
+    }
+}
+
+/// A matrix as products read it.
+#[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant)] // made on the stack, one at a time
+pub(super) enum Matrix {
+    /// The products of these take a bias.
+    Rows(TensorDesc),
+    Tiles(TensorDesc),
+    Groups {
+        values: TensorDesc,
+        scales: TensorDesc,
+        offsets: Option<TensorDesc>,
+    },
+    Channels {
+        values: TensorDesc,
+        scales: TensorDesc,
+    },
+}
+
+impl Matrix {
+    /// A matrix `[n, k]` whose values, scales and offsets lie at three addresses.
+    pub(super) fn new(
+        form: Form,
+        elem: ElemType,
+        [n, k]: [usize; 2],
+        [values, scales, offsets]: [DeviceAddress; 3],
+    ) -> Self {
+        match form {
+            Form::Rows => Self::Rows(TensorDesc::new(values, elem, &[n, k])),
+            Form::Tiles => Self::Tiles(TensorDesc::tiled(values, elem, n, k)),
+            Form::Groups { elem: quants, has_offsets } => {
+                let of_groups = |at: DeviceAddress| Place::new(at, elem).tensor(&[k / GROUP, n]);
+                Self::Groups {
+                    values: TensorDesc::new(values, quants, &[k, n]),
+                    scales: of_groups(scales),
+                    offsets: has_offsets.then(|| of_groups(offsets)),
+                }
+            }
+            Form::Channels { in_tiles } => Self::Channels {
+                values: if in_tiles {
+                    TensorDesc::tiled(values, ElemType::I8, n, k)
+                } else {
+                    TensorDesc::new(values, ElemType::I8, &[n, k])
+                },
+                scales: TensorDesc::new(scales, ElemType::F32, &[n]),
+            },
+        }
+    }
+
+    /// Whether its products take rows of int8.
+    pub(super) const fn takes_int8(&self) -> bool {
+        matches!(self, Self::Channels { .. })
+    }
+
+    /// `out = x · matrixᵀ`, without a bias.
+    pub(super) fn product(&self, x: TensorDesc, quantised: &Quantised, out: TensorDesc) -> Recipe {
+        match *self {
+            Self::Rows(weight) | Self::Tiles(weight) => Recipe::Linear { x, weight, bias: None, out },
+            Self::Groups { values, scales, offsets } => Recipe::GroupLinear { x, values, scales, offsets, out },
+            Self::Channels { values, scales } => Recipe::ChannelLinear { x: *quantised, values, scales, out },
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Weights as files store them, brought into the forms of the card: in pieces, on the caller's thread, so that no second
+//! copy of the weights stands in host memory.
+
+#![forbid(unsafe_code)]
+
+use ascend_sys::ElemType;
+use half::{bf16, f16};
+
+use super::form::{Form, GROUP, zero_row_bytes};
+use crate::device::DeviceError;
+use crate::device::tensor_part::tensor_part;
+use crate::graph::Weight;
+use crate::weights::convert::Group;
+use crate::weights::{DType, WeightSource, convert};
+
+/// Bytes converted at a time.
+const CHUNK_BYTES: usize = 4 << 20;
+/// Elements of a row that are converted together where rows become columns: a block of the largest format.
+const UNIT: usize = 256;
+/// Largest offset that stands beside quants; from there on a group's elements are alike in f16.
+const MOST_OFFSET: f32 = 32_768.0;
+
+/// Which of a weight's three stretches a piece belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stretch {
+    Values,
+    Scales,
+    Offsets,
+}
+
+/// Takes a piece and the byte of its stretch that it begins at.
+type Write<'a> = dyn FnMut(Stretch, usize, Vec<u8>) -> Result<(), DeviceError> + 'a;
+
+/// Converts one weight to a form and hands it to `write` piece by piece.
+///
+/// # Errors
+/// [`DeviceError::Invalid`] names a tensor that is not what the graph says, or has finite values that f16 does not hold.
+pub(super) fn pack(
+    source: &dyn WeightSource,
+    weight: &Weight,
+    form: Form,
+    elem: ElemType,
+    write: &mut Write<'_>,
+) -> Result<(), DeviceError> {
+    let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {} {what}", weight.name) };
+    let data = tensor_part(source, weight)?;
+    let rank = if weight.role.is_matrix() { 2 } else { 1 };
+    if weight.shape.len() != rank {
+        return Err(invalid("has the wrong number of dimensions for its role"));
+    }
+    let too_large = || invalid("has values beyond f16's 65,504; open the device with bf16 activations");
+    match form {
+        Form::Rows | Form::Tiles => rows(weight.dtype, &data, elem, too_large, write),
+        Form::Groups { elem: quants, has_offsets } => {
+            let columns = Columns { elem, quants, has_offsets, n: weight.shape[0], k: weight.shape[1] };
+            columns.pack(weight.dtype, &data, too_large, write)
+        }
+        Form::Channels { .. } => channels(weight.dtype, &data, weight.shape[1], write),
+    }?;
+    let zeros = zero_row_bytes(weight);
+    if zeros > 0 {
+        write(Stretch::Values, 2 * weight.shape.iter().product::<usize>(), vec![0; zeros])?;
+    }
+    source.release(&weight.name);
+    Ok(())
+}
+
+fn rows(
+    dtype: DType,
+    data: &[u8],
+    elem: ElemType,
+    too_large: impl Fn() -> DeviceError,
+    write: &mut Write<'_>,
+) -> Result<(), DeviceError> {
+    let (block_len, block_bytes) = (dtype.block_len(), dtype.block_bytes());
+    let blocks = (CHUNK_BYTES / 2 / block_len).max(1);
+    let mut floats = Vec::new();
+    for (index, chunk) in data.chunks(blocks * block_bytes).enumerate() {
+        let at = index * blocks * block_len * 2;
+        let is_same = matches!((dtype, elem), (DType::F16, ElemType::F16) | (DType::BF16, ElemType::BF16));
+        if is_same {
+            write(Stretch::Values, at, chunk.to_vec())?;
+            continue;
+        }
+        floats.resize(chunk.len() / block_bytes * block_len, 0.0);
+        convert::dequantise(dtype, chunk, &mut floats);
+        let mut bytes = Vec::with_capacity(2 * floats.len());
+        for &value in &floats {
+            if value.is_finite() && !narrow(value, elem).is_finite() {
+                return Err(too_large());
+            }
+            bytes.extend_from_slice(&narrow_bytes(value, elem));
+        }
+        write(Stretch::Values, at, bytes)?;
+    }
+    Ok(())
+}
+
+/// int8 rows, each with the scale that makes its largest element 127.
+fn channels(dtype: DType, data: &[u8], k: usize, write: &mut Write<'_>) -> Result<(), DeviceError> {
+    let row_bytes = k / dtype.block_len() * dtype.block_bytes();
+    let rows = (CHUNK_BYTES / k.max(1)).max(1);
+    let mut floats = vec![0.0f32; k];
+    let mut scales = Vec::with_capacity(4 * data.len() / row_bytes.max(1));
+    for (index, chunk) in data.chunks(rows * row_bytes).enumerate() {
+        let mut quants = Vec::with_capacity(rows * k);
+        for row in chunk.chunks_exact(row_bytes) {
+            convert::dequantise(dtype, row, &mut floats);
+            // Not `max`: a value that is no number must not go unseen.
+            let largest = floats.iter().fold(0.0f32, |most, x| if x.abs() <= most { most } else { x.abs() });
+            let scale = largest / 127.0;
+            let factor = if scale > 0.0 { scale.recip() } else { 0.0 };
+            quants.extend(floats.iter().map(|x| whole(x * factor).cast_unsigned()));
+            scales.extend_from_slice(&scale.to_le_bytes());
+        }
+        write(Stretch::Values, index * rows * k, quants)?;
+    }
+    write(Stretch::Scales, 0, scales)
+}
+
+/// A matrix `[n, k]` that becomes `[k, n]` with a scale for each group of a column.
+#[derive(Clone, Copy, Debug)]
+struct Columns {
+    elem: ElemType,
+    quants: ElemType,
+    has_offsets: bool,
+    n: usize,
+    k: usize,
+}
+
+impl Columns {
+    /// Some rows of `[k, n]` at a time: a unit of every row of the file.
+    fn pack(
+        self,
+        dtype: DType,
+        data: &[u8],
+        too_large: impl Fn() -> DeviceError,
+        write: &mut Write<'_>,
+    ) -> Result<(), DeviceError> {
+        let Self { elem, quants, has_offsets, n, k } = self;
+        let bytes_of = |elements: usize| elements / dtype.block_len() * dtype.block_bytes();
+        let row_bytes = bytes_of(k);
+        let bits = quants.bits();
+        for first in (0..k).step_by(UNIT) {
+            let len = UNIT.min(k - first);
+            let mut values = vec![0u8; len * n * bits / 8];
+            let mut scales = vec![0u8; 2 * len / GROUP * n];
+            let mut offsets = vec![0u8; if has_offsets { scales.len() } else { 0 }];
+            for (column, row) in data.chunks_exact(row_bytes).enumerate() {
+                let mut group = 0;
+                let mut is_sound = true;
+                convert::groups(dtype, &row[bytes_of(first)..bytes_of(first + len)], |stored| {
+                    let packed = Packed::new(&stored, quants, has_offsets, elem);
+                    is_sound &= elem != ElemType::F16 || fits_f16(&stored);
+                    for (i, quant) in packed.quants.iter().enumerate() {
+                        let place = (group * GROUP + i) * n + column;
+                        if bits == 4 {
+                            // The low half of a byte comes first.
+                            values[place / 2] |= (quant.cast_unsigned() & 0xf) << (4 * (place % 2));
+                        } else {
+                            values[place] = quant.cast_unsigned();
+                        }
+                    }
+                    let place = 2 * (group * n + column);
+                    scales[place..place + 2].copy_from_slice(&narrow_bytes(packed.scale, elem));
+                    if has_offsets {
+                        offsets[place..place + 2].copy_from_slice(&narrow_bytes(packed.offset, elem));
+                    }
+                    group += 1;
+                });
+                if !is_sound {
+                    return Err(too_large());
+                }
+            }
+            write(Stretch::Values, first * n * bits / 8, values)?;
+            write(Stretch::Scales, 2 * first / GROUP * n, scales)?;
+            if has_offsets {
+                write(Stretch::Offsets, 2 * first / GROUP * n, offsets)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// 32 elements as the card's product reads them: `(quant + offset) · scale`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Packed {
+    quants: [i8; GROUP],
+    scale: f32,
+    offset: f32,
+}
+
+impl Packed {
+    /// Scale and offset are numbers of `elem`.
+    fn new(group: &Group, quants: ElemType, has_offsets: bool, elem: ElemType) -> Self {
+        if has_offsets {
+            return Self::with_offset(group, if quants == ElemType::I4 { 8 } else { 0 }, elem);
+        }
+        let [first, second] = group.scales;
+        if first == second || !(first.is_finite() && second.is_finite()) {
+            // Whatever is no number stays none.
+            let scale = if first.is_finite() { second } else { first };
+            return Self { quants: group.quants, scale: narrow(scale, elem), offset: 0.0 };
+        }
+        // Two scales, six bits: quarters of the larger one hold its half exactly, and are nearest for the other.
+        let scale = if first.abs() >= second.abs() { first } else { second } / 4.0;
+        let mut packed = Self { quants: [0; GROUP], scale: narrow(scale, elem), offset: 0.0 };
+        for (i, quant) in packed.quants.iter_mut().enumerate() {
+            *quant = whole(f32::from(group.quants[i]) * (group.scales[2 * i / GROUP] / scale));
+        }
+        packed
+    }
+
+    /// Quants of 0 and more, moved down by `shift`, with an offset that brings them up again and the minimum in.
+    fn with_offset(group: &Group, shift: i8, elem: ElemType) -> Self {
+        let scale = narrow(group.scales[0], elem);
+        let offset = narrow(group.min / scale + f32::from(shift), elem);
+        if !group.scales[0].is_finite() || offset.abs() <= MOST_OFFSET {
+            return Self { quants: group.quants.map(|quant| quant - shift), scale, offset };
+        }
+        // No step, or one too small beside the minimum to be seen in 11 bits: all are the minimum.
+        Self { quants: [0; GROUP], scale: narrow(group.min, elem), offset: 1.0 }
+    }
+}
+
+/// Whether no finite element becomes infinite in f16.
+fn fits_f16(group: &Group) -> bool {
+    let largest_quant = group.quants.iter().map(|quant| quant.unsigned_abs()).max().unwrap_or(0);
+    let scale = group.scales[0].abs().max(group.scales[1].abs());
+    let largest = scale * f32::from(largest_quant) + group.min.abs();
+    !largest.is_finite() || f16::from_f32(largest).is_finite()
+}
+
+/// The nearest of -128 to 127; 0 for what is no number.
+#[allow(clippy::cast_possible_truncation)]
+fn whole(value: f32) -> i8 {
+    value.round_ties_even() as i8
+}
+
+/// The nearest number of f16 or bf16, ties to even.
+fn narrow(value: f32, elem: ElemType) -> f32 {
+    if elem == ElemType::BF16 { bf16::from_f32(value).to_f32() } else { f16::from_f32(value).to_f32() }
+}
+
+fn narrow_bytes(value: f32, elem: ElemType) -> [u8; 2] {
+    if elem == ElemType::BF16 { bf16::from_f32(value).to_le_bytes() } else { f16::from_f32(value).to_le_bytes() }
+}
+
+#[cfg(test)]
+mod tests;
