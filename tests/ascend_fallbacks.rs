@@ -202,7 +202,7 @@ fn a_card_too_small_for_the_largest_batch_takes_smaller_ones_once() {
     half.max_num_batched_tokens = 256;
     let expected = answers(&mut core_on(npu.device(), half.clone()));
     let (whole_bytes, half_bytes) = (used_bytes(&npu, &config), used_bytes(&npu, &half));
-    let limit = (whole_bytes + half_bytes) / 2;
+    let limit = i64::midpoint(whole_bytes, half_bytes);
     npu.sim.set("hbm_bytes", limit);
     let mut core = core_on(npu.device(), config.clone());
     assert_eq!(core.config().max_num_batched_tokens, 256);

@@ -130,6 +130,32 @@ fn every_form_of_every_file_meets_its_reference() {
     }
 }
 
+/// Cut over two cards at whole blocks, a file's matrices are held as on one, each card's part for itself.
+#[test]
+fn cards_hold_their_parts_in_the_same_forms() {
+    for (kind, form) in
+        [("q8_0", WeightForm::WeightOnly), ("Q4_1", WeightForm::WeightOnly), ("q4_0", WeightForm::Dynamic)]
+    {
+        let run = |cards: u32| {
+            let npu = Npu::with(&[("devices", cards.into())]);
+            let device = open(&npu, form, |options| options.cards = (0..cards).collect());
+            let mut config = config();
+            config.tensor_parallel_size = cards;
+            let builder = Engine::builder(story(kind)).config(config).device(device.clone());
+            let logits = trace(Model::new(builder));
+            assert!(device.notes().iter().all(|note| !note.contains("held in")), "{kind}: {:?}", device.notes());
+            drop(device);
+            npu.assert_clean();
+            logits
+        };
+        let error = largest_difference(&run(1), &run(2));
+        // Rows of int8 are rounded to the largest of a card's own share.
+        let bound = if form == WeightForm::Dynamic { DYNAMIC_BOUND } else { F16_BOUND };
+        println!("{kind} in {form:?}: {error} of {bound}");
+        assert!(error <= bound, "{kind} in {form:?}: two cards differ from one by {error}");
+    }
+}
+
 /// Formats whose integers and scales the product takes as they are: the weights it multiplies are the widened ones, to the bit.
 /// (Without fused operations: those round SwiGLU once instead of twice.)
 #[test]
@@ -235,7 +261,7 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
     let rows = prompt.len();
     let bucket = Bucket { tokens: rows, logit_rows: rows, seqs: 1, kv_tokens: 128 };
     let mut options = CompileOptions::default();
-    options.overflow = OverflowPolicy::Error;
+    options.overflow = Some(OverflowPolicy::Error);
     let plan = compile(&graph, device.caps().target, Numerics::Fast, &options, bucket).unwrap();
     let (layers, kv_heads, head_dim, block_size) = (config.layers, config.kv_heads, config.head_dim, 128);
     let dtype = device.kv_dtype(&graph.weights).unwrap();

@@ -48,7 +48,7 @@ impl PackageEnergy {
     /// Microjoules since this was made; none without a counter.
     pub(super) fn used_uj(&self) -> Option<u64> {
         let mut packages = self.packages.lock();
-        packages.iter_mut().map(Package::used_uj).reduce(|sum, used| sum.saturating_add(used))
+        packages.iter_mut().map(Package::used_uj).reduce(u64::saturating_add)
     }
 }
 
