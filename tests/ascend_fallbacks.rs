@@ -298,13 +298,30 @@ fn a_pool_of_our_own_choice_takes_what_there_is() {
     let taken = used_bytes(&npu, &config) - opened;
     npu.sim.set("hbm_bytes", opened + taken + taken / 6);
     config.kv_cache = CacheBudget::Auto;
+    // What weights and programs leave, less a tenth of the card.
     let core = core_on(npu.device(), config.clone());
-    let notes = &core.info().notes;
-    assert!(notes.len() == 1 && notes[0].starts_with("the KV pool has "), "{notes:?}");
-    assert_eq!(core.config().kv_cache, CacheBudget::Blocks(core.info().pool_blocks));
-    assert_eq!(core.config().max_num_batched_tokens, config.max_num_batched_tokens);
-    assert!(core.info().pool_blocks > 1);
+    let (info, card_bytes) = (core.info().clone(), taken + taken / 6);
+    assert!(info.notes.is_empty(), "{:?}", info.notes);
+    assert_eq!(core.config().kv_cache, CacheBudget::Blocks(info.pool_blocks));
+    assert!(info.pool_blocks > 1 && info.pool_bytes < taken as u64 / 6, "{} bytes", info.pool_bytes);
+    let free = opened + card_bytes - npu.sim.live("device_bytes") as i64;
+    assert!(free > card_bytes / 20 && free < card_bytes / 6, "{free} of {card_bytes} are left");
     drop(core);
+    // Should it not fit after all, half of it is tried, and nothing else is made smaller.
+    let before = npu.sim.count("aclrtMalloc");
+    drop(core_on(npu.device(), config.clone()));
+    let calls = npu.sim.count("aclrtMalloc") - before;
+    let halved = (1..=calls).filter(|nth| {
+        npu.sim.fail_call("aclrtMalloc", *nth, 207_001);
+        let Ok(device) = npu.try_device(|_| ()) else { return false };
+        let Ok(core) = builder(device, config.clone()).build_core() else { return false };
+        let notes = &core.info().notes;
+        let is_halved = notes.len() == 1 && notes[0].starts_with("the KV pool has ");
+        let blocks = core.info().pool_blocks;
+        assert!(!is_halved || (blocks >= 1 && blocks <= info.pool_blocks / 2), "{blocks} of {}", info.pool_blocks);
+        is_halved && core.config().max_num_batched_tokens == config.max_num_batched_tokens
+    });
+    assert!(halved.count() > 0, "of {calls} allocations none is the pool's");
     npu.assert_clean();
     // One that the user has chosen stays: the error says what would fit.
     config.kv_cache = CacheBudget::Blocks(100_000);

@@ -290,6 +290,11 @@ pub trait Device: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Bytes of memory of its own that are free now, on the card that has least; none where its memory is the host's.
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Energy used since it was first asked, in microjoules, where the device has a meter: by all that runs on it, whoever
     /// asked for that. Differences are what counts, so ask before and after. A device whose meter shows power and not energy
     /// samples it while somebody asks every two minutes, and charges other times at the lowest power that it has seen.

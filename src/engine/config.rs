@@ -21,8 +21,9 @@ pub enum CacheBudget {
     Blocks(u32),
     /// As many whole blocks as fit in that many bytes.
     Bytes(u64),
-    /// What the device has free once weights and buffers are in place, up to what `max_num_seqs` sequences of
-    /// `max_model_len` could use.
+    /// Up to what `max_num_seqs` sequences of `max_model_len` could use: a quarter of what the host has free, or, on a device
+    /// with memory of its own, what weights and programs leave of it, less a tenth of the whole. Half as many blocks, or
+    /// less, where that turns out too much.
     #[default]
     Auto,
 }
@@ -32,7 +33,8 @@ pub enum CacheBudget {
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
 pub struct EngineConfig {
-    /// Most token rows in one step, prefill and decode together.
+    /// Most token rows in one step, prefill and decode together. A device that runs out of memory of its own while the model is
+    /// loaded takes half as many; [`EngineInfo::notes`](super::EngineInfo::notes) says so.
     pub max_num_batched_tokens: u32,
     /// Most sequences in one step; a request of `n` choices counts `n`.
     pub max_num_seqs: u32,

@@ -19,9 +19,12 @@ use crate::device::{Device, DeviceError, KvLayout, OwnedWeights};
 use crate::graph::{Bucket, CompileError, Graph};
 use crate::kv_cache::KvGeometry;
 
-/// Without a budget of its own the KV cache takes at most one part in this many of what the device has free: the host's
-/// other programs and the page cache that holds the model's file need the rest.
+/// Without a budget of its own the KV cache takes at most one part in this many of what the host has free: its other programs
+/// and the page cache that holds the model's file need the rest.
 const AUTO_CACHE_SHARE: u64 = 4;
+/// On a device with memory of its own it takes what weights and programs leave, but for one part in this many of what was
+/// free in the beginning: buffers of batches, captured steps and whatever programs ask for later.
+const RESERVED_SHARE: u64 = 10;
 
 /// What stays as it is, however small the rest becomes.
 #[derive(Debug)]
@@ -74,8 +77,8 @@ impl Fitting<'_> {
         let mut most_blocks = u64::MAX;
         let mut notes = Vec::new();
         loop {
-            let pool_blocks = self.pool_blocks(&config, &plans, most_blocks)?;
-            let error = match self.place(&config, &plans, weights, pool_blocks) {
+            let mut pool_blocks = 0;
+            let error = match self.place(&config, &plans, weights, most_blocks, &mut pool_blocks) {
                 Ok(runner) => {
                     config.kv_cache = CacheBudget::Blocks(pool_blocks);
                     return Ok(Fitted { config, plans, pool_blocks, runner, notes });
@@ -85,10 +88,13 @@ impl Fitting<'_> {
             let rows = config.max_num_batched_tokens;
             let halved = (rows / 2).max(config.max_num_seqs);
             match error {
-                BuildError::Device(DeviceError::OutOfMemory { free_bytes, asked_bytes, .. }) if may_cut => {
+                BuildError::Device(DeviceError::OutOfMemory { kind: "device", free_bytes, asked_bytes }) if may_cut => {
                     may_cut = false;
                     let half_free = free_bytes / 2 / self.layout.bytes_per_block.max(1);
                     most_blocks = (u64::from(pool_blocks) / 2).min(half_free);
+                    if most_blocks == 0 {
+                        return Err(self.no_room(free_bytes, &plans, asked_bytes));
+                    }
                     notes.push(format!(
                         "the KV pool has {most_blocks} blocks instead of {pool_blocks}: out of memory, {asked_bytes} bytes \
                          asked for and {free_bytes} free"
@@ -116,22 +122,26 @@ impl Fitting<'_> {
         }
     }
 
-    /// Loads programs over the weights, and reserves the buffers of a runner.
+    /// Loads programs over the weights, and reserves the buffers of a runner. The number of blocks is settled between the two,
+    /// and told even if there is no room for them.
     fn place(
         &self,
         config: &EngineConfig,
         plans: &Plans,
         weights: &[Arc<OwnedWeights>],
-        pool_blocks: u32,
+        most_blocks: u64,
+        pool_blocks: &mut u32,
     ) -> Result<ModelRunner, BuildError> {
         let programs = plans.load(self.device, weights, &self.geometry)?;
+        *pool_blocks = self.pool_blocks(config, plans, most_blocks)?;
+        let pool_blocks = *pool_blocks as usize;
         let block_size = self.geometry.block_size;
         let shape = RunnerShape {
             bucket: self.bucket(config),
             max_seqs: config.max_num_seqs as usize,
-            max_blocks_per_seq: (self.max_model_len as usize).div_ceil(block_size).min(pool_blocks as usize),
+            max_blocks_per_seq: (self.max_model_len as usize).div_ceil(block_size).min(pool_blocks),
             block_size,
-            pool_blocks: pool_blocks as usize,
+            pool_blocks,
             vocab_size: self.vocab_size,
             max_in_flight: config.pipeline_depth.unwrap_or(1) as usize,
         };
@@ -158,15 +168,22 @@ impl Fitting<'_> {
             CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
             CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
             CacheBudget::Auto => {
-                let free = self.device.caps().memory_bytes.map_or(u64::MAX, |bytes| bytes / AUTO_CACHE_SHARE);
-                let free = free.min(most_blocks.saturating_mul(block_bytes));
-                ((free / block_bytes).min(most_useful).min(most_countable), free)
+                let free = self.auto_bytes().min(most_blocks.saturating_mul(block_bytes));
+                let room = (free / block_bytes).saturating_sub(self.layout.reserved_blocks);
+                (room.min(most_useful).min(most_countable), free)
             }
         };
         if blocks == 0 {
             return Err(self.no_room(budget_bytes, plans, block_bytes));
         }
         Ok(u32::try_from(blocks).unwrap_or(u32::MAX))
+    }
+
+    /// Bytes that the KV cache may take where nobody says, with the weights and programs in place.
+    fn auto_bytes(&self) -> u64 {
+        let Some(memory_bytes) = self.device.caps().memory_bytes else { return u64::MAX };
+        let left = self.device.free_bytes().map(|free| free.saturating_sub(memory_bytes / RESERVED_SHARE));
+        left.unwrap_or(memory_bytes / AUTO_CACHE_SHARE)
     }
 
     fn no_room(&self, budget_bytes: u64, plans: &Plans, needed_bytes: u64) -> BuildError {

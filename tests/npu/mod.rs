@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test file uses a part
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -16,7 +17,18 @@ static TURN: Mutex<()> = Mutex::new(());
 /// The simulator, for as long as this lives.
 pub struct Npu {
     pub sim: &'static Simulator,
+    /// The library's file, if it is a copy.
+    copy: Option<PathBuf>,
     _turn: MutexGuard<'static, ()>,
+}
+
+impl Drop for Npu {
+    fn drop(&mut self) {
+        if let Some(file) = &self.copy {
+            // It stays loaded; a file that is left is in a folder for such.
+            let _ = std::fs::remove_file(file);
+        }
+    }
 }
 
 impl Npu {
@@ -24,7 +36,7 @@ impl Npu {
     pub fn new() -> Self {
         let turn = TURN.lock();
         SIMULATOR.reset();
-        Self { sim: &SIMULATOR, _turn: turn }
+        Self { sim: &SIMULATOR, copy: None, _turn: turn }
     }
 
     /// The simulator, set up by name and number.
@@ -46,7 +58,7 @@ impl Npu {
         let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
         SIMULATOR.without(symbols, &file).expect("a copy");
         let sim = Box::leak(Box::new(Simulator::open(&file).expect("a library")));
-        Self { sim, _turn: turn }
+        Self { sim, copy: Some(file), _turn: turn }
     }
 
     pub fn try_device(&self, change: impl FnOnce(&mut AscendOptions)) -> Result<Arc<AscendDevice>, AscendOpenError> {

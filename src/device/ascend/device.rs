@@ -604,6 +604,11 @@ impl Device for AscendDevice {
         Telemetry::peaks(&self.caps.description, self.cards.count())
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        let of_cards = self.cards.call_each(|_| |card: &mut Card| card.base.context.memory_bytes()).ok()?;
+        of_cards.into_iter().map(|bytes| bytes.map_or(0, |(free, _)| free)).min()
+    }
+
     fn energy_uj(&self) -> Option<u64> {
         self.telemetry.energy_uj()
     }
