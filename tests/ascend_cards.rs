@@ -4,6 +4,7 @@
 #![cfg(feature = "ascend")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
+mod ascend_steps;
 #[path = "support/model.rs"]
 #[allow(dead_code)] // a part of it is used
 mod model;
@@ -15,11 +16,9 @@ use std::sync::Arc;
 
 use ascend_llm::device::ascend::AscendOpenError;
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, EngineCore, Output, Request, RequestError};
-use ascend_llm::sampler::SamplingParams;
+use ascend_llm::engine::{Engine, Request, RequestError};
+use ascend_steps::{LAYERS, config, core_on, greedy, machine, outcomes, seen};
 use model::Model;
-use npu::Npu;
-use story::Seen;
 
 /// Largest difference of a logit from the CPU's, logits up to 10. One card stays below 0.04 and 0.13 here; the sums of ranks
 /// are rounded once more before they are added.
@@ -35,39 +34,6 @@ fn models() -> Vec<PathBuf> {
     let mut models: Vec<PathBuf> = folder.map(|entry| entry.unwrap().path()).collect();
     models.sort();
     models
-}
-
-fn config(ranks: u32, depth: u32) -> EngineConfig {
-    let mut config = story::plain_config();
-    (config.max_num_batched_tokens, config.max_num_seqs) = (32, 4);
-    config.kv_cache = CacheBudget::Blocks(12);
-    (config.tensor_parallel_size, config.pipeline_depth) = (ranks, Some(depth));
-    config
-}
-
-fn core_on(device: Arc<dyn Device>, config: EngineConfig) -> EngineCore {
-    Engine::builder(story::float()).config(config).device(device).build_core().expect("the model builds")
-}
-
-fn greedy(tokens: u32) -> SamplingParams {
-    let mut params = SamplingParams::default();
-    (params.temperature, params.max_tokens, params.ignore_eos) = (0.0, Some(tokens), true);
-    params
-}
-
-type Asked = (Vec<u32>, SamplingParams);
-
-fn outcomes(core: &mut EngineCore, requests: &[Asked]) -> Vec<Result<Output, RequestError>> {
-    let handles: Vec<_> = requests
-        .iter()
-        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).sampling(params.clone())).unwrap())
-        .collect();
-    while !core.is_idle() && core.step().is_ok() {}
-    handles.into_iter().map(ascend_llm::engine::RequestHandle::collect_output).collect()
-}
-
-fn seen(core: &mut EngineCore, requests: &[Asked]) -> Vec<Seen> {
-    outcomes(core, requests).into_iter().map(|outcome| Seen::of(&outcome.unwrap())).collect()
 }
 
 /// Logits of a few tokens by chunks and by single rows, so that captured steps are among them.
@@ -97,7 +63,7 @@ fn cards_agree_with_the_reference_and_captured_with_eager() {
         // Four heads over three cards, 160 ids, a width of 56: no share is as large as all others.
         let uneven = folder.ends_with("llama-mha-untied-bias").then_some(3);
         for ranks in [2, 4].into_iter().chain(uneven) {
-            let npu = Npu::with(&[("devices", i64::from(ranks))]);
+            let npu = machine(ranks);
             let label = format!("{}, {ranks} cards", folder.display());
             let captured = rows(npu.cards(ranks), &folder, ranks);
             npu.assert_clean();
@@ -114,51 +80,12 @@ fn cards_agree_with_the_reference_and_captured_with_eager() {
 
 #[test]
 fn mixed_requests_with_preemption_are_equal_at_every_depth() {
-    let npu = Npu::with(&[("cann", 90_100_000), ("devices", 2)]);
-    let mut author = story::Author::new(12);
-    let requests: Vec<Asked> = (0..64)
-        .map(|index| {
-            let len = author.dice().from(1, 60);
-            let prompt = author.prompt(len);
-            (prompt, if index % 2 == 0 { greedy(1 + index % 24) } else { author.params(24) })
-        })
-        .collect();
-    let run = |depth| {
-        let mut config = config(2, depth);
-        (config.block_size, config.kv_cache) = (Some(16), CacheBudget::Blocks(40));
-        (config.max_num_batched_tokens, config.max_num_seqs) = (64, 16);
-        let mut core = core_on(npu.cards(2), config);
-        let seen = seen(&mut core, &requests);
-        assert!(core.stats().preemptions > 0, "depth {depth}: the pool is small enough");
-        core.check().unwrap();
-        drop(core);
-        npu.assert_clean();
-        seen
-    };
-    let one = run(1);
-    assert!(run(2) == one, "depth 2");
-    assert!(run(3) == one, "depth 3");
+    ascend_steps::outputs_are_equal_at_every_depth(2, 12);
 }
 
-/// Cards run late and in any order; what one brings to a collective too early or reads too late shows as other tokens.
 #[test]
 fn no_delay_of_a_card_changes_an_output() {
-    let npu = Npu::with(&[("devices", 2)]);
-    let requests = [(vec![1, 40, 100, 7], greedy(4)), (vec![1, 9], greedy(3))];
-    let mut core = core_on(npu.cards(2), config(2, 1));
-    let expected = seen(&mut core, &requests);
-    drop(core);
-    for depth in [2, 3] {
-        let mut core = core_on(npu.cards(2), config(2, depth));
-        npu.sim.set("delay_us", 30);
-        for seed in 1..=50 {
-            npu.sim.set("seed", seed);
-            assert!(seen(&mut core, &requests) == expected, "depth {depth}, seed {seed}");
-        }
-        npu.sim.set("delay_us", 0);
-        drop(core);
-        npu.assert_clean();
-    }
+    ascend_steps::no_delay_changes_an_output(2, 50);
 }
 
 /// On each card one graph launch a step and one update a layer, no allocation, and the same few bytes.
@@ -166,8 +93,7 @@ fn no_delay_of_a_card_changes_an_output() {
 fn greedy_steps_in_flight_only_queue_on_every_card() {
     const STEPS: u64 = 20;
     const CARDS: u64 = 2;
-    const LAYERS: u64 = 3;
-    let npu = Npu::with(&[("devices", CARDS as i64)]);
+    let npu = machine(CARDS as u32);
     let mut core = core_on(npu.cards(CARDS as u32), config(CARDS as u32, 2));
     let handle = core.submit(Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40))).unwrap();
     for _ in 0..8 {
@@ -195,7 +121,7 @@ fn greedy_steps_in_flight_only_queue_on_every_card() {
 
 #[test]
 fn what_does_not_fit_the_cards_is_refused_by_name() {
-    let npu = Npu::with(&[("devices", 4)]);
+    let npu = machine(4);
     let built = |ranks: u32, cards: u32| {
         let builder = Engine::builder(story::float()).config(config(ranks, 1)).device(npu.cards(cards));
         builder.build_core().map(drop).map_err(|error| format!("{error:?}"))
@@ -212,7 +138,7 @@ fn what_does_not_fit_the_cards_is_refused_by_name() {
 /// A runtime without the collectives, or a card that does not open, does not join or cannot capture.
 #[test]
 fn what_fails_while_cards_open_is_named_and_leaves_nothing() {
-    let npu = Npu::with(&[("devices", 2), ("join_limit_ms", 300)]);
+    let npu = machine(2);
     let calls = ["HcclGetRootInfo", "HcclCommInitRootInfo", "aclrtSetDevice", "aclrtCreateContext", "aclrtMallocHost"];
     for call in calls {
         for nth in [1, 2] {
@@ -232,7 +158,7 @@ fn what_fails_while_cards_open_is_named_and_leaves_nothing() {
 /// One card that cannot capture makes all of them issue operation by operation.
 #[test]
 fn cards_capture_together_or_not_at_all() {
-    let npu = Npu::with(&[("devices", 2)]);
+    let npu = machine(2);
     let requests = [(vec![1, 40, 100, 7], greedy(6))];
     let mut core = core_on(npu.cards(2), config(2, 2));
     let expected = seen(&mut core, &requests);
@@ -256,7 +182,7 @@ fn cards_capture_together_or_not_at_all() {
 /// A rank that fails, hangs or gets lost in a collective.
 #[test]
 fn a_card_that_fails_ends_all_of_them() {
-    let npu = Npu::with(&[("devices", 2)]);
+    let npu = machine(2);
     let requests = [(vec![1, 40, 100, 7], greedy(6))];
     let mut core = core_on(npu.cards(2), config(2, 2));
     let expected = seen(&mut core, &requests);
@@ -291,72 +217,21 @@ fn a_card_that_fails_ends_all_of_them() {
     }
 }
 
-/// Fails calls of a short run in turn, every `STRIDE`-th in this test and all of them in the one below.
-fn sweep(first: u64, stride: usize) {
-    let npu = Npu::new();
-    let requests = [(vec![1, 40], greedy(2)), (vec![9], greedy(2))];
-    let set_up = || {
-        npu.sim.reset();
-        npu.sim.set("devices", 2);
-        npu.sim.set("join_limit_ms", 300);
-    };
-    let run = || -> Result<Vec<Result<Output, RequestError>>, String> {
-        let device = npu.try_device(|options| (options.cards, options.timeout_us) = (vec![0, 1], 5_000_000));
-        let device = device.map_err(|error| error.to_string())?;
-        let mut config = config(2, 2);
-        (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) = (2, 2, Some(64));
-        config.compile.token_buckets = Some(vec![2]);
-        let builder = Engine::builder(story::float()).config(config).device(device);
-        let mut core = builder.build_core().map_err(|error| error.to_string())?;
-        let outcomes = outcomes(&mut core, &requests);
-        core.check()?;
-        Ok(outcomes)
-    };
-    set_up();
-    let before = npu.sim.count("*");
-    let right: Vec<Seen> = run().unwrap().into_iter().map(|outcome| Seen::of(&outcome.unwrap())).collect();
-    let calls = npu.sim.count("*") - before;
-    npu.assert_clean();
-    let (mut failed, mut answered) = (0, 0);
-    for nth in (first..=calls).step_by(stride) {
-        set_up();
-        let code = [207_001, 507_015, 161_002][(nth / stride as u64) as usize % 3];
-        npu.sim.fail_call("*", nth, code);
-        let outcomes = run().unwrap_or_else(|message| {
-            assert!(!message.is_empty());
-            failed += 1;
-            Vec::new()
-        });
-        for (outcome, right) in outcomes.into_iter().zip(&right) {
-            match outcome {
-                Ok(output) => {
-                    assert_eq!(Seen::of(&output), *right, "call {nth} of {calls} failed with {code}");
-                    answered += 1;
-                }
-                Err(RequestError::Engine(_)) => failed += 1,
-                Err(error) => panic!("call {nth}, code {code}: {error:?}"),
-            }
-        }
-        npu.assert_clean();
-    }
-    println!("{calls} calls: {failed} failures, {answered} right answers");
-}
-
 #[test]
 fn failing_calls_are_typed_errors_or_leave_the_answer() {
-    sweep(1, 31);
+    ascend_steps::failing_calls_are_typed_errors_or_leave_the_answer(2, 31);
 }
 
 #[test]
 #[ignore = "minutes"]
 fn each_failing_call_is_a_typed_error_or_leaves_the_answer() {
-    sweep(1, 1);
+    ascend_steps::failing_calls_are_typed_errors_or_leave_the_answer(2, 1);
 }
 
 /// Choices of one prompt write into copies of its last block: on three cards with one, one and two heads each has to copy its own.
 #[test]
 fn blocks_are_copied_on_every_card() {
-    let npu = Npu::with(&[("devices", 3)]);
+    let npu = machine(3);
     let mut config = config(3, 2);
     config.prefix_caching = true;
     let builder = Engine::builder(data("conformance/llama-mha-untied-bias")).config(config).device(npu.cards(3));
@@ -384,7 +259,7 @@ fn blocks_are_copied_on_every_card() {
 /// What is written goes to every card; what is read is the first one's.
 #[test]
 fn buffers_are_one_on_each_card() {
-    let npu = Npu::with(&[("devices", 2)]);
+    let npu = machine(2);
     let device = npu.cards(2);
     let span = |buffer, bytes| Span { buffer, offset: 0, bytes };
     let pinned = device.alloc(4096, MemKind::Pinned).unwrap();
@@ -412,7 +287,7 @@ fn buffers_are_one_on_each_card() {
 #[test]
 fn callers_on_several_threads_do_not_disturb_each_other() {
     const BYTES: u64 = 4096;
-    let npu = Npu::with(&[("devices", 2)]);
+    let npu = machine(2);
     let device = npu.cards(2);
     std::thread::scope(|scope| {
         for thread in 0..4u8 {

@@ -4,109 +4,22 @@
 #![cfg(feature = "ascend")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
+mod ascend_steps;
 mod npu;
 mod story;
 
-use std::sync::Arc;
-
-use ascend_llm::device::Device;
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, EngineCore, Output, Request, RequestError};
-use ascend_llm::sampler::SamplingParams;
+use ascend_llm::engine::Request;
+use ascend_steps::{LAYERS, config, core_on, greedy};
 use npu::Npu;
-use story::Seen;
-
-/// Layers of the story model.
-const LAYERS: u64 = 3;
-
-fn config(depth: u32) -> EngineConfig {
-    let mut config = story::plain_config();
-    (config.max_num_batched_tokens, config.max_num_seqs) = (32, 4);
-    config.kv_cache = CacheBudget::Blocks(12);
-    config.pipeline_depth = Some(depth);
-    config
-}
-
-fn core_on(device: Arc<dyn Device>, config: EngineConfig) -> EngineCore {
-    Engine::builder(story::float()).config(config).device(device).build_core().expect("the model builds")
-}
-
-fn greedy(tokens: u32) -> SamplingParams {
-    let mut params = SamplingParams::default();
-    (params.temperature, params.max_tokens, params.ignore_eos) = (0.0, Some(tokens), true);
-    params
-}
-
-/// Runs requests together; what each gives.
-fn outcomes(core: &mut EngineCore, requests: &[(Vec<u32>, SamplingParams)]) -> Vec<Result<Output, RequestError>> {
-    let handles: Vec<_> = requests
-        .iter()
-        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).sampling(params.clone())).unwrap())
-        .collect();
-    while !core.is_idle() && core.step().is_ok() {}
-    handles.into_iter().map(ascend_llm::engine::RequestHandle::collect_output).collect()
-}
-
-fn seen(core: &mut EngineCore, requests: &[(Vec<u32>, SamplingParams)]) -> Vec<Seen> {
-    outcomes(core, requests).into_iter().map(|outcome| Seen::of(&outcome.unwrap())).collect()
-}
 
 #[test]
 fn outputs_are_equal_at_every_depth() {
-    let npu = Npu::with(&[("cann", 90_100_000)]);
-    let mut author = story::Author::new(11);
-    let requests: Vec<(Vec<u32>, SamplingParams)> = (0..64)
-        .map(|index| {
-            let len = author.dice().from(1, 60);
-            let prompt = author.prompt(len);
-            // Every other request can be fed on the device.
-            (prompt, if index % 2 == 0 { greedy(1 + index % 24) } else { author.params(24) })
-        })
-        .collect();
-    let run = |depth| {
-        let mut config = config(depth);
-        (config.block_size, config.kv_cache) = (Some(16), CacheBudget::Blocks(40));
-        (config.max_num_batched_tokens, config.max_num_seqs) = (64, 16);
-        let mut core = core_on(npu.device(), config);
-        let seen = seen(&mut core, &requests);
-        assert!(core.stats().preemptions > 0, "depth {depth}: the pool is small enough");
-        core.check().unwrap();
-        drop(core);
-        npu.assert_clean();
-        seen
-    };
-    let one = run(1);
-    assert!(run(2) == one, "depth 2");
-    assert!(run(3) == one, "depth 3");
+    ascend_steps::outputs_are_equal_at_every_depth(1, 11);
 }
 
-/// Streams run their work late and in any order that events allow: a missing event or a buffer that is used again too early
-/// shows as other tokens.
 #[test]
 fn no_delay_of_a_stream_changes_an_output() {
-    let npu = Npu::new();
-    let requests = [
-        (vec![1, 40, 100, 7], greedy(5)),
-        (vec![1, 9], greedy(3)),
-        (vec![1, 300, 21, 5, 8, 13], {
-            let mut params = greedy(4);
-            (params.temperature, params.seed) = (0.8, Some(3));
-            params
-        }),
-    ];
-    let mut calm = core_on(npu.device(), config(1));
-    let expected = seen(&mut calm, &requests);
-    drop(calm);
-    for depth in [2, 3] {
-        let mut core = core_on(npu.device(), config(depth));
-        npu.sim.set("delay_us", 30);
-        for seed in 1..=100 {
-            npu.sim.set("seed", seed);
-            assert!(seen(&mut core, &requests) == expected, "depth {depth}, seed {seed}");
-        }
-        npu.sim.set("delay_us", 0);
-        drop(core);
-        npu.assert_clean();
-    }
+    ascend_steps::no_delay_changes_an_output(1, 100);
 }
 
 /// Two steps in flight, all rows greedy: between two launches there is nothing but copies of ids, tables and lengths, one task
@@ -114,7 +27,7 @@ fn no_delay_of_a_stream_changes_an_output() {
 #[test]
 fn greedy_steps_in_flight_only_queue() {
     let npu = Npu::new();
-    let mut core = core_on(npu.device(), config(2));
+    let mut core = core_on(npu.device(), config(1, 2));
     let request = Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40));
     let handle = core.submit(request).unwrap();
     for _ in 0..8 {
@@ -176,7 +89,7 @@ fn resident_kib() -> u64 {
 #[cfg(target_os = "linux")]
 fn memory_grown_kib(requests: u32) -> u64 {
     let npu = Npu::with(&[("compute", 0)]);
-    let mut core = core_on(npu.device(), config(2));
+    let mut core = core_on(npu.device(), config(1, 2));
     let mut run = |requests: u32| {
         for request in 0..requests {
             let handle = core.submit(Request::tokens(vec![1, 2 + request % 700]).sampling(greedy(50))).unwrap();
@@ -212,54 +125,7 @@ fn host_memory_stays_flat_over_100_000_steps() {
     assert!(grown < 4096, "{grown} KiB");
 }
 
-/// Fails each call of a short run in turn. The engine is made anew each time, on a machine that was left clean.
 #[test]
 fn each_failing_call_is_a_typed_error_or_leaves_the_answer() {
-    let npu = Npu::new();
-    let requests = [(vec![1, 40], greedy(2)), (vec![9], greedy(2))];
-    let run = || -> Result<Vec<Result<Output, RequestError>>, String> {
-        let device = npu.try_device(|options| options.timeout_us = 2_000_000).map_err(|error| error.to_string())?;
-        let mut config = config(2);
-        (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) = (2, 2, Some(64));
-        // One program, so that loading takes few calls.
-        config.compile.token_buckets = Some(vec![2]);
-        let builder = Engine::builder(story::float()).config(config).device(device);
-        let mut core = builder.build_core().map_err(|error| error.to_string())?;
-        let outcomes = outcomes(&mut core, &requests);
-        core.check()?;
-        Ok(outcomes)
-    };
-    let before = npu.sim.count("*");
-    let right: Vec<Seen> = run().unwrap().into_iter().map(|outcome| Seen::of(&outcome.unwrap())).collect();
-    let calls = npu.sim.count("*") - before;
-    npu.assert_clean();
-    let (mut failed, mut answered) = (0, 0);
-    for nth in 1..=calls {
-        npu.sim.reset();
-        let code = [207_001, 507_015, 161_002][nth as usize % 3];
-        npu.sim.fail_call("*", nth, code);
-        match run() {
-            Err(message) => {
-                assert!(!message.is_empty());
-                failed += 1;
-            }
-            Ok(outcomes) => {
-                for (outcome, right) in outcomes.into_iter().zip(&right) {
-                    match outcome {
-                        Ok(output) => {
-                            assert_eq!(Seen::of(&output), *right, "call {nth} of {calls} failed with {code}");
-                            answered += 1;
-                        }
-                        Err(error) => {
-                            assert!(matches!(error, RequestError::Engine(_)), "call {nth}, code {code}: {error:?}");
-                            failed += 1;
-                        }
-                    }
-                }
-            }
-        }
-        npu.assert_clean();
-    }
-    println!("{calls} calls: {failed} failures, {answered} right answers");
-    assert!(failed > 100, "{failed} of {calls} calls");
+    ascend_steps::failing_calls_are_typed_errors_or_leave_the_answer(1, 1);
 }

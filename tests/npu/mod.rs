@@ -79,7 +79,7 @@ impl Npu {
     }
 
     /// A copy of the library that lacks some functions.
-    pub fn library_without(&self, symbols: &[&str]) -> std::path::PathBuf {
+    pub fn library_without(&self, symbols: &[&str]) -> PathBuf {
         let file =
             std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("libascend_without_{}.so", symbols[0]));
         // A copy that is loaded already must not change: the new one is another file of that name.
