@@ -201,11 +201,18 @@ fn a_card_that_fails_ends_all_of_them() {
         let told = device.alloc(64, MemKind::Device).unwrap_err();
         let is_told = match fault {
             // Whoever notices first: the host, or the runtime by its limit for kernels.
-            "hang" => matches!(told, DeviceError::TimedOut { .. } | DeviceError::Lost),
-            "link" => matches!(told, DeviceError::Call { code: 507_056, .. } | DeviceError::Lost),
-            _ => told == DeviceError::Lost,
+            "hang" => matches!(told, DeviceError::TimedOut { .. } | DeviceError::Crashed { .. }),
+            "link" => {
+                matches!(told, DeviceError::Call { code: 507_056, .. } | DeviceError::Crashed { code: 507_056, .. })
+            }
+            "task" => matches!(told, DeviceError::Crashed { code: 507_015, .. }),
+            _ => matches!(told, DeviceError::Crashed { code: 507_018, .. }),
         };
         assert!(is_told, "{fault}: {told:?}");
+        let notes = device.notes();
+        let links = notes.iter().filter(|note| note.contains("HcclGetCommAsyncError")).count();
+        assert_eq!(links, usize::from(fault == "link"), "{fault}: {notes:?}");
+        assert!(notes.iter().any(|note| note.starts_with("card ")), "{fault}: {notes:?}");
         drop((core, device));
         npu.sim.lose_device(0);
         npu.assert_clean();

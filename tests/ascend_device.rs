@@ -16,7 +16,10 @@ use std::time::{Duration, Instant};
 
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
-use ascend_llm::engine::{BuildError, CacheBudget, Engine, EngineConfig, Forward as _, ForwardInput, Request};
+use ascend_llm::engine::{
+    BuildError, CacheBudget, Engine, EngineConfig, EngineError, Forward as _, ForwardInput, Health, Request,
+    RequestError, SubmitError,
+};
 use ascend_llm::graph::{CompileOptions, Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::{BlockId, KvDType};
 use ascend_llm::sampler::SamplingParams;
@@ -236,27 +239,38 @@ fn a_hung_kernel_is_noticed_within_the_limit() {
     npu.assert_clean();
 }
 
+/// A crashed kernel ends the engine with the runtime's code and words, once for each request; nothing is tried again, and
+/// whoever asks later hears the same.
 #[test]
-fn a_lost_device_says_so_from_then_on() {
+fn a_crash_is_told_with_its_call_code_and_words() {
     let npu = Npu::new();
     let device = npu.device();
-    let mut runner = Engine::builder(story::float()).config(config()).device(device.clone()).build_runner().unwrap();
-    let mut input = ForwardInput::default();
-    input.tokens.push(5);
-    input.q_lens.push(1);
-    input.kv_lens.push(1);
-    input.tables.push(BlockId(0));
-    input.logit_rows.push(0);
-    runner.forward(&input).unwrap();
+    let engine = Engine::builder(story::float()).config(config()).device(device.clone()).build().unwrap();
+    let mut params = SamplingParams::greedy();
+    params.max_tokens = Some(8);
     npu.sim.fail_task("aclnnFusedInferAttentionScoreV3", 1, 507_015);
-    let mut error = None;
-    for _ in 0..2 {
-        error = runner.forward(&input).err().or(error);
+    let launches = npu.sim.count("aclnnEmbedding");
+    let handles: Vec<_> = (0..3u32)
+        .filter_map(|at| engine.submit(Request::tokens(vec![1, 40 + at]).sampling(params.clone())).ok())
+        .collect();
+    assert!(!handles.is_empty());
+    for handle in handles {
+        let error = handle.collect_output().unwrap_err();
+        let RequestError::Engine(EngineError::Device(DeviceError::Crashed { call, code, message })) = &error else {
+            panic!("{error:?}")
+        };
+        // The call that met it is a later one; the runtime's words say which operation it was.
+        assert!(call.starts_with("acl") && *code == 507_015, "{call} {code} {message}");
+        assert!(message.contains("aclnnFusedInferAttentionScoreV3"), "{call} {code} {message}");
     }
-    assert_eq!(error, Some(DeviceError::Lost));
-    assert_eq!(runner.forward(&input).unwrap_err(), DeviceError::Lost);
-    assert_eq!(device.alloc(64, MemKind::Device).unwrap_err(), DeviceError::Lost);
-    drop(runner);
+    assert_eq!(engine.health(), Health::Failed);
+    let refused = engine.submit(Request::tokens(vec![1]).sampling(params)).unwrap_err();
+    assert!(matches!(refused, SubmitError::Failed { .. }), "{refused:?}");
+    // Two steps may have been in flight.
+    assert!(npu.sim.count("aclnnEmbedding") <= launches + 2, "nothing is tried again");
+    let later = device.alloc(64, MemKind::Device).unwrap_err();
+    assert!(matches!(later, DeviceError::Crashed { code: 507_015, .. }), "{later:?}");
+    assert!(engine.shutdown(Duration::from_secs(5)).is_err());
     drop(device);
     npu.assert_clean();
 }

@@ -38,6 +38,16 @@ pub enum DeviceError {
         /// How long.
         limit_us: u64,
     },
+    /// Work on the device crashed, or the device dropped out: nothing on it can be used again.
+    #[error("device lost: {call} failed with code {code}: {message}")]
+    Crashed {
+        /// The call that came to know of it.
+        call: &'static str,
+        /// The runtime's code.
+        code: i32,
+        /// The runtime's own words.
+        message: String,
+    },
     /// The device is gone; nothing on it can be used again.
     #[error("device lost")]
     Lost,
@@ -46,6 +56,6 @@ pub enum DeviceError {
 impl DeviceError {
     /// Whether nothing on the device can be used again.
     pub const fn is_lost(&self) -> bool {
-        matches!(self, Self::Lost | Self::TimedOut { .. })
+        matches!(self, Self::Lost | Self::Crashed { .. } | Self::TimedOut { .. })
     }
 }

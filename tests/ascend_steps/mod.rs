@@ -3,6 +3,7 @@
 #![allow(dead_code)] // each test file uses a part
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
+use std::path::Path;
 use std::sync::Arc;
 
 use ascend_llm::device::Device;
@@ -133,7 +134,9 @@ pub fn failing_calls_are_typed_errors_or_leave_the_answer(cards: u32, stride: us
         (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) = (2, 2, Some(64));
         // One program, so that loading takes few calls.
         config.compile.token_buckets = Some(vec![2]);
-        let builder = Engine::builder(story::float()).config(config).device(device);
+        // A small model, for it is uploaded anew each time.
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance/llama-gqa-tied");
+        let builder = Engine::builder(model).config(config).device(device);
         let mut core = builder.build_core().map_err(|error| error.to_string())?;
         let outcomes = outcomes(&mut core, &requests);
         core.check()?;

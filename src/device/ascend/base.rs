@@ -186,6 +186,12 @@ impl Base {
         self.ranks.as_ref().map_or(Ok(agrees), |(_, accord)| accord.vote(agrees))
     }
 
+    /// What the collectives' library knows to have gone wrong between the cards.
+    pub(super) fn link_error(&self) -> Option<AscendError> {
+        // A library that cannot be asked, or does not answer, knows nothing.
+        self.ranks.as_ref().and_then(|(communicator, _)| communicator.async_error().ok().flatten())
+    }
+
     /// Queues a collective with the other cards.
     pub(super) fn meet(&self, meeting: &Meeting, on: &Stream) -> Result<(), AscendError> {
         // Plans with collectives are loaded on as many cards as they have ranks.

@@ -317,7 +317,10 @@ impl Card {
         let error = device_error(error, 0, self.base.patience.limit, &self.base.context);
         if desk.failures.note(error) {
             let card = if self.rank.of > 1 { format!("card {}: ", self.base.context.device()) } else { String::new() };
-            desk.notes.add(card + &words);
+            desk.notes.add(card.clone() + &words);
+            if let Some(link) = self.base.link_error() {
+                desk.notes.add(card + &link.to_string());
+            }
         }
         if desk.failures.fatal().is_some() {
             self.end();

@@ -26,7 +26,9 @@ pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration
         AscendErrorKind::KernelTimeout
         | AscendErrorKind::KernelException
         | AscendErrorKind::DeviceLost
-        | AscendErrorKind::HardwareMemory => DeviceError::Lost,
+        | AscendErrorKind::HardwareMemory => {
+            DeviceError::Crashed { call: error.call, code: error.code, message: error.message }
+        }
         _ => DeviceError::Call { call: error.call, code: error.code, message: error.message },
     }
 }
