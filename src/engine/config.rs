@@ -51,8 +51,8 @@ pub struct EngineConfig {
     pub numerics: Numerics,
     /// Options of the graph compiler.
     pub compile: CompileOptions,
-    /// Ranks that the model is cut into, as a device with several processors needs it; on the CPU one team computes all of
-    /// them. Answers are the same for every run with as many ranks, and within rounding those of any other number.
+    /// Ranks that the model is cut into. A device of several cards takes exactly as many as it was opened with; on the CPU one
+    /// team computes all of them. Answers are the same for every run with as many ranks, and within rounding those of any other number.
     pub tensor_parallel_size: u32,
     /// Whether computed prompts are kept and shared.
     pub prefix_caching: bool,

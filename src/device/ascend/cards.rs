@@ -17,7 +17,8 @@ use ascend_sys::{AscendError, Collectives, Library, RootInfo, Runtime};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::accord::Accord;
-use super::card::{Card, Command, Desk, Facts, Opening};
+use super::card::{Card, Facts, Opening};
+use super::desk::{Command, Desk};
 use super::failure::Failures;
 use super::notes::Notes;
 use super::options::{AscendOpenError, AscendOptions};

@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ascend_sys::{AscendError, DeviceBuffer, Library, Ops, Pages, Runtime};
 use parking_lot::Mutex;
 
-use super::card::{Card, Command, Facts, pairs_list};
+use super::card::{Card, Facts};
 use super::cards::Cards;
+use super::desk::{Command, pairs_list};
 use super::form;
 use super::layout::{Cache, RESERVED_BLOCKS, describe};
 use super::memory::{GRANULE, padded};

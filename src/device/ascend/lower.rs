@@ -14,10 +14,7 @@ use super::form::{Matrix, Quantised};
 use super::memory::{Pieces, Place};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
-use crate::graph::{
-    ActivationKind, ActivationType, AttentionShape, CompileError, Io, LinearPart, NormSpec, Op, Operand,
-    OverflowPolicy, Plan, Rank, RopeStyle, Step,
-};
+use crate::graph::{ActivationKind, AttentionShape, Io, LinearPart, NormSpec, Op, Operand, Plan, Rank, Step};
 
 /// Rows that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -557,91 +554,4 @@ fn to_usize(n: i64) -> usize {
 /// 32-bit words that are only moved. Scattering takes f32 and not int32, and moves either as it is.
 pub(super) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
     TensorDesc::new(address, ElemType::F32, dims)
-}
-
-/// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
-/// product, whose halves SwiGLU takes.
-pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
-    let count = plan.steps.len();
-    let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
-    for (at, step) in plan.steps.iter().enumerate() {
-        let Op::LinearMulti(parts) = &step.op else { continue };
-        let ([gate, up], [gate_part, up_part]) = (&step.outputs[..], &parts[..]) else { continue };
-        if gate_part.bias.is_some() || up_part.bias.is_some() {
-            continue;
-        }
-        let readers: Vec<usize> =
-            (0..count).filter(|&at| plan.steps[at].inputs.iter().any(|input| input == gate || input == up)).collect();
-        let [reader] = readers[..] else { continue };
-        let is_swiglu = matches!(
-            plan.steps[reader].op,
-            Op::ActMul(ActivationKind::Silu) | Op::SwigluLinear { activation: ActivationKind::Silu, .. }
-        );
-        if !is_swiglu || plan.steps[reader].inputs[..] != [*gate, *up] {
-            continue;
-        }
-        if weights.rows(gate_part.weight) != weights.rows(up_part.weight) {
-            continue;
-        }
-        joined[at] = weights.joined(&[gate_part.weight, up_part.weight]);
-        halves[reader] = joined[at].is_some();
-    }
-    (joined, halves)
-}
-
-/// Refuses what a plan asks for and the chip's operations do not give: activations of another type than the weights were
-/// uploaded for, values that are clamped instead of becoming infinite, heads that rotate in part.
-pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
-    let refuse = |op: &'static str, reason: String| Err(CompileError::Unsupported { op, reason });
-    let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };
-    if plan.overflow == OverflowPolicy::Clamp {
-        let (option, value) = ("overflow", "clamp".to_owned());
-        let expected = "`error` on this device, where a value that is too large becomes infinite";
-        return Err(CompileError::Option { option, value, expected });
-    }
-    for step in &plan.steps {
-        let name = step.op.name();
-        let to = match &step.op {
-            Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
-                Some(*to)
-            }
-            _ => None,
-        };
-        if let Some(to) = to.filter(|&to| to != ActivationType::F32 && to != own) {
-            let (to, own) = (to.name(), own.name());
-            return refuse(name, format!("precision {to}: this model's activations are {own} on this device"));
-        }
-        match &step.op {
-            Op::Rope { head_dim, .. } | Op::QkNormRope { head_dim, .. } | Op::RopeKvWrite { head_dim, .. } => {
-                let angles = plan.values[step.inputs[1]].cols;
-                if angles != *head_dim {
-                    return refuse(name, format!("heads of {head_dim} of which {angles} elements rotate"));
-                }
-            }
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-/// Pairing and head size of each kind of rotation.
-pub(super) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
-    let mut styles = vec![None; plan.ropes.len()];
-    for step in &plan.steps {
-        let (Op::Rope { head_dim, style }
-        | Op::QkNormRope { head_dim, style, .. }
-        | Op::RopeKvWrite { head_dim, style, .. }) = &step.op
-        else {
-            continue;
-        };
-        let writer = plan.steps.iter().find(|writer| writer.outputs.contains(&step.inputs[1]));
-        let Some(Op::RopeAngles { rope }) = writer.map(|writer| &writer.op) else { continue };
-        let found = (*head_dim, *style == RopeStyle::Interleaved);
-        if styles[*rope].is_some_and(|known| known != found) {
-            let reason = "one table of frequencies with two pairings".to_owned();
-            return Err(CompileError::Unsupported { op: step.op.name(), reason });
-        }
-        styles[*rope] = Some(found);
-    }
-    Ok(styles.into_iter().map(|style| style.unwrap_or((2, false))).collect())
 }

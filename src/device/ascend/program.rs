@@ -15,10 +15,9 @@ use super::capture::Captured;
 use super::failure::compile_error;
 use super::form::is_refusal;
 use super::layout::Cache;
-use super::lower::{
-    Fixed, Item, Lowering, Meeting, Results, Room, RopeTables, RowCounts, Sizes, check_plan, join_gates, rope_styles,
-};
+use super::lower::{Fixed, Item, Lowering, Meeting, Results, Room, RopeTables, RowCounts, Sizes};
 use super::memory::{GRANULE, Place, padded, zeroed};
+use super::plan_facts::{check_plan, join_gates, rope_styles};
 use super::recipe::Recipe;
 use super::weights::WeightSet;
 use crate::device::LaunchShape;

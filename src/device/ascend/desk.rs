@@ -1,0 +1,126 @@
+//! What a card's thread and its callers share: the queue of commands, and what goes to and fro.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use ascend_sys::PinnedBuffer;
+
+use super::card::Card;
+use super::failure::Failures;
+use super::layout::Cache;
+use super::notes::Notes;
+use super::queue::Queue;
+use super::reply::Landing;
+use super::staging::FreeSlots;
+use crate::device::{Bindings, DeviceError, LaunchShape, Span};
+use crate::kv_cache::BlockId;
+
+/// What callers ask of the thread. Lists come from a pool and go back to it.
+pub(super) enum Command {
+    Write {
+        dst: Span,
+        slot: PinnedBuffer,
+        bytes: usize,
+        on: usize,
+    },
+    Read {
+        src: Span,
+        after: Option<u64>,
+    },
+    Copy {
+        dst: Span,
+        src: Span,
+        on: usize,
+    },
+    Feed {
+        ids: Span,
+        best: Span,
+        rows: Vec<u32>,
+        on: usize,
+    },
+    Record {
+        on: usize,
+        event: u64,
+    },
+    Wait {
+        on: usize,
+        event: u64,
+    },
+    /// Waits for an event, or for all that is queued.
+    WaitHost {
+        event: Option<u64>,
+    },
+    Launch {
+        program: u64,
+        io: Bindings,
+        shape: LaunchShape,
+        lens: Vec<u32>,
+        on: usize,
+    },
+    CopyBlocks {
+        cache: Cache,
+        src: Span,
+        dst: Span,
+        pairs: Vec<u32>,
+        on: usize,
+    },
+    /// Frees slots whose copies have ended.
+    Reclaim,
+    Call(Box<dyn FnOnce(&mut Card) + Send>),
+    Stop,
+}
+
+/// What the thread and its callers share.
+#[derive(Debug)]
+pub(super) struct Desk {
+    pub queue: Queue<Command>,
+    pub failures: Arc<Failures>,
+    pub slots: Arc<FreeSlots>,
+    pub landing: Landing,
+    /// Emptied lists, to be used again.
+    pub lists: parking_lot::Mutex<Vec<Vec<u32>>>,
+    pub notes: Arc<Notes>,
+}
+
+impl std::fmt::Debug for Command {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Command")
+    }
+}
+
+impl Desk {
+    /// An empty list.
+    pub(super) fn list(&self) -> Vec<u32> {
+        self.lists.lock().pop().unwrap_or_default()
+    }
+
+    /// A slot to fill, waiting for one; none once the device has ended.
+    pub(super) fn free_slot(&self) -> Option<PinnedBuffer> {
+        self.slots.try_take().or_else(|| {
+            self.queue.push_with(|| (Command::Reclaim, ()))?;
+            self.slots.take()
+        })
+    }
+
+    pub(super) fn give_list(&self, mut list: Vec<u32>) {
+        list.clear();
+        self.lists.lock().push(list);
+    }
+}
+
+/// Lets nobody wait for a thread that has ended.
+pub(super) struct Closing<'a>(pub &'a Desk);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.failures.note(DeviceError::Lost);
+        self.0.queue.close();
+        drop(self.0.slots.close());
+        drop(self.0.landing.close(DeviceError::Lost));
+    }
+}
+
+pub(super) fn pairs_list(pairs: &[(BlockId, BlockId)], list: &mut Vec<u32>) {
+    list.extend(pairs.iter().flat_map(|(from, to)| [from.0, to.0]));
+}
