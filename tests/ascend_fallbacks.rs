@@ -335,6 +335,23 @@ fn a_pool_of_our_own_choice_takes_what_there_is() {
     npu.assert_clean();
 }
 
+/// There is enough memory and no piece of it as large as the pool: half of it is taken.
+#[test]
+fn memory_in_pieces_halves_a_pool_of_our_own_choice() {
+    let npu = Npu::new();
+    let mut config = config();
+    (config.max_num_seqs, config.max_model_len, config.kv_cache) = (32, Some(512), CacheBudget::Auto);
+    let whole = core_on(npu.device(), config.clone()).info().pool_bytes;
+    npu.sim.set("largest_block_bytes", i64::try_from(whole * 3 / 4).unwrap());
+    let core = core_on(npu.device(), config.clone());
+    let info = core.info();
+    assert_eq!(info.pool_bytes, whole / 2);
+    assert!(info.notes.len() == 1 && info.notes[0].starts_with("the KV pool has "), "{:?}", info.notes);
+    assert_eq!(core.config().max_num_batched_tokens, config.max_num_batched_tokens);
+    drop(core);
+    npu.assert_clean();
+}
+
 #[test]
 fn out_of_memory_names_what_is_free() {
     let npu = Npu::with(&[("hbm_bytes", 64 << 20)]);

@@ -168,9 +168,9 @@ impl Fitting<'_> {
             CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
             CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
             CacheBudget::Auto => {
-                let free = self.auto_bytes().min(most_blocks.saturating_mul(block_bytes));
+                let free = self.auto_bytes();
                 let room = (free / block_bytes).saturating_sub(self.layout.reserved_blocks);
-                (room.min(most_useful).min(most_countable), free)
+                (room.min(most_blocks).min(most_useful).min(most_countable), free)
             }
         };
         if blocks == 0 {

@@ -87,6 +87,12 @@ impl DeviceMemory {
             RT_MEMORY_ALLOCATION,
             "{bytes} bytes asked for, {used} of {total} in use"
         );
+        let largest = Setting::largest_block_bytes.size();
+        rule!(
+            largest == 0 || bytes as u64 <= largest,
+            RT_MEMORY_ALLOCATION,
+            "{bytes} bytes asked for, the largest piece has {largest}"
+        );
         let mut address = self.base;
         for (&start, block) in &self.blocks {
             if start - address >= room {

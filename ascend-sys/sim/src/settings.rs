@@ -26,6 +26,8 @@ settings! {
     devices: 1,
     /// Bytes of memory a device can give out. A 910B with 64 GB shows 60.9 GiB; the host must have what is computed with.
     hbm_bytes: 2 << 30,
+    /// Most bytes that one allocation of device memory can have, as where what is free lies in pieces; 0 for any.
+    largest_block_bytes: 0,
     /// Streams a device has, 1984 on a 910B; captured graphs take some.
     streams: 1984,
     /// Hardware events, 65536 on a 910B.
