@@ -5,6 +5,8 @@
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 mod ascend_steps;
+#[path = "support/goldens.rs"]
+mod goldens;
 #[path = "support/model.rs"]
 #[allow(dead_code)] // a part of it is used
 mod model;
@@ -16,8 +18,9 @@ use std::sync::Arc;
 
 use ascend_llm::device::ascend::AscendOpenError;
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
-use ascend_llm::engine::{Engine, Request, RequestError};
-use ascend_steps::{LAYERS, config, core_on, greedy, machine, outcomes, seen};
+use ascend_llm::engine::{Engine, RequestError};
+use ascend_steps::{config, core_on, greedy, machine, outcomes, seen};
+use goldens::conformance_models;
 use model::Model;
 
 /// Largest difference of a logit from the CPU's, logits up to 10. One card stays below 0.04 and 0.13 here; the sums of ranks
@@ -27,13 +30,6 @@ const BF16_BOUND: f32 = 3e-1;
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
-}
-
-fn models() -> Vec<PathBuf> {
-    let folder = std::fs::read_dir(data("conformance")).unwrap();
-    let mut models: Vec<PathBuf> = folder.map(|entry| entry.unwrap().path()).collect();
-    models.sort();
-    models
 }
 
 /// Logits of a few tokens by chunks and by single rows, so that captured steps are among them.
@@ -57,7 +53,7 @@ fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 #[test]
 fn cards_agree_with_the_reference_and_captured_with_eager() {
     let mut worst = 0.0f32;
-    for folder in models() {
+    for folder in conformance_models() {
         let bound = if folder.ends_with("llama-bf16") { BF16_BOUND } else { F16_BOUND };
         let cpu = rows(story::device(|_| ()), &folder, 1);
         // Four heads over three cards, 160 ids, a width of 56: no share is as large as all others.
@@ -88,35 +84,9 @@ fn no_delay_of_a_card_changes_an_output() {
     ascend_steps::no_delay_changes_an_output(2, 50);
 }
 
-/// On each card one graph launch a step and one update a layer, no allocation, and the same few bytes.
 #[test]
 fn greedy_steps_in_flight_only_queue_on_every_card() {
-    const STEPS: u64 = 20;
-    const CARDS: u64 = 2;
-    let npu = machine(CARDS as u32);
-    let mut core = core_on(npu.cards(CARDS as u32), config(CARDS as u32, 2));
-    let handle = core.submit(Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40))).unwrap();
-    for _ in 0..8 {
-        core.step().unwrap();
-    }
-    npu.sim.set("log", 1);
-    npu.sim.clear_log();
-    for _ in 0..STEPS {
-        core.step().unwrap();
-    }
-    let log = npu.sim.log();
-    let count = |name: &str| log.iter().filter(|line| line.split_whitespace().next() == Some(name)).count() as u64;
-    let launches = count("aclmdlRIExecuteAsync");
-    assert!(launches.abs_diff(CARDS * STEPS) <= CARDS, "{launches} launches in {STEPS} steps");
-    let updates = count("aclmdlRICaptureTaskUpdateBegin");
-    assert!(updates.abs_diff(CARDS * STEPS * LAYERS) <= CARDS * LAYERS, "{updates} updates");
-    for forbidden in ["aclrtMalloc", "aclrtMallocHost", "aclrtFree", "aclrtMemcpy", "HcclAllReduce", "HcclAllGather"] {
-        assert_eq!(count(forbidden), 0, "{forbidden}");
-    }
-    npu.sim.set("log", 0);
-    drop(handle);
-    drop(core);
-    npu.assert_clean();
+    ascend_steps::greedy_steps_in_flight_only_queue(2);
 }
 
 #[test]

@@ -9,7 +9,7 @@ mod npu;
 mod story;
 
 use ascend_llm::engine::Request;
-use ascend_steps::{LAYERS, config, core_on, greedy};
+use ascend_steps::{config, core_on, greedy};
 use npu::Npu;
 
 #[test]
@@ -22,58 +22,9 @@ fn no_delay_of_a_stream_changes_an_output() {
     ascend_steps::no_delay_changes_an_output(1, 100);
 }
 
-/// Two steps in flight, all rows greedy: between two launches there is nothing but copies of ids, tables and lengths, one task
-/// update a layer, and the wait for the results of the step before.
 #[test]
 fn greedy_steps_in_flight_only_queue() {
-    let npu = Npu::new();
-    let mut core = core_on(npu.device(), config(1, 2));
-    let request = Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40));
-    let handle = core.submit(request).unwrap();
-    for _ in 0..8 {
-        core.step().unwrap();
-    }
-    npu.sim.set("log", 1);
-    npu.sim.clear_log();
-    const STEPS: u64 = 20;
-    for _ in 0..STEPS {
-        core.step().unwrap();
-    }
-    // The card's thread has issued what was asked of it once this one has been waited for.
-    let log = npu.sim.log();
-    let lines = |name: &str| log.iter().filter(|line| line.split_whitespace().next() == Some(name)).collect::<Vec<_>>();
-    let count = |name: &str| lines(name).len() as u64;
-    let launches = count("aclmdlRIExecuteAsync");
-    assert!(launches.abs_diff(STEPS) <= 1, "{launches} launches in {STEPS} steps");
-    assert!(count("aclmdlRICaptureTaskUpdateBegin").abs_diff(STEPS * LAYERS) <= LAYERS, "one update a layer and step");
-    for forbidden in [
-        "aclrtMalloc",
-        "aclrtMallocHost",
-        "aclrtFree",
-        "aclrtFreeHost",
-        "aclrtMemcpy",
-        "aclrtMemset",
-        "aclrtSynchronizeDevice",
-        "aclrtCreateEventExWithFlag",
-    ] {
-        assert_eq!(count(forbidden), 0, "{forbidden}");
-    }
-    // What crosses to the card in a step of one row: its id, position, wanted row, a line of the table, where its key goes, and
-    // which row is fed; logits do not come back.
-    let bytes = |kind: &str| -> u64 {
-        let fields = log.iter().map(|line| line.split_whitespace().collect::<Vec<_>>());
-        fields
-            .filter(|fields| fields[0].starts_with("aclrtMemcpyAsync") && fields[1] == kind)
-            .map(|fields| fields[2].parse::<u64>().unwrap())
-            .sum()
-    };
-    let (up, down) = (bytes("h2d") / STEPS, bytes("d2h") / STEPS);
-    assert!(up > 0 && up <= 256, "{up} bytes a step to the card: {log:#?}");
-    assert!(down > 0 && down <= 64, "{down} bytes a step back");
-    npu.sim.set("log", 0);
-    drop(handle);
-    drop(core);
-    npu.assert_clean();
+    ascend_steps::greedy_steps_in_flight_only_queue(1);
 }
 
 /// Resident memory of this process in KiB.

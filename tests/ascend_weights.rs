@@ -4,6 +4,8 @@
 #![cfg(feature = "ascend")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
+#[path = "support/goldens.rs"]
+mod goldens;
 #[path = "support/model.rs"]
 #[allow(dead_code)] // a part of it is used
 mod model;
@@ -23,35 +25,19 @@ use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
+use goldens::{Prompts, cases, prompts};
 use model::Model;
 use npu::Npu;
-use serde::Deserialize;
 
 /// The story model in block formats.
 const FILES: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
-
-#[derive(Deserialize)]
-struct Golden {
-    prompts: Vec<Prompt>,
-}
-
-#[derive(Deserialize)]
-struct Prompt {
-    name: String,
-    input_ids: Vec<u32>,
-    /// Of the last four positions (fewer in a shorter prompt): (id, logit), best first.
-    top20_last_positions: Vec<Vec<(u32, f32)>>,
-    greedy64: Vec<u32>,
-    greedy_top2_gap: Vec<f32>,
-}
 
 fn story(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/fable/gguf/fable-{kind}.gguf"))
 }
 
-fn golden(kind: &str) -> Golden {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/fable/gguf/golden-{kind}.json"));
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+fn golden(kind: &str) -> Prompts {
+    prompts(&Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/fable/gguf/golden-{kind}.json")))
 }
 
 fn config() -> EngineConfig {
@@ -219,23 +205,13 @@ fn tiles_change_no_bit() {
 /// rows have.
 #[test]
 fn tiled_models_stay_within_the_bounds_of_rows() {
-    #[derive(Deserialize)]
-    struct Cases {
-        cases: Vec<Case>,
-    }
-    #[derive(Deserialize)]
-    struct Case {
-        input_ids: Vec<u32>,
-        last_logits: Vec<f32>,
-    }
     let npu = Npu::new();
     for name in ["qwen2", "qwen3", "llama-mha-untied-bias", "llama-bf16"] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance").join(name);
-        let golden: Cases = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
         let device = open(&npu, WeightForm::WeightOnly, |options| options.tiles = WeightTiles::Always);
         let mut model = on(device, &folder);
         let bound = if name == "llama-bf16" { 3e-1 } else { 4e-2 };
-        for case in golden.cases {
+        for case in cases(&folder).cases {
             model.restart();
             let rows = model.forward(&case.input_ids, 1);
             let error = largest_difference(&rows[0], &case.last_logits);

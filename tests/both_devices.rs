@@ -3,41 +3,21 @@
 #![cfg(feature = "ascend")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
+#[path = "support/goldens.rs"]
+mod goldens;
 #[path = "support/model.rs"]
 #[allow(dead_code)] // a part of it is used
 mod model;
 mod npu;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
+use goldens::{cases, conformance_models};
 use model::Model;
 use npu::Npu;
-use serde::Deserialize;
-
-#[derive(Deserialize)]
-struct Golden {
-    cases: Vec<Case>,
-}
-
-#[derive(Deserialize)]
-struct Case {
-    input_ids: Vec<u32>,
-    last_logits: Vec<f32>,
-}
-
-fn models() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance");
-    let mut models: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    models.sort();
-    models
-}
-
-fn golden(folder: &Path) -> Golden {
-    serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap()
-}
 
 fn config() -> EngineConfig {
     let mut config = EngineConfig::default();
@@ -69,11 +49,11 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 fn conformance_models_stay_within_their_bounds() {
     for capture in [false, true] {
         let mut worst = [0.0f32; 2];
-        for folder in models() {
+        for folder in conformance_models() {
             let npu = Npu::new();
             let device = npu.try_device(|options| options.capture = capture).unwrap();
             let mut model = on(device, &folder);
-            for case in golden(&folder).cases {
+            for case in cases(&folder).cases {
                 model.restart();
                 let rows = model.forward(&case.input_ids, 1);
                 let mut error = largest_difference(&rows[0], &case.last_logits);

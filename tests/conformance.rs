@@ -3,6 +3,8 @@
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
+#[path = "support/goldens.rs"]
+mod goldens;
 #[path = "support/model.rs"]
 mod model;
 
@@ -13,40 +15,14 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{BuildError, Engine};
 use ascend_llm::graph::{CompileOptions, Numerics, Precision};
 use ascend_llm::kv_cache::KvDType;
+use goldens::{cases, conformance_models};
 use model::{Model, argmax, log_softmax_at, small_config};
-use serde::Deserialize;
 
 /// What the reference promises an f32 engine can reach (its own f32 against f64 differs by up to 2e-5).
 const EXACT_BOUND: f32 = 2e-4;
 /// Fast numerics on float weights differ by the rounding of keys and values to f16 only: 11 bits on values of a few units,
 /// averaged by attention, over two layers.
 const FAST_BOUND: f32 = 2e-2;
-
-#[derive(Deserialize)]
-struct Golden {
-    cases: Vec<Case>,
-}
-
-#[derive(Deserialize)]
-struct Case {
-    input_ids: Vec<u32>,
-    last_logits: Vec<f32>,
-    argmax: Vec<u32>,
-    prompt_logprobs: Vec<f64>,
-    greedy: Vec<u32>,
-}
-
-fn models() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance");
-    let mut models: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    models.sort();
-    assert_eq!(models.len(), 10);
-    models
-}
-
-fn golden(folder: &Path) -> Golden {
-    serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap()
-}
 
 /// The folder with `config.hub-style.json` in the place of `config.json`.
 fn older_spelling(folder: &Path) -> PathBuf {
@@ -88,14 +64,14 @@ fn with_options(folder: &Path, numerics: Numerics, options: CompileOptions) -> M
 
 #[test]
 fn exact_numerics_meet_the_reference() {
-    for folder in models() {
+    for folder in conformance_models() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         // The spelling does not reach the device: the older one runs on one instruction set.
         let paths = Isa::available().iter().map(|&isa| ("new", folder.clone(), isa));
         for (spelling, folder, isa) in paths.chain([("older", older_spelling(&folder), Isa::detect())]) {
             for fusion in [0, 3] {
                 let mut model = model_on(isa, &folder, Numerics::Exact, fusion);
-                for case in golden(&folder).cases {
+                for case in cases(&folder).cases {
                     let tokens = case.input_ids.len();
                     let label = format!("{name}, {spelling} spelling, {isa:?}, fusion {fusion}, {tokens} tokens");
                     model.restart();
@@ -118,10 +94,10 @@ fn exact_numerics_meet_the_reference() {
 
 #[test]
 fn fast_numerics_stay_within_their_bound() {
-    for folder in models() {
+    for folder in conformance_models() {
         for &isa in Isa::available() {
             let mut model = model_on(isa, &folder, Numerics::Fast, 2);
-            for case in golden(&folder).cases {
+            for case in cases(&folder).cases {
                 model.restart();
                 let rows = model.forward(&case.input_ids, 1);
                 let error = largest_difference(&rows[0], &case.last_logits);
@@ -147,8 +123,8 @@ fn mix_is_bf16(folder: &Path, isa: Isa) -> bool {
 #[test]
 fn precisions_stay_within_their_bounds() {
     let mut worst = [0.0f32; 4];
-    for folder in models() {
-        let case = golden(&folder).cases.pop().unwrap();
+    for folder in conformance_models() {
+        let case = cases(&folder).cases.pop().unwrap();
         let ids = &case.input_ids;
         for ((precision, bound), worst) in PRECISION_BOUNDS.into_iter().zip(&mut worst) {
             let with = |level, overrides: &[(&str, Precision)]| {
@@ -194,7 +170,7 @@ fn an_exception_for_no_projection_is_refused() {
     for name in ["norm", "logits", "proj", "softmax", "layers.7.mlp.down_proj", "model.norm"] {
         let mut config = small_config();
         config.compile.precision_overrides.insert(name.to_owned(), Precision::F16);
-        let error = Engine::builder(&models()[0]).config(config).build_core().unwrap_err();
+        let error = Engine::builder(&conformance_models()[0]).config(config).build_core().unwrap_err();
         let BuildError::Compile(error) = error else { panic!("{name}: {error:?}") };
         assert!(error.to_string().contains(&format!("precision_overrides: got {name}, expected the name")), "{error}");
     }
@@ -202,9 +178,9 @@ fn an_exception_for_no_projection_is_refused() {
 
 #[test]
 fn fusion_levels_and_chunks_agree_bit_by_bit() {
-    for folder in models() {
+    for folder in conformance_models() {
         for numerics in [Numerics::Exact, Numerics::Fast] {
-            let case = golden(&folder).cases.pop().unwrap();
+            let case = cases(&folder).cases.pop().unwrap();
             let ids = &case.input_ids;
             let reference = model(&folder, numerics, 0).forward(ids, ids.len());
             for level in 0..=CompileOptions::MAX_FUSION {
@@ -234,10 +210,10 @@ fn fusion_levels_and_chunks_agree_bit_by_bit() {
 /// The ends of the ladder above on every instruction set, and chunks.
 #[test]
 fn fusion_and_chunks_agree_bit_by_bit_on_every_instruction_set() {
-    for folder in models() {
+    for folder in conformance_models() {
         for (&isa, numerics) in Isa::available().iter().flat_map(|isa| [(isa, Numerics::Exact), (isa, Numerics::Fast)])
         {
-            let case = golden(&folder).cases.pop().unwrap();
+            let case = cases(&folder).cases.pop().unwrap();
             let ids = &case.input_ids;
             let label = format!("{}, {isa:?}, {numerics:?}", folder.display());
             let reference = model_on(isa, &folder, numerics, 0).forward(ids, ids.len());

@@ -3,6 +3,8 @@
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
+#[path = "support/goldens.rs"]
+mod goldens;
 #[path = "support/model.rs"]
 mod model;
 #[path = "support/smollm2.rs"]
@@ -15,32 +17,12 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{Engine, EngineConfig};
 use ascend_llm::graph::Numerics;
 use ascend_llm::kv_cache::KvDType;
+use goldens::{Prompts, prompts};
 use model::{Model, argmax, log_softmax_at, small_config};
-use serde::Deserialize;
 use smollm2::smollm2;
-
-#[derive(Deserialize)]
-struct Golden {
-    prompts: Vec<Prompt>,
-}
-
-#[derive(Deserialize)]
-struct Prompt {
-    name: String,
-    input_ids: Vec<u32>,
-    /// Of the last four positions (fewer in a shorter prompt): (id, logit), best first.
-    top20_last_positions: Vec<Vec<(u32, f32)>>,
-    prompt_logprobs: Vec<f64>,
-    greedy64: Vec<u32>,
-    greedy_top2_gap: Vec<f32>,
-}
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
-}
-
-fn golden(path: &Path) -> Golden {
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
 fn device(isa: Isa) -> Arc<CpuDevice> {
@@ -50,7 +32,7 @@ fn device(isa: Isa) -> Arc<CpuDevice> {
 }
 
 /// [`compare_on`] every instruction set that this machine has.
-fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) {
+fn compare(model_path: &Path, golden: &Prompts, numerics: Numerics, bound: f32) {
     for &isa in Isa::available() {
         compare_on(isa, model_path, golden, numerics, bound);
     }
@@ -58,7 +40,7 @@ fn compare(model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) {
 
 /// The same for one of [`QUANTISED`], which plain code takes ten times as long for: one of them does there.
 fn compare_quantised(kind: &str, numerics: Numerics, bound: f32) {
-    let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+    let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));
     let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
     for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Plain || kind == "Q4_K_M") {
         compare_on(isa, &path, &golden, numerics, bound);
@@ -67,13 +49,13 @@ fn compare_quantised(kind: &str, numerics: Numerics, bound: f32) {
 
 /// Largest error of the top logits and of the log-probabilities; greedy tokens must agree up to the first step whose two
 /// best logits lie closer than that error could turn.
-fn compare_on(isa: Isa, model_path: &Path, golden: &Golden, numerics: Numerics, bound: f32) -> f32 {
+fn compare_on(isa: Isa, model_path: &Path, golden: &Prompts, numerics: Numerics, bound: f32) -> f32 {
     let mut config = small_config();
     config.numerics = numerics;
     compare_with(isa, model_path, golden, config, bound)
 }
 
-fn compare_with(isa: Isa, model_path: &Path, golden: &Golden, mut config: EngineConfig, bound: f32) -> f32 {
+fn compare_with(isa: Isa, model_path: &Path, golden: &Prompts, mut config: EngineConfig, bound: f32) -> f32 {
     let numerics = config.numerics;
     config.max_num_batched_tokens = 512;
     let mut model = Model::new(Engine::builder(model_path).config(config).device(device(isa)));
@@ -114,7 +96,7 @@ const QUANTISED: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", 
 
 #[test]
 fn the_story_model_meets_its_reference_exactly() {
-    let fable = golden(&data("fable.json"));
+    let fable = prompts(&data("fable.json"));
     compare(&data("fable"), &fable, Numerics::Exact, 2e-4);
     compare(&story_f16(), &fable, Numerics::Exact, 2e-4);
 }
@@ -131,7 +113,7 @@ fn the_quantised_story_models_meet_their_references_exactly() {
 /// leave errors of some hundredths, 127 steps an activation block some tenths.
 #[test]
 fn fast_numerics_stay_within_their_bounds() {
-    let fable = golden(&data("fable.json"));
+    let fable = prompts(&data("fable.json"));
     for &isa in Isa::available() {
         let bound = if isa == Isa::Avx512Bf16 { 0.1 } else { 0.02 };
         let worst = compare_on(isa, &data("fable"), &fable, Numerics::Fast, bound);
@@ -149,14 +131,14 @@ fn fast_numerics_stay_within_their_bounds() {
 fn int8_keys_and_values_stay_within_their_bounds() {
     let mut config = small_config();
     (config.numerics, config.kv_dtype) = (Numerics::Fast, Some(KvDType::I8));
-    let fable = golden(&data("fable.json"));
+    let fable = prompts(&data("fable.json"));
     for path in [data("fable"), story_f16()] {
         let worst = compare_with(Isa::detect(), &path, &fable, config.clone(), 0.3);
         println!("{}: largest error {worst}", path.display());
         assert!(worst > 0.02, "{}: f16 would be as near: {worst}", path.display());
     }
     for kind in QUANTISED {
-        let golden = golden(&data(&format!("fable/gguf/golden-{kind}.json")));
+        let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));
         let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
         let worst = compare_with(Isa::detect(), &path, &golden, config.clone(), 0.6);
         println!("{kind}: largest error {worst}");
@@ -165,7 +147,7 @@ fn int8_keys_and_values_stay_within_their_bounds() {
 
 #[test]
 fn the_story_begins_with_the_64_reference_tokens() {
-    let fable = golden(&data("fable.json"));
+    let fable = prompts(&data("fable.json"));
     let story = fable.prompts.iter().find(|prompt| prompt.greedy64.len() == 64).unwrap();
     for &isa in Isa::available() {
         for numerics in [Numerics::Exact, Numerics::Fast] {
@@ -180,7 +162,7 @@ fn the_story_begins_with_the_64_reference_tokens() {
 #[test]
 fn smollm2_meets_its_reference() {
     let Some(path) = smollm2() else { return };
-    let golden = golden(&data("smollm2-135m-instruct-q4_1.json"));
+    let golden = prompts(&data("smollm2-135m-instruct-q4_1.json"));
     let exact = compare_on(Isa::detect(), &path, &golden, Numerics::Exact, 2e-3);
     let fast = compare_on(Isa::detect(), &path, &golden, Numerics::Fast, 3.0);
     println!("smollm2 ran: largest error {exact} exact, {fast} fast");

@@ -122,6 +122,63 @@ pub fn no_delay_changes_an_output(cards: u32, seeds: i64) {
     }
 }
 
+/// Two steps in flight, all rows greedy: on each card, between two launches there is nothing but copies of ids, tables and lengths, one task
+/// update a layer, and the wait for the results of the step before.
+pub fn greedy_steps_in_flight_only_queue(cards: u32) {
+    let npu = machine(cards);
+    let mut core = core_on(npu.cards(cards), config(cards, 2));
+    let request = Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40));
+    let handle = core.submit(request).unwrap();
+    for _ in 0..8 {
+        core.step().unwrap();
+    }
+    npu.sim.set("log", 1);
+    npu.sim.clear_log();
+    const STEPS: u64 = 20;
+    let cards = u64::from(cards);
+    for _ in 0..STEPS {
+        core.step().unwrap();
+    }
+    // Each card's thread has issued what was asked of it once this one has been waited for.
+    let log = npu.sim.log();
+    let lines = |name: &str| log.iter().filter(|line| line.split_whitespace().next() == Some(name)).collect::<Vec<_>>();
+    let count = |name: &str| lines(name).len() as u64;
+    let launches = count("aclmdlRIExecuteAsync");
+    assert!(launches.abs_diff(cards * STEPS) <= cards, "{launches} launches in {STEPS} steps");
+    let updates = count("aclmdlRICaptureTaskUpdateBegin");
+    assert!(updates.abs_diff(cards * STEPS * LAYERS) <= cards * LAYERS, "{updates} updates, not one a layer and step");
+    for forbidden in [
+        "aclrtMalloc",
+        "aclrtMallocHost",
+        "aclrtFree",
+        "aclrtFreeHost",
+        "aclrtMemcpy",
+        "aclrtMemset",
+        "aclrtSynchronizeDevice",
+        "aclrtCreateEventExWithFlag",
+        "HcclAllReduce",
+        "HcclAllGather",
+    ] {
+        assert_eq!(count(forbidden), 0, "{forbidden}");
+    }
+    // What crosses to the card in a step of one row: its id, position, wanted row, a line of the table, where its key goes, and
+    // which row is fed; logits do not come back.
+    let bytes = |kind: &str| -> u64 {
+        let fields = log.iter().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        fields
+            .filter(|fields| fields[0].starts_with("aclrtMemcpyAsync") && fields[1] == kind)
+            .map(|fields| fields[2].parse::<u64>().unwrap())
+            .sum()
+    };
+    let (up, down) = (bytes("h2d") / STEPS / cards, bytes("d2h") / STEPS);
+    assert!(up > 0 && up <= 256, "{up} bytes a step to the card: {log:#?}");
+    assert!(down > 0 && down <= 64, "{down} bytes a step back");
+    npu.sim.set("log", 0);
+    drop(handle);
+    drop(core);
+    npu.assert_clean();
+}
+
 /// Fails every `stride`-th call of a short run in turn. The engine is made anew each time, on a machine that was left clean.
 pub fn failing_calls_are_typed_errors_or_leave_the_answer(cards: u32, stride: usize) {
     let npu = machine(cards);

@@ -15,7 +15,7 @@ use super::capture::Captured;
 use super::failure::compile_error;
 use super::form::is_refusal;
 use super::layout::Cache;
-use super::lower::{Fixed, Item, Lowering, Meeting, Results, Room, RopeTables, RowCounts, Sizes};
+use super::lower::{Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes};
 use super::memory::{GRANULE, Place, padded, zeroed};
 use super::plan_facts::{check_plan, join_gates, rope_styles};
 use super::recipe::Recipe;
@@ -47,21 +47,10 @@ impl Batch<'_> {
 /// One operation of the layers.
 #[derive(Debug)]
 enum Prepared {
-    Meet(Meeting),
     /// Made once.
     Ready(Op),
-    /// Made for each launch: the library does not keep it.
-    Remade(Box<Recipe>),
-    Store {
-        layer: usize,
-        key: Place,
-        value: Place,
-    },
-    Attend {
-        shape: AttentionShape,
-        query: Place,
-        out: Place,
-    },
+    /// Issued anew by each launch: what depends on lengths, on the pool or on other cards, and what the library does not keep.
+    Anew(Box<Item>),
 }
 
 /// A loaded plan.
@@ -216,20 +205,19 @@ impl Program {
             let name = self.lowering.plan.steps[at].op.name();
             let body = &mut self.body;
             let mut prepare = |item: Item| {
-                body.push(match item {
-                    Item::Meet(meeting) => Prepared::Meet(meeting),
-                    Item::Store { layer, key, value } => Prepared::Store { layer, key, value },
-                    Item::Attend { shape, query, out } => Prepared::Attend { shape, query, out },
+                let ready = match &item {
                     Item::Op(recipe) => {
                         let mut op = recipe.make(&base.ops)?;
                         workspace = workspace.max(op.workspace_bytes());
                         match op.make_repeatable() {
-                            Ok(()) => Prepared::Ready(op),
-                            Err(error) if is_refusal(&error) => Prepared::Remade(Box::new(recipe)),
+                            Ok(()) => Some(op),
+                            Err(error) if is_refusal(&error) => None,
                             Err(error) => return Err(error),
                         }
                     }
-                });
+                    Item::Meet(_) | Item::Store { .. } | Item::Attend { .. } => None,
+                };
+                body.push(ready.map_or_else(|| Prepared::Anew(Box::new(item)), Prepared::Ready));
                 Ok(())
             };
             self.lowering
@@ -428,16 +416,19 @@ impl Program {
         let pool = (batch.pool, batch.pool_bytes);
         let mut body = std::mem::take(&mut self.body);
         let base = &*base;
+        let mut run = |op| base.run(op, on);
         let ran = body.iter_mut().try_for_each(|prepared| match prepared {
             Prepared::Ready(op) => base.launch(op, on),
-            Prepared::Remade(recipe) => base.run(recipe.make(&base.ops)?, on),
-            Prepared::Meet(meeting) => base.meet(meeting, base.streams.get(on)),
-            Prepared::Store { layer, key, value } => {
-                self.store(base, *layer, [*key, *value], batch.shape.tokens, pool, &mut |op| base.run(op, on))
-            }
-            Prepared::Attend { shape, query, out } => {
-                self.attend(base, shape, *query, *out, pool, &self.lengths, &mut |op| base.run(op, on))
-            }
+            Prepared::Anew(item) => match &**item {
+                Item::Op(recipe) => run(recipe.make(&base.ops)?),
+                Item::Meet(meeting) => base.meet(meeting, base.streams.get(on)),
+                Item::Store { layer, key, value } => {
+                    self.store(base, *layer, [*key, *value], batch.shape.tokens, pool, &mut run)
+                }
+                Item::Attend { shape, query, out } => {
+                    self.attend(base, shape, *query, *out, pool, &self.lengths, &mut run)
+                }
+            },
         });
         self.body = body;
         ran?;
