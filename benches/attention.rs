@@ -14,10 +14,12 @@ use std::cell::LazyCell;
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::attention::{Attention, AttentionSchedules, AttentionScratch, AttentionShape, Schedule};
-use ascend_llm::device::cpu::kv::{KvLayout, KvRows, KvWrite, Rows, kv_write};
-use ascend_llm::device::cpu::pool::Team;
+use ascend_llm::device::cpu::kernels::attention::{
+    Attention, AttentionSchedules, AttentionScratch, AttentionShape, Schedule,
+};
+use ascend_llm::device::cpu::kernels::kv_cache::{KvLayout, KvRows, KvWrite, Rows, kv_write};
+use ascend_llm::device::cpu::memory::{AlignedBytes, Parts};
+use ascend_llm::device::cpu::thread_pool::Team;
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};

@@ -8,10 +8,10 @@
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::arena::{AlignedBytes, Tile};
-use ascend_llm::device::cpu::matmul::{FloatRows, matmul_f32};
-use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
-use ascend_llm::device::cpu::pool::Team;
+use ascend_llm::device::cpu::kernels::matmul::{FloatRows, matmul_f32};
+use ascend_llm::device::cpu::memory::{AlignedBytes, Tile};
+use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::DType;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 

@@ -8,12 +8,12 @@ use std::cell::LazyCell;
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::arena::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::cast::round_bf16_row;
-use ascend_llm::device::cpu::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
-use ascend_llm::device::cpu::pack::{PANEL, PackedMatrix};
-use ascend_llm::device::cpu::pool::Team;
-use ascend_llm::device::cpu::quant::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
+use ascend_llm::device::cpu::kernels::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::device::cpu::memory::{AlignedBytes, Parts};
+use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::DType;
 use ascend_llm::weights::convert::quantise;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};

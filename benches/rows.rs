@@ -7,12 +7,12 @@
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::activation::{add_row, gelu_tanh_mul_row, mul_row, silu_mul_row};
-use ascend_llm::device::cpu::arg_max::{arg_max, is_finite};
-use ascend_llm::device::cpu::cast::{count_beyond, round_bf16_row, round_f16_row};
-use ascend_llm::device::cpu::norm::rms_norm_row;
-use ascend_llm::device::cpu::quant::{QuantLayout, quantise_row};
-use ascend_llm::device::cpu::rope::{rope_angles, rope_row};
+use ascend_llm::device::cpu::kernels::activation::{add_row, gelu_tanh_mul_row, mul_row, silu_mul_row};
+use ascend_llm::device::cpu::kernels::argmax::{arg_max, is_finite};
+use ascend_llm::device::cpu::kernels::cast::{count_beyond, round_bf16_row, round_f16_row};
+use ascend_llm::device::cpu::kernels::norm::rms_norm_row;
+use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, quantise_row};
+use ascend_llm::device::cpu::kernels::rope::{rope_angles, rope_row};
 use ascend_llm::graph::RopeStyle;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 

@@ -3,10 +3,10 @@
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::attention::{
+use ascend_llm::device::cpu::kernels::attention::{
     Attention, AttentionSchedules, AttentionScratch, AttentionShape, LoopOrder, Schedule,
 };
-use ascend_llm::device::cpu::kv::{KvLayout, KvRows, Rows, kv_write, kv_writes};
+use ascend_llm::device::cpu::kernels::kv_cache::{KvLayout, KvRows, Rows, kv_write, kv_writes};
 use ascend_llm::device::cpu::reference::{self, AttentionParams};
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 

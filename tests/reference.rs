@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ascend_llm::device::cpu::reference_model::ReferenceModel;
+use ascend_llm::device::cpu::reference::model::ReferenceModel;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::device::{Bindings, BufferId, Device, LaunchShape, MemKind, Span, StepArgs};
 use ascend_llm::engine::Engine;

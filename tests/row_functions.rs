@@ -3,14 +3,14 @@
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::activation::{
+use ascend_llm::device::cpu::kernels::activation::{
     add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, relu_mul_row, relu_row, scale_row, silu_mul_row, silu_row,
     softcap_row, sum_row,
 };
-use ascend_llm::device::cpu::exp::exp_row;
-use ascend_llm::device::cpu::norm::{add_rms_norm_row, qk_norm_row, rms_norm_row};
+use ascend_llm::device::cpu::kernels::exp::exp_row;
+use ascend_llm::device::cpu::kernels::norm::{add_rms_norm_row, qk_norm_row, rms_norm_row};
+use ascend_llm::device::cpu::kernels::rope::{rope_angles, rope_row};
 use ascend_llm::device::cpu::reference::{self, Activation};
-use ascend_llm::device::cpu::rope::{rope_angles, rope_row};
 use ascend_llm::graph::RopeStyle;
 use proptest::prelude::*;
 

@@ -7,13 +7,13 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::Isa;
-use super::arena::AlignedBytes;
-use super::kv;
-use super::pool::Team;
-use super::profile::StepTime;
-use super::program::{IoBytes, Poison, Program};
-use super::rapl::PackageEnergy;
-use super::weight_set::WeightSet;
+use super::executor::{IoBytes, Poison, Program};
+use super::kernels::kv_cache;
+use super::measure::profile::StepTime;
+use super::measure::rapl::PackageEnergy;
+use super::memory::AlignedBytes;
+use super::thread_pool::Team;
+use super::weights::WeightSet;
 use crate::device::{
     Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, Peaks, ProgramId,
     Span, StepArgs, StreamId, WeightSetId,
@@ -101,7 +101,7 @@ impl CpuDevice {
             max_ranks: 16,
             retry_f32: true,
             clamps: true,
-            memory_bytes: Some(super::arena::available_bytes()).filter(|bytes| *bytes > 0),
+            memory_bytes: Some(super::memory::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
         let CpuOptions { poison, profile, peaks, .. } = options;
@@ -146,10 +146,10 @@ impl CpuDevice {
     }
 
     /// The layout of keys and values, if this device has one for the geometry.
-    fn layout(&self, geometry: &KvGeometry) -> Result<kv::KvLayout, DeviceError> {
+    fn layout(&self, geometry: &KvGeometry) -> Result<kv_cache::KvLayout, DeviceError> {
         // Two and the type's bytes at most 4, or 8 where one int8 has a scale and padding: a factor of 16.
         self.caps.check_geometry(geometry, 16)?;
-        Ok(kv::KvLayout::new(*geometry))
+        Ok(kv_cache::KvLayout::new(*geometry))
     }
 }
 
@@ -234,7 +234,7 @@ impl Device for CpuDevice {
         for &(to, from) in rows {
             let mut token = [0; 4];
             token.copy_from_slice(state.bytes(word(best, from))?);
-            if token == super::arg_max::NO_ID.to_ne_bytes() {
+            if token == super::kernels::argmax::NO_ID.to_ne_bytes() {
                 // What the row computes is nobody's, but its id has to be one.
                 token = [0; 4];
             }
@@ -350,7 +350,7 @@ impl Device for CpuDevice {
 
     fn peaks(&self) -> Option<Peaks> {
         // Without memory to read there is nothing to say.
-        self.peaks.or_else(|| super::peaks::peaks(&self.team, self.isa).ok())
+        self.peaks.or_else(|| super::measure::peak_rates::peaks(&self.team, self.isa).ok())
     }
 
     fn copy_blocks(

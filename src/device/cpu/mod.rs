@@ -7,47 +7,24 @@
 //!
 //! Promise: a row's bits depend on its own sequence only, whatever the batch, the chunks, the blocks and the threads.
 
-#[doc(hidden)]
-pub mod activation;
-#[doc(hidden)]
-pub mod arena;
-#[doc(hidden)]
-pub mod arg_max;
-#[doc(hidden)]
-pub mod attention;
-#[doc(hidden)]
-pub mod cast;
 mod device;
+mod executor;
 #[doc(hidden)]
-pub mod exp;
+pub mod kernels;
+mod measure;
 #[doc(hidden)]
-pub mod kv;
-#[doc(hidden)]
-pub mod matmul;
-#[doc(hidden)]
-pub mod norm;
-#[doc(hidden)]
-pub mod pack;
-mod peaks;
-#[doc(hidden)]
-pub mod pool;
-mod profile;
-mod program;
-#[doc(hidden)]
-pub mod quant;
-mod rapl;
+pub mod memory;
 #[doc(hidden)]
 pub mod reference;
 #[doc(hidden)]
-pub mod reference_model;
-#[doc(hidden)]
-pub mod rope;
-#[doc(hidden)]
 pub mod simd;
-mod weight_set;
+#[doc(hidden)]
+pub mod thread_pool;
+#[doc(hidden)]
+pub mod weights;
 
 pub use device::{CpuDevice, CpuOptions};
-pub use profile::StepTime;
 #[doc(hidden)]
-pub use program::Poison;
+pub use executor::Poison;
+pub use measure::profile::StepTime;
 pub use simd::Isa;

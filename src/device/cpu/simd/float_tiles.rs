@@ -5,9 +5,9 @@
 
 #![allow(unsafe_code)]
 
-use super::super::arena::Tile;
-use super::super::matmul::{Activation, FloatRows, columns_of};
-use super::super::pack::{PANEL, PackedMatrix};
+use crate::device::cpu::kernels::matmul::{Activation, FloatRows, columns_of};
+use crate::device::cpu::memory::Tile;
+use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use crate::weights::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::super::pack::Scheme;
+use crate::device::cpu::weights::pack::Scheme;
 use crate::weights::DType;
 
 /// A quantised format, known when compiling.

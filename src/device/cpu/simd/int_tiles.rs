@@ -4,11 +4,11 @@
 
 #![allow(unsafe_code)]
 
-use super::super::arena::Tile;
-use super::super::matmul::columns_of;
-use super::super::pack::{PANEL, PackedMatrix};
-use super::super::quant::{BLOCK, QuantRows, RECORD_BYTES};
 use super::formats::Format;
+use crate::device::cpu::kernels::matmul::columns_of;
+use crate::device::cpu::kernels::q8_rows::{BLOCK, QuantRows, RECORD_BYTES};
+use crate::device::cpu::memory::Tile;
+use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use std::ops::Range;
 
 /// Panels over which rows pass together.

@@ -7,57 +7,25 @@
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
-mod avx2_float;
+mod avx2;
 #[cfg(target_arch = "x86_64")]
-mod avx2_int;
-#[cfg(target_arch = "x86_64")]
-mod avx2_peak;
-#[cfg(target_arch = "x86_64")]
-mod avx2_quant;
-#[cfg(target_arch = "x86_64")]
-mod avx2_words;
-#[cfg(target_arch = "x86_64")]
-mod avx512_bf16;
-#[cfg(target_arch = "x86_64")]
-mod avx512_float;
-#[cfg(target_arch = "x86_64")]
-mod avx512_int;
-#[cfg(target_arch = "x86_64")]
-mod avx512_peak;
-#[cfg(target_arch = "x86_64")]
-mod avx512_quant;
-#[cfg(target_arch = "x86_64")]
-mod avx512_words;
+mod avx512;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod float_tiles;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod formats;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod int_tiles;
-pub mod lanes;
-#[cfg(target_arch = "x86_64")]
-mod lanes_avx2;
 #[cfg(target_arch = "aarch64")]
-mod lanes_neon;
-#[cfg(target_arch = "aarch64")]
-mod neon_asm;
-#[cfg(target_arch = "aarch64")]
-mod neon_float;
-#[cfg(target_arch = "aarch64")]
-mod neon_int;
-#[cfg(target_arch = "aarch64")]
-mod neon_peak;
-#[cfg(target_arch = "aarch64")]
-mod neon_quant;
-#[cfg(target_arch = "aarch64")]
-mod neon_words;
+mod neon;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod vector;
 
-use super::arena::Tile;
-use super::matmul::{Activation, FloatRows};
-use super::pack::PackedMatrix;
-use super::quant::QuantRows;
+use super::kernels::matmul::{Activation, FloatRows};
+use super::kernels::q8_rows::QuantRows;
+use super::memory::Tile;
+use super::weights::pack::PackedMatrix;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -89,7 +57,7 @@ impl Isa {
         *DETECTED.get_or_init(|| match Self::available() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the machine has the features.
-            [.., before, Self::Avx512Bf16] if !unsafe { avx512_peak::pairs_beat_f32() } => *before,
+            [.., before, Self::Avx512Bf16] if !unsafe { avx512::peak::pairs_beat_f32() } => *before,
             isas => isas.last().copied().unwrap_or(Self::Plain),
         })
     }
@@ -157,25 +125,28 @@ impl Isa {
 /// Quantises whole blocks; says how many were done.
 pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &mut [u8]) -> usize {
     isa.assert_available();
-    let blocks = x.len() / super::quant::BLOCK;
-    assert!(quants.len() >= blocks * super::quant::BLOCK && records.len() >= blocks * super::quant::RECORD_BYTES);
+    let blocks = x.len() / super::kernels::q8_rows::BLOCK;
+    assert!(
+        quants.len() >= blocks * super::kernels::q8_rows::BLOCK
+            && records.len() >= blocks * super::kernels::q8_rows::RECORD_BYTES
+    );
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
-            unsafe { avx2_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            unsafe { avx2::quantize::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => {
             // SAFETY: as above.
-            unsafe { avx512_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            unsafe { avx512::quantize::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon | Isa::NeonDot => {
             // SAFETY: as above.
-            unsafe { neon_quant::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
+            unsafe { neon::quantize::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
         // Plain, and those of other architectures.
@@ -197,22 +168,22 @@ pub(super) fn matmul_q8(
         #[cfg(target_arch = "x86_64")]
         // Without VNNI AVX-512 has nothing that would make it faster at this than AVX2.
         Isa::Avx2 | Isa::Avx512 => {
-            avx2_int::matmul(x, w, bias, panels, out);
+            avx2::int::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni | Isa::Avx512Bf16 => {
-            avx512_int::matmul(x, w, bias, panels, out);
+            avx512::int::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => {
-            neon_int::matmul(x, w, bias, panels, out);
+            neon::int::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(target_arch = "aarch64")]
         Isa::NeonDot => {
-            neon_int::matmul_dot(x, w, bias, panels, out);
+            neon::int::matmul_dot(x, w, bias, panels, out);
             true
         }
         _ => false,
@@ -243,7 +214,7 @@ pub(super) fn matmul_bf16(
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx512Bf16 && w.dtype() == crate::weights::DType::BF16 {
         isa.assert_available();
-        avx512_bf16::matmul(x, w, bias, panels, out);
+        avx512::bf16::matmul(x, w, bias, panels, out);
         return true;
     }
     matmul_floats(isa, x, w, bias, panels, out)
@@ -261,17 +232,17 @@ fn matmul_floats<T: Activation>(
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
-            avx2_float::matmul(x, w, bias, panels, out);
+            avx2::float::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => {
-            avx512_float::matmul(x, w, bias, panels, out);
+            avx512::float::matmul(x, w, bias, panels, out);
             true
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon | Isa::NeonDot => {
-            neon_float::matmul(x, w, bias, panels, out);
+            neon::float::matmul(x, w, bias, panels, out);
             true
         }
         _ => false,
@@ -285,16 +256,16 @@ pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has the features, asserted above.
-        Isa::Avx2 | Isa::Avx512 => Some(unsafe { avx2_peak::dot_chains(rounds) }),
+        Isa::Avx2 | Isa::Avx512 => Some(unsafe { avx2::peak::dot_chains(rounds) }),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Isa::Avx512Vnni | Isa::Avx512Bf16 => Some(unsafe { avx512_peak::dot_chains(rounds) }),
+        Isa::Avx512Vnni | Isa::Avx512Bf16 => Some(unsafe { avx512::peak::dot_chains(rounds) }),
         #[cfg(target_arch = "aarch64")]
         // SAFETY: as above.
-        Isa::Neon => Some(unsafe { neon_peak::widening_chains(rounds) }),
+        Isa::Neon => Some(unsafe { neon::peak::widening_chains(rounds) }),
         #[cfg(target_arch = "aarch64")]
         // SAFETY: as above.
-        Isa::NeonDot => Some(unsafe { neon_peak::dot_chains(rounds) }),
+        Isa::NeonDot => Some(unsafe { neon::peak::dot_chains(rounds) }),
         _ => {
             let _ = rounds;
             None

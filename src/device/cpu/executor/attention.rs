@@ -1,0 +1,153 @@
+//! Writing keys and values, and attention over them.
+
+use super::AttentionRoom;
+use super::group::{Frame, LaneScratch, MemberScratch, Then};
+use super::operands::{broken, floats, floats_mut, overlap};
+use super::row_ops::rotate;
+use crate::device::DeviceError;
+use crate::device::cpu::kernels::attention::{Attention, AttentionScratch, AttentionShape};
+use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond};
+use crate::device::cpu::kernels::kv_cache::{KvRows, KvWrite, kv_write, kv_writes};
+use crate::device::cpu::memory::{Parts, Pieces};
+use crate::graph::{self, NormSpec, RopeStyle, Step};
+use crate::kv_cache::KvDType;
+
+pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
+    AttentionShape {
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        scale: shape.scale,
+        window: shape.window,
+        softcap: None,
+        schedules: shape.schedules,
+    }
+}
+
+impl Frame<'_> {
+    /// Stores the rows' keys and values; keys are normed and rotated first where the operation is fused. Inputs are
+    /// (k, v), or (k, angles, v) with a rotation.
+    pub(super) fn kv_write(
+        &self,
+        layer: usize,
+        rotation: Option<(usize, RopeStyle, Option<&NormSpec>)>,
+        step: &Step,
+        then: Then<'_>,
+    ) -> Result<(), DeviceError> {
+        let (isa, kv, batch) = (self.isa(), self.kv, self.launch.batch);
+        let (k, v) = (step.inputs[0], step.inputs[step.inputs.len() - 1]);
+        let cols = self.cols(k);
+        let (angle_cols, angles) = match rotation {
+            Some(_) => (self.cols(step.inputs[1]), floats(self.read(step.inputs[1])?)),
+            None => (0, [].as_slice()),
+        };
+        let rotation = rotation.map(|(head_dim, style, norm)| {
+            (head_dim, style, norm.map(|norm| (self.weights.vector(norm.weight), norm.eps)))
+        });
+        let (k, v) = (floats(self.read(k)?), floats(self.read(v)?));
+        let pool = self.kv_pool.write(0..self.launch.pool_bytes).ok_or_else(overlap)?;
+        let mut lane = self.lane(step)?;
+        let LaneScratch { claims, .. } = &mut *lane;
+        let pieces = Pieces::new(pool, kv.bytes_per_block(), claims);
+        let layer_bytes = kv.layer_range(crate::kv_cache::BlockId(0), layer);
+        let may_overflow = kv.geometry().dtype == KvDType::F16;
+        let flags = self.flags();
+        let look = |row: usize, k: &[f32], v: &[f32]| {
+            if may_overflow {
+                let beyond = count_beyond(isa, k, F16_MAX) + count_beyond(isa, v, F16_MAX);
+                flags.store_overflow(&step.op, row, beyond);
+            }
+        };
+        then(&|member, room| {
+            let room = &mut room.row[..cols];
+            for write in kv_writes(batch, kv.geometry().block_size, member.index(), member.count()) {
+                let block = &mut pieces.take(write.block.0 as usize)[layer_bytes.clone()];
+                let Some((head_dim, style, norm)) = rotation else {
+                    for row in write.first_row..write.first_row + write.rows {
+                        look(row, &k[row * cols..][..cols], &v[row * cols..][..cols]);
+                    }
+                    let rows = KvRows { k, k_stride: cols, v, v_stride: cols };
+                    kv_write(isa, &kv, write, 0..kv.heads(), rows, block);
+                    continue;
+                };
+                for index in 0..write.rows {
+                    let row = write.first_row + index;
+                    room.copy_from_slice(&k[row * cols..][..cols]);
+                    rotate(isa, room, head_dim, style, norm, &angles[row * angle_cols..][..angle_cols]);
+                    look(row, room, &v[row * cols..][..cols]);
+                    let rows = KvRows { k: room, k_stride: cols, v: &v[row * cols..][..cols], v_stride: cols };
+                    let one = KvWrite { first_row: 0, first_slot: write.first_slot + index, rows: 1, ..write };
+                    kv_write(isa, &kv, one, 0..kv.heads(), rows, block);
+                }
+            }
+        })
+    }
+
+    pub(super) fn attention(&self, op: &graph::AttentionShape, step: &Step) -> Result<(), DeviceError> {
+        let shape = shape_of(op);
+        let width = shape.heads * shape.head_dim;
+        let (q, out) = (self.read(step.inputs[0])?, floats_mut(self.write(step.outputs[0])?));
+        let pool = self.kv_pool.read(0..self.launch.pool_bytes).ok_or_else(overlap)?;
+        let batch = self.launch.batch;
+        let attention = Attention {
+            isa: self.isa(),
+            shape,
+            layout: self.kv,
+            layer: op.layer,
+            pool,
+            rows: batch,
+            q: floats(q),
+            q_stride: width,
+            sinks: None,
+        };
+        let mut room = self.scratch.attention.try_borrow_mut().map_err(|_| broken("attention within attention"))?;
+        let AttentionRoom { schedule, partials } = &mut *room;
+        // Layers of one window share a plan, but planning is cheap beside a layer and keeps no state between steps.
+        schedule.plan(&shape, batch, self.kv.geometry().block_size);
+        let schedule = &*schedule;
+        if schedule.needs_merge() {
+            let partial = shape.partial_len();
+            let needed = schedule.bounds().last().copied().unwrap_or(0) * partial;
+            if partials.len() < needed {
+                partials.resize(needed, 0.0);
+            }
+            let partials = &mut partials[..needed];
+            let parts = Parts::rows_at(partials, partial, schedule.bounds());
+            self.each_member(&|member, room| {
+                let mut tile = parts.claim(member);
+                let first = tile.first();
+                attention.attend(schedule, member, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
+                });
+            })?;
+            let parts_out = Parts::rows_at(out, shape.piece_len(), schedule.merge_bounds());
+            let partials = parts.read();
+            self.each_member(&|member, room| {
+                let mut tile = parts_out.claim(member);
+                let first = tile.first();
+                attention.merge(schedule, member, partials, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
+                });
+            })?;
+        } else {
+            let parts = Parts::rows_at(out, shape.piece_len(), schedule.bounds());
+            self.each_member(&|member, room| {
+                let mut tile = parts.claim(member);
+                let first = tile.first();
+                attention.attend(schedule, member, room, &mut |piece, values| {
+                    tile.row_mut(piece - first).copy_from_slice(values);
+                });
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Runs `body(member, its room)` on the team.
+    fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
+        self.start(usize::MAX, &|member, room: &mut MemberScratch| {
+            if let Some(room) = &mut room.attention {
+                body(member.index(), room);
+            }
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! Runs steps that may run side by side as one run of the team.
+//!
+//! Each step hands in what every member is to do, bound to its operands; the works of a group are chained on the stack and
+//! run one after the other by each member, with one barrier at the end of all. Operands are lent by [`Loans`], so two steps
+//! that would race are refused, whatever the plan says.
+
+use std::cell::RefCell;
+
+use super::operands::broken;
+use super::row_status::Flags;
+use super::{AttentionRoom, Launch};
+use crate::device::DeviceError;
+use crate::device::cpu::Isa;
+use crate::device::cpu::kernels::argmax::Best;
+use crate::device::cpu::kernels::attention::AttentionScratch;
+use crate::device::cpu::kernels::kv_cache::KvLayout;
+use crate::device::cpu::memory::{Loans, Parts};
+use crate::device::cpu::thread_pool::Member;
+use crate::device::cpu::weights::WeightSet;
+use crate::graph::{Op, Plan, Step};
+use std::sync::atomic::AtomicU64;
+
+/// Elements read and written up to which the caller does everybody's part: handing a run over and hearing of its end takes
+/// 2 to 3 µs, in which one thread norms or rotates about as many.
+const SMALL_ELEMENTS: usize = 8192;
+
+/// What one member does for a step.
+pub(super) type Work<'w> = dyn Fn(&Member<'_>, &mut MemberScratch) + Sync + 'w;
+
+/// What becomes of a step's work: it is run, alone or with others.
+pub(super) type Then<'t> = &'t mut dyn FnMut(&Work<'_>) -> Result<(), DeviceError>;
+
+/// Room of one member.
+#[derive(Debug)]
+pub(super) struct MemberScratch {
+    pub attention: Option<AttentionScratch>,
+    /// The widest row.
+    pub row: Vec<f32>,
+}
+
+/// Room of a step that shares a group with others, one a lane.
+#[derive(Debug, Default)]
+pub(super) struct LaneScratch {
+    /// A bit for each piece that members claim.
+    pub claims: Vec<AtomicU64>,
+    /// Where members' shares of several matrices begin.
+    pub bounds: Vec<Vec<usize>>,
+    /// The largest logit of each row in each member's columns.
+    pub bests: Vec<Best>,
+}
+
+/// Room that steps need besides the arena.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    pub members: RefCell<Vec<MemberScratch>>,
+    pub lanes: Vec<RefCell<LaneScratch>>,
+    pub attention: RefCell<AttentionRoom>,
+}
+
+/// Everything a group of steps may touch, borrowed for its run.
+pub(super) struct Frame<'a> {
+    pub launch: &'a Launch<'a>,
+    pub plan: &'a Plan,
+    pub weights: &'a WeightSet,
+    pub kv: KvLayout,
+    pub scratch: &'a Scratch,
+    pub arena: Loans<'a>,
+    pub logits: Loans<'a>,
+    pub best: Loans<'a>,
+    pub row_status: Loans<'a>,
+    pub kv_pool: Loans<'a>,
+}
+
+/// Works that will run together, the last first.
+struct Chain<'c> {
+    work: &'c Work<'c>,
+    elements: usize,
+    before: Option<&'c Chain<'c>>,
+}
+
+impl Chain<'_> {
+    fn run(&self, member: &Member<'_>, room: &mut MemberScratch) {
+        if let Some(before) = self.before {
+            before.run(member, room);
+        }
+        (self.work)(member, room);
+    }
+
+    fn elements(&self) -> usize {
+        self.before.map_or(0, Self::elements).saturating_add(self.elements)
+    }
+}
+
+impl Frame<'_> {
+    pub(super) fn members(&self) -> usize {
+        self.launch.team.parts()
+    }
+
+    pub(super) const fn isa(&self) -> Isa {
+        self.launch.isa
+    }
+
+    pub(super) const fn flags(&self) -> &Flags {
+        self.launch.flags
+    }
+
+    /// Room of the lane that a step is on.
+    pub(super) fn lane(&self, step: &Step) -> Result<std::cell::RefMut<'_, LaneScratch>, DeviceError> {
+        let lane = self.scratch.lanes.get(usize::from(step.lane)).and_then(|lane| lane.try_borrow_mut().ok());
+        lane.ok_or_else(|| broken("two steps of one group are on one lane"))
+    }
+
+    /// Runs the steps of a group: all in one run of the team, but those that take several runs by themselves.
+    pub(super) fn run_group(&self, steps: &[Step]) -> Result<(), DeviceError> {
+        self.chain(steps, None)
+    }
+
+    fn chain(&self, steps: &[Step], before: Option<&Chain<'_>>) -> Result<(), DeviceError> {
+        let Some((step, rest)) = steps.split_first() else {
+            return before
+                .map_or(Ok(()), |chain| self.start(chain.elements(), &|member, room| chain.run(member, room)));
+        };
+        // A batch whose rows are all mid-prompt has no rows of logits.
+        let rows_at = step.outputs.iter().chain(&step.inputs).next();
+        if rows_at.is_some_and(|&value| self.rows(value) == 0) {
+            return self.chain(rest, before);
+        }
+        if matches!(step.op, Op::Attention(_) | Op::SwigluLinear { .. } | Op::LinearArgMax(_) | Op::Custom(_)) {
+            self.run_alone(step)?;
+            return self.chain(rest, before);
+        }
+        let elements = self.elements(step);
+        self.prepare(step, &mut |work| self.chain(rest, Some(&Chain { work, elements, before })))
+    }
+
+    /// Elements that a step reads and writes; no end of them where it multiplies with weights.
+    pub(super) fn elements(&self, step: &Step) -> usize {
+        if matches!(step.op, Op::Linear(_) | Op::LinearMulti(_)) {
+            return usize::MAX;
+        }
+        step.inputs.iter().chain(&step.outputs).map(|&value| self.rows(value) * self.cols(value)).sum()
+    }
+
+    /// Runs a work on the whole team, or on this thread where that is sooner done.
+    pub(super) fn start(&self, elements: usize, work: &Work<'_>) -> Result<(), DeviceError> {
+        let mut members = self.scratch.members.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
+        let rooms = Parts::rows(&mut members, 1, self.members(), 1);
+        let part = |member: &Member<'_>| {
+            let mut room = rooms.claim(member.index());
+            work(member, &mut room.row_mut(0)[0]);
+        };
+        if elements <= SMALL_ELEMENTS {
+            self.launch.team.alone(&part);
+        } else {
+            self.launch.team.share(&part);
+        }
+        Ok(())
+    }
+
+    /// Steps of one run: hands their work to `then`.
+    fn prepare(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        match &step.op {
+            Op::Embed { table, first_id } => self.embed(*table, *first_id, step, then),
+            Op::RopeAngles { rope } => self.rope_angles(*rope, step, then),
+            Op::RmsNorm(norm) => self.rms_norm(norm, step, then),
+            Op::Add => self.add(step, then),
+            Op::Mul => self.mul(step, then),
+            Op::Activation(kind) => self.activation(*kind, step, then),
+            Op::Cast(to) => self.cast(*to, step, then),
+            Op::Linear(part) => self.linear(part, step.inputs[0], step.outputs[0], then),
+            Op::Rope { head_dim, style } => self.rope((*head_dim, *style), None, step, then),
+            Op::KvWrite { layer } => self.kv_write(*layer, None, step, then),
+            Op::GatherRows => self.gather_rows(step, then),
+            Op::ArgMax => self.arg_max(step, then),
+            Op::RowStatus => self.row_status(step, then),
+            Op::AddRmsNorm { norm, to } => self.add_rms_norm(norm, *to, step, then),
+            Op::NormCast { norm, to } => self.norm_cast(norm, *to, step, then),
+            Op::QkNormRope { norm, head_dim, style } => self.rope((*head_dim, *style), Some(norm), step, then),
+            Op::RopeKvWrite { layer, head_dim, style, norm } => {
+                self.kv_write(*layer, Some((*head_dim, *style, norm.as_ref())), step, then)
+            }
+            Op::ActMul(kind) => self.act_mul(*kind, step, then),
+            Op::LinearMulti(parts) => self.linear_multi(parts, step, then),
+            Op::Attention(_)
+            | Op::SwigluLinear { .. }
+            | Op::LinearArgMax(_)
+            | Op::Custom(_)
+            | Op::AllReduce
+            | Op::AllGather => Err(broken("a step of several runs in a group")),
+        }
+    }
+
+    /// Steps that take several runs, or none.
+    fn run_alone(&self, step: &Step) -> Result<(), DeviceError> {
+        match &step.op {
+            Op::Attention(shape) => self.attention(shape, step),
+            Op::SwigluLinear { activation, part, to } => {
+                let scratch = step.scratch.ok_or_else(|| broken("a fused MLP has no scratch"))?;
+                self.swiglu_linear((*activation, *to), part, scratch, step)
+            }
+            Op::LinearArgMax(part) => self.linear_arg_max(part, step),
+            Op::Custom(index) => self.custom(*index, step),
+            op => Err(broken(&format!("{} does not run alone", op.name()))),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Products with weights: members take whole panels of output columns.
+
+use super::group::{Frame, Then};
+use super::operands::{floats, floats_mut};
+use crate::device::DeviceError;
+use crate::device::cpu::Isa;
+use crate::device::cpu::kernels::argmax::{Best, NO_ID, arg_max};
+use crate::device::cpu::kernels::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
+use crate::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
+use crate::device::cpu::memory::{Parts, Tile};
+use crate::device::cpu::thread_pool::split;
+use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
+use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, RowStatus, Step};
+
+/// Rows that a product reads.
+#[derive(Clone, Copy)]
+enum Input<'a> {
+    F32(FloatRows<'a>),
+    BF16(FloatRows<'a, u16>),
+    Q8(QuantRows<'a>),
+}
+
+impl<'a> Input<'a> {
+    fn new(elem: Elem, bytes: &'a [u8], k: usize) -> Self {
+        match elem {
+            Elem::Q8 => Self::Q8(QuantRows::new(QuantLayout::new(k), bytes)),
+            Elem::BF16 => Self::BF16(FloatRows::new(bytemuck::cast_slice(bytes), k, k)),
+            _ => Self::F32(FloatRows::new(floats(bytes), k, k)),
+        }
+    }
+
+    /// Fills a tile whose columns begin at a panel.
+    fn multiply(self, isa: Isa, w: &PackedMatrix, bias: Option<&[f32]>, out: &mut Tile<'_, f32>) {
+        let first = out.first() / PANEL;
+        let panels = first..first + out.cols().div_ceil(PANEL);
+        match self {
+            Self::F32(x) => matmul_f32(isa, x, w, bias, panels, out),
+            Self::BF16(x) => matmul_bf16(isa, x, w, bias, panels, out),
+            Self::Q8(x) => matmul_q8(isa, x, w, bias, panels, out),
+        }
+    }
+}
+
+impl<'a> Frame<'a> {
+    fn input(&self, x: usize) -> Result<Input<'a>, DeviceError> {
+        Ok(Input::new(self.elem(x), self.read(x)?, self.cols(x)))
+    }
+
+    pub(super) fn linear(&self, part: &LinearPart, x: usize, out: usize, then: Then<'_>) -> Result<(), DeviceError> {
+        let (isa, n) = (self.isa(), self.cols(out));
+        let w = self.weights.matrix(part.weight);
+        let bias = part.bias.map(|bias| self.weights.vector(bias));
+        let x = self.input(x)?;
+        let parts = Parts::columns(floats_mut(self.write(out)?), n, self.members(), PANEL);
+        then(&|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+    }
+
+    /// The product and, while a member's columns are warm, the largest of each row in them.
+    pub(super) fn linear_arg_max(&self, part: &LinearPart, step: &Step) -> Result<(), DeviceError> {
+        let (isa, members) = (self.isa(), self.members());
+        let (out, best) = (step.outputs[0], step.outputs[1]);
+        let (n, rows) = (self.cols(out), self.rows(out));
+        let w = self.weights.matrix(part.weight);
+        let bias = part.bias.map(|bias| self.weights.vector(bias));
+        let x = self.input(step.inputs[0])?;
+        let parts = Parts::columns(floats_mut(self.write(out)?), n, members, PANEL);
+        let mut lane = self.lane(step)?;
+        lane.bests.clear();
+        lane.bests.resize(rows * members, Best::NONE);
+        let bests = Parts::columns(&mut lane.bests, members, members, 1);
+        self.start(usize::MAX, &|member, _| {
+            let (mut tile, mut bests) = (parts.claim(member.index()), bests.claim(member.index()));
+            if tile.cols() == 0 {
+                return;
+            }
+            x.multiply(isa, w, bias, &mut tile);
+            for row in 0..tile.rows() {
+                // Members' parts of the list are as many columns as there are members: one each.
+                bests.row_mut(row)[0] = arg_max(isa, tile.row(row), tile.first());
+            }
+        })?;
+        let ids: &mut [u32] = bytemuck::cast_slice_mut(self.write(best)?);
+        for (row, (id, bests)) in ids.iter_mut().zip(bests.read().chunks_exact(members)).enumerate() {
+            *id = bests.iter().fold(Best::NONE, |best, next| best.then(*next)).id;
+            if *id == NO_ID {
+                self.flags().raise(self.launch.logit_rows[row] as usize, RowStatus::NonFinite);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn swiglu_linear(
+        &self,
+        product: (ActivationKind, ActivationType),
+        part: &LinearPart,
+        scratch: usize,
+        step: &Step,
+    ) -> Result<(), DeviceError> {
+        let (isa, out) = (self.isa(), step.outputs[0]);
+        // The product is read where it was written: one loan serves both runs.
+        let (elem, rows, k) = (self.elem(scratch), self.rows(scratch), self.cols(scratch));
+        let room = self.write(scratch)?;
+        self.act_mul_into(product, step, room, &mut |work| self.start(3 * rows * k, work))?;
+        let w = self.weights.matrix(part.weight);
+        let bias = part.bias.map(|bias| self.weights.vector(bias));
+        let x = Input::new(elem, room, k);
+        let parts = Parts::columns(floats_mut(self.write(out)?), self.cols(out), self.members(), PANEL);
+        self.start(usize::MAX, &|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+    }
+
+    pub(super) fn linear_multi(&self, parts: &[LinearPart], step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+        match *step.outputs.as_slice() {
+            [a] => self.linear(&parts[0], step.inputs[0], a, then),
+            [a, b] => self.linear_many(parts, step, [a, b], then),
+            [a, b, c] => self.linear_many(parts, step, [a, b, c], then),
+            [a, b, c, d] => self.linear_many(parts, step, [a, b, c, d], then),
+            _ => Err(super::operands::broken("more than 4 products of one input")),
+        }
+    }
+
+    /// Several products of one input in one run: the panels of all are one list that members share evenly.
+    fn linear_many<const N: usize>(
+        &self,
+        parts: &[LinearPart],
+        step: &Step,
+        outs: [usize; N],
+        then: Then<'_>,
+    ) -> Result<(), DeviceError> {
+        let (isa, members) = (self.isa(), self.members());
+        let widths = outs.map(|out| self.cols(out));
+        let total: usize = widths.iter().map(|n| n.div_ceil(PANEL)).sum();
+        let mut before = 0;
+        let mut lane = self.lane(step)?;
+        for (bounds, n) in lane.bounds.iter_mut().zip(widths) {
+            bounds.clear();
+            let panels = n.div_ceil(PANEL);
+            bounds.extend((0..members).map(|m| {
+                let start = split(total, 1, members, m).start.clamp(before, before + panels);
+                ((start - before) * PANEL).min(n)
+            }));
+            bounds.push(n);
+            before += panels;
+        }
+        let x = self.input(step.inputs[0])?;
+        let mut written: [&mut [u8]; N] = std::array::from_fn(|_| Default::default());
+        for (room, out) in written.iter_mut().zip(outs) {
+            *room = self.write(out)?;
+        }
+        let bounds = &lane.bounds;
+        let mut index = 0;
+        let tiles = written.map(|out| {
+            let tiles = Parts::columns_at(floats_mut(out), widths[index], &bounds[index]);
+            index += 1;
+            tiles
+        });
+        let weights = self.weights;
+        then(&|member, _| {
+            for (tiles, part) in tiles.iter().zip(parts) {
+                let mut tile = tiles.claim(member.index());
+                if tile.cols() > 0 {
+                    let bias = part.bias.map(|bias| weights.vector(bias));
+                    x.multiply(isa, weights.matrix(part.weight), bias, &mut tile);
+                }
+            }
+        })
+    }
+}

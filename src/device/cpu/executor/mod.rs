@@ -1,0 +1,283 @@
+//! A loaded plan, or one a rank: runs its steps one group after the other, each on the whole team.
+//!
+//! A group is one run of the team, which all its steps share (more where a step has several phases): steps hand in their
+//! operands as slices lent from the arena, checked to be disjoint, and members write disjoint parts of them. The run's end
+//! is the barrier. Ranks run one after the other up to each collective. All scratch is reserved at the bucket's size when
+//! the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod custom;
+mod group;
+mod linear;
+mod operands;
+mod poison;
+mod rank;
+mod row_ops;
+mod row_status;
+
+pub use poison::Poison;
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::Isa;
+use super::kernels::attention::{AttentionScratch, AttentionShape, Schedule};
+use super::kernels::kv_cache::{KvLayout, Rows};
+use super::measure::profile::{StepTime, StepTimes};
+use super::memory::{AlignedBytes, Loans, available_bytes};
+use super::thread_pool::Team;
+use super::weights::WeightSet;
+use crate::device::{CustomFailure, DeviceError, LaunchShape, StepArgs};
+use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, row_bytes};
+use crate::kv_cache::BlockId;
+use group::{LaneScratch, MemberScratch, Scratch};
+use poison::ArenaPoison;
+use rank::Rank;
+use row_status::Flags;
+
+/// The plan's int8 rows and this device's are one layout.
+const _: () = {
+    let mut cols = 1;
+    while cols < 600 {
+        assert!(row_bytes(Elem::Q8, cols) == super::kernels::q8_rows::QuantLayout::new(cols).row_bytes());
+        cols += 1;
+    }
+};
+
+/// Buffers of one launch.
+#[derive(Debug)]
+pub(super) struct IoBytes<'a> {
+    pub token_ids: &'a [u32],
+    pub positions: &'a [u32],
+    pub block_tables: &'a [u32],
+    pub logit_rows: &'a [u32],
+    pub logits: &'a mut [u8],
+    pub best: &'a mut [u8],
+    pub row_status: &'a mut [u8],
+    pub kv_pool: &'a mut [u8],
+}
+
+/// The plans of all ranks with their weights and arenas, and room for each member.
+#[derive(Debug)]
+pub(super) struct Program {
+    ranks: Vec<Rank>,
+    /// The cache as a whole.
+    kv: KvLayout,
+    scratch: Scratch,
+    flags: Flags,
+    /// Block tables of the launch, concatenated.
+    tables: Vec<BlockId>,
+    /// A bit for each block that the launch writes.
+    written: Vec<u64>,
+    times: Option<StepTimes>,
+}
+
+/// Room of attention's steps.
+#[derive(Debug)]
+struct AttentionRoom {
+    schedule: Schedule,
+    /// Partial sums over split segments.
+    partials: Vec<f32>,
+}
+
+/// What all steps of a launch know.
+struct Launch<'a> {
+    team: &'a Team,
+    isa: Isa,
+    token_ids: &'a [u32],
+    positions: &'a [u32],
+    logit_rows: &'a [u32],
+    pool_bytes: usize,
+    batch: Rows<'a>,
+    shape: LaunchShape,
+    flags: &'a Flags,
+}
+
+impl Program {
+    /// Prepares plans that passed their own check, one a rank with its weights.
+    pub(super) fn new(
+        plans: &[Plan],
+        weights: Vec<Arc<WeightSet>>,
+        kv: KvLayout,
+        (members, parts_per_thread): (usize, usize),
+        poison: Poison,
+    ) -> Result<Self, CompileError> {
+        let ranks = rank::load(plans, weights, kv, poison)?;
+        let mut attention: Option<AttentionShape> = None;
+        for step in plans.iter().flat_map(|plan| &plan.steps) {
+            let Op::Attention(shape) = &step.op else { continue };
+            let shape = attention::shape_of(shape);
+            // Room for the widest group of heads, and for the loop order that needs most.
+            attention = Some(attention.map_or(shape, |most| if shape.heads > most.heads { shape } else { most }));
+        }
+        let bucket = plans[0].bucket;
+        let widest = plans.iter().flat_map(|plan| &plan.values).map(|value| value.cols).max().unwrap_or(0);
+        let member =
+            |_| MemberScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
+        let most_parts = plans.iter().flat_map(|plan| &plan.steps).map(|step| step.outputs.len()).max().unwrap_or(0);
+        let lane = |_| {
+            Ok(RefCell::new(LaneScratch {
+                claims: Vec::new(),
+                bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
+                bests: with_room(bucket.logit_rows.saturating_mul(members))?,
+            }))
+        };
+        let scratch = Scratch {
+            members: RefCell::new((0..members).map(member).collect()),
+            lanes: (0..plans[0].lanes).map(lane).collect::<Result<_, CompileError>>()?,
+            attention: RefCell::new(AttentionRoom {
+                schedule: Schedule::new(members).parts_per_thread(parts_per_thread),
+                partials: with_room(most_partials(attention.as_ref(), members, bucket.kv_tokens))?,
+            }),
+        };
+        let longest = bucket.kv_tokens.div_ceil(kv.geometry().block_size);
+        let tables = with_room(bucket.seqs.saturating_mul(longest))?;
+        let flags = Flags::new(bucket.tokens, plans[0].overflow);
+        Ok(Self { ranks, kv, scratch, flags, tables, written: Vec::new(), times: None })
+    }
+
+    /// Times its steps if asked to.
+    pub(super) fn timed(mut self, timed: bool) -> Self {
+        self.times = timed.then(|| StepTimes::new(&self.ranks[0].plan));
+        self
+    }
+
+    pub(super) fn take_profile(&mut self) -> Vec<StepTime> {
+        self.times.as_mut().map_or(Vec::new(), StepTimes::take)
+    }
+
+    /// Elements that overflowed so far, by operation.
+    pub(super) fn overflows(&self) -> Vec<(&'static str, u64)> {
+        self.flags.overflows().collect()
+    }
+
+    /// Calls of custom operations that failed in the last launch.
+    pub(super) fn custom_failures(&self) -> Vec<CustomFailure> {
+        self.flags.custom_failures()
+    }
+
+    /// Runs the plans over one batch.
+    pub(super) fn launch(
+        &mut self,
+        team: &Team,
+        isa: Isa,
+        args: &StepArgs<'_>,
+        mut io: IoBytes<'_>,
+    ) -> Result<(), DeviceError> {
+        self.check(args, &io)?;
+        let block_size = self.kv.geometry().block_size;
+        self.tables.clear();
+        for (kv_len, line) in args.kv_lens.iter().zip(io.block_tables.chunks(args.shape.table_stride.max(1))) {
+            let blocks = (*kv_len as usize).div_ceil(block_size);
+            self.tables.extend(line[..blocks].iter().map(|&block| BlockId(block)));
+        }
+        self.flags.clear(args.shape.tokens);
+        let launch = Launch {
+            team,
+            isa,
+            token_ids: io.token_ids,
+            positions: io.positions,
+            logit_rows: io.logit_rows,
+            pool_bytes: io.kv_pool.len(),
+            batch: Rows { q_lens: args.q_lens, kv_lens: args.kv_lens, tables: &self.tables },
+            shape: args.shape,
+            flags: &self.flags,
+        };
+        let mut next = 0;
+        // Plans of ranks have their collectives at the same groups.
+        loop {
+            let mut met = None;
+            for rank in &mut self.ranks {
+                met = rank.run(next, &launch, &mut io, &self.scratch, &mut self.times)?;
+            }
+            let Some(group) = met else { return Ok(()) };
+            rank::meet(&mut self.ranks, group, &launch, io.logits)?;
+            next = group + 1;
+        }
+    }
+
+    /// Whether some rank has the embedding of this id.
+    fn knows(&self, id: u32) -> bool {
+        self.ranks.iter().any(|rank| rank.ids.contains(&(id as usize)))
+    }
+
+    /// What kernels rely on: sizes agree, every id, row and block is in range, and no block has two writers.
+    fn check(&mut self, args: &StepArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
+        let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
+        let plan = &self.ranks[0].plan;
+        let bucket = &plan.bucket;
+        let block_size = self.kv.geometry().block_size;
+        let pool_blocks = io.kv_pool.len() / self.kv.bytes_per_block();
+        let lens = || args.q_lens.iter().zip(args.kv_lens);
+        let rules = [
+            ("rows fit the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
+            ("sequences fit the bucket", seqs <= bucket.seqs),
+            ("the longest sequence fits the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
+            ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
+            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
+            ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
+            ("there is an id and a position a row", io.token_ids.len() == tokens && io.positions.len() == tokens),
+            ("ids are rows of the embedding table", io.token_ids.iter().all(|&id| self.knows(id))),
+            ("logit rows are rows of the batch", io.logit_rows.iter().all(|&row| (row as usize) < tokens)),
+            ("there is a logit row and a largest id each", io.logit_rows.len() == logit_rows),
+            ("the largest ids have room", Some(io.best.len()) == logit_rows.checked_mul(4)),
+            ("there is a status a row", io.row_status.len() == tokens),
+            ("logits have room", Some(io.logits.len()) == logit_rows.checked_mul(4 * plan.vocab_size)),
+            ("there is a table line a sequence", Some(io.block_tables.len()) == seqs.checked_mul(table_stride)),
+            (
+                "a table line has all blocks of its sequence",
+                args.kv_lens.iter().all(|kv_len| (*kv_len as usize).div_ceil(block_size) <= table_stride),
+            ),
+        ];
+        let broken = |rule: &str| DeviceError::Invalid { what: format!("launch: broken rule: {rule}") };
+        if let Some((rule, _)) = rules.iter().find(|(_, holds)| !holds) {
+            return Err(broken(rule));
+        }
+        let lines = || io.block_tables.chunks(table_stride.max(1)).zip(lens());
+        let in_pool = |(line, (_, kv_len)): (&[u32], (&u32, &u32))| {
+            let blocks = (*kv_len as usize).div_ceil(block_size);
+            line[..blocks].iter().all(|&block| (block as usize) < pool_blocks)
+        };
+        if !lines().all(in_pool) {
+            return Err(broken("tables name blocks of the pool"));
+        }
+        let written = &mut self.written;
+        written.clear();
+        written.resize(pool_blocks.div_ceil(64), 0);
+        for (line, (q_len, kv_len)) in lines() {
+            let first = (kv_len - q_len) as usize / block_size;
+            for &block in &line[first..(*kv_len as usize).div_ceil(block_size)] {
+                let (word, bit) = (block as usize / 64, 1 << (block % 64));
+                if written[word] & bit != 0 {
+                    return Err(broken("a block is written by one sequence, at one place of its table"));
+                }
+                written[word] |= bit;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Floats of partial sums that a step can need: none for a member alone, who never splits a segment off.
+fn most_partials(attention: Option<&AttentionShape>, members: usize, kv_tokens: usize) -> usize {
+    match attention {
+        Some(shape) if members > 1 => shape.max_partials(members, kv_tokens) * shape.partial_len(),
+        _ => 0,
+    }
+}
+
+fn no_arena(bytes: u64) -> ArenaTooLarge {
+    ArenaTooLarge { bytes, free_bytes: available_bytes() }
+}
+
+/// Room that stays untouched pages until it is used, so that no step has to ask for it.
+fn with_room<T>(len: usize) -> Result<Vec<T>, CompileError> {
+    let mut room = Vec::new();
+    let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+    room.try_reserve_exact(len).map_err(|_| CompileError::Memory(no_arena(bytes)))?;
+    Ok(room)
+}

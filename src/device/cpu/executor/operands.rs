@@ -1,0 +1,63 @@
+//! Where a step's operands are: ranges of the arena or of a bound buffer, cut to the batch's actual rows.
+
+use super::group::Frame;
+use crate::device::DeviceError;
+use crate::device::cpu::memory::Loans;
+use crate::graph::{Elem, Io, Operand, Rows};
+
+pub(super) fn broken(what: &str) -> DeviceError {
+    DeviceError::Invalid { what: format!("plan: {what}") }
+}
+
+impl<'a> Frame<'a> {
+    /// Rows that a value has in this batch.
+    pub(super) fn rows(&self, value: usize) -> usize {
+        match self.plan.values[value].rows {
+            Rows::Tokens => self.launch.shape.tokens,
+            Rows::LogitRows => self.launch.shape.logit_rows,
+        }
+    }
+
+    pub(super) fn cols(&self, value: usize) -> usize {
+        self.plan.values[value].cols
+    }
+
+    pub(super) fn elem(&self, value: usize) -> Elem {
+        self.plan.values[value].elem
+    }
+
+    /// A value's rows, to read.
+    pub(super) fn read(&self, value: usize) -> Result<&'a [u8], DeviceError> {
+        let (loans, range) = self.place(value)?;
+        loans.read(range).ok_or_else(overlap)
+    }
+
+    /// A value's rows, to write.
+    #[allow(clippy::mut_from_ref)] // every byte is lent once
+    pub(super) fn write(&self, value: usize) -> Result<&'a mut [u8], DeviceError> {
+        let (loans, range) = self.place(value)?;
+        loans.write(range).ok_or_else(overlap)
+    }
+
+    fn place(&self, value: usize) -> Result<(&Loans<'a>, std::ops::Range<usize>), DeviceError> {
+        let bytes = self.rows(value) * self.plan.values[value].row_bytes();
+        match self.plan.values[value].operand {
+            Operand::Arena { offset } => Ok((&self.arena, offset..offset + bytes)),
+            Operand::Io(Io::Logits) => Ok((&self.logits, 0..bytes)),
+            Operand::Io(Io::ArgMax) => Ok((&self.best, 0..bytes)),
+            _ => Err(broken("an operand is in no buffer that steps read and write")),
+        }
+    }
+}
+
+pub(super) fn floats(bytes: &[u8]) -> &[f32] {
+    bytemuck::cast_slice(bytes)
+}
+
+pub(super) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
+    bytemuck::cast_slice_mut(bytes)
+}
+
+pub(super) fn overlap() -> DeviceError {
+    broken("operands overlap or lie outside the arena")
+}

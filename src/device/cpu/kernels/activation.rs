@@ -1,0 +1,221 @@
+//! Element-wise row functions: activations, gates, sums.
+//!
+//! Every function gives the same bits on every path and for every split of a row. Rows may have any length: the last
+//! partial vector is padded with zeros, whose results are dropped.
+
+#![forbid(unsafe_code)]
+
+use super::exp::exp;
+use crate::device::cpu::Isa;
+use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+
+/// A function of one vector. A trait and not a closure: a closure is a function of its own, without the instruction set of
+/// the kernel around it, and where the compiler does not inline it every operation in it becomes a call.
+pub(crate) trait Map {
+    /// `f(x)`.
+    fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32;
+}
+
+/// A function of two vectors; a trait for the same reason.
+pub(crate) trait Zip {
+    /// `f(x, y)`.
+    fn zip<L: Lanes>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
+}
+
+/// Calls `f` on each vector of `row` and puts the result back.
+#[inline(always)]
+pub(crate) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: &impl Map) {
+    let (chunks, tail) = row.as_chunks_mut::<16>();
+    for chunk in chunks {
+        let y = f.map(l, l.load(chunk));
+        l.store(y, chunk);
+    }
+    if !tail.is_empty() {
+        let mut padded = [0.0; 16];
+        padded[..tail.len()].copy_from_slice(tail);
+        let y = f.map(l, l.load(&padded));
+        l.store(y, &mut padded);
+        tail.copy_from_slice(&padded[..tail.len()]);
+    }
+}
+
+/// `out = f(a, b)` vector by vector; the three rows have the same length.
+#[inline(always)]
+fn zip<L: Lanes>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
+    debug_assert!(a.len() == out.len() && b.len() == out.len(), "rows of one operation have one length");
+    let (a_chunks, a_tail) = a.as_chunks::<16>();
+    let (b_chunks, b_tail) = b.as_chunks::<16>();
+    let (chunks, tail) = out.as_chunks_mut::<16>();
+    for ((x, y), chunk) in a_chunks.iter().zip(b_chunks).zip(chunks) {
+        let z = f.zip(l, l.load(x), l.load(y));
+        l.store(z, chunk);
+    }
+    if !tail.is_empty() {
+        let z = f.zip(l, l.load(&padded(a_tail)), l.load(&padded(b_tail)));
+        let mut last = [0.0; 16];
+        l.store(z, &mut last);
+        tail.copy_from_slice(&last[..tail.len()]);
+    }
+}
+
+/// Up to 16 elements, zeros behind them.
+#[inline(always)]
+pub(crate) fn padded(tail: &[f32]) -> [f32; 16] {
+    let mut out = [0.0; 16];
+    out[..tail.len()].copy_from_slice(tail);
+    out
+}
+
+/// `x / (1 + exp(-x))`.
+#[inline(always)]
+pub fn silu<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+    l.div(x, l.add(l.splat(1.0), exp(l, l.sub(l.splat(0.0), x))))
+}
+
+/// `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`, written as `x / (1 + exp(-2u))`, which has no cancellation.
+#[inline(always)]
+pub fn gelu_tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+    // -2 √(2/π) and that times 0.044715.
+    const LINEAR: f32 = -1.595_769;
+    const CUBIC: f32 = -0.071_354_814;
+    let slope = l.fma(l.mul(x, x), l.splat(CUBIC), l.splat(LINEAR));
+    l.div(x, l.add(l.splat(1.0), exp(l, l.mul(x, slope))))
+}
+
+/// `max(x, 0)`; NaN stays NaN.
+#[inline(always)]
+pub fn relu<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+    l.max(l.splat(0.0), x)
+}
+
+macro_rules! in_place {
+    ($(#[$doc:meta])* $name:ident, $f:path) => {
+        $(#[$doc])*
+        pub fn $name(isa: Isa, row: &mut [f32]) {
+            struct Function;
+            impl Map for Function {
+                #[inline(always)]
+                fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+                    $f(l, x)
+                }
+            }
+            struct Body<'a>(&'a mut [f32]);
+            impl Kernel for Body<'_> {
+                type Output = ();
+                #[inline(always)]
+                fn run<L: Lanes>(self, l: L) {
+                    map_in_place(l, self.0, &Function);
+                }
+            }
+            dispatch(isa, Body(row));
+        }
+    };
+}
+
+macro_rules! two_rows {
+    ($(#[$doc:meta])* $name:ident, |$l:ident, $x:ident, $y:ident| $body:expr) => {
+        $(#[$doc])*
+        pub fn $name(isa: Isa, a: &[f32], b: &[f32], out: &mut [f32]) {
+            struct Function;
+            impl Zip for Function {
+                #[inline(always)]
+                fn zip<L: Lanes>(&self, $l: L, $x: L::F32, $y: L::F32) -> L::F32 {
+                    $body
+                }
+            }
+            struct Body<'a>(&'a [f32], &'a [f32], &'a mut [f32]);
+            impl Kernel for Body<'_> {
+                type Output = ();
+                #[inline(always)]
+                fn run<L: Lanes>(self, l: L) {
+                    zip(l, self.0, self.1, self.2, &Function);
+                }
+            }
+            dispatch(isa, Body(a, b, out));
+        }
+    };
+}
+
+in_place! {
+    /// `silu` in place.
+    silu_row, silu
+}
+in_place! {
+    /// `gelu_tanh` in place.
+    gelu_tanh_row, gelu_tanh
+}
+in_place! {
+    /// `relu` in place.
+    relu_row, relu
+}
+two_rows! {
+    /// `out = silu(a) · b`: `a` is the gate, `b` the up projection.
+    silu_mul_row, |l, x, y| l.mul(silu(l, x), y)
+}
+two_rows! {
+    /// `out = gelu_tanh(a) · b`: `a` is the gate, `b` the up projection.
+    gelu_tanh_mul_row, |l, x, y| l.mul(gelu_tanh(l, x), y)
+}
+two_rows! {
+    /// `out = relu(a) · b`.
+    relu_mul_row, |l, x, y| l.mul(relu(l, x), y)
+}
+two_rows! {
+    /// `out = a · b`.
+    mul_row, |l, x, y| l.mul(x, y)
+}
+two_rows! {
+    /// `out = a + b`.
+    sum_row, |l, x, y| l.add(x, y)
+}
+
+/// `row += x`.
+pub fn add_row(isa: Isa, row: &mut [f32], x: &[f32]) {
+    struct Body<'a>(&'a mut [f32], &'a [f32]);
+    impl Kernel for Body<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self, _: L) {
+            for (y, x) in self.0.iter_mut().zip(self.1) {
+                *y += x;
+            }
+        }
+    }
+    debug_assert_eq!(row.len(), x.len(), "rows of one operation have one length");
+    dispatch(isa, Body(row, x));
+}
+
+/// `row *= factor`.
+pub fn scale_row(isa: Isa, row: &mut [f32], factor: f32) {
+    struct Body<'a>(&'a mut [f32], f32);
+    impl Kernel for Body<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self, _: L) {
+            for y in self.0 {
+                *y *= self.1;
+            }
+        }
+    }
+    dispatch(isa, Body(row, factor));
+}
+
+/// `row = cap · tanh(row / cap)`, Gemma's cap on logits.
+pub fn softcap_row(isa: Isa, row: &mut [f32], cap: f32) {
+    struct Softcap(f32);
+    impl Map for Softcap {
+        #[inline(always)]
+        fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+            l.mul(l.splat(self.0), super::exp::tanh(l, l.mul(x, l.splat(1.0 / self.0))))
+        }
+    }
+    struct Body<'a>(&'a mut [f32], f32);
+    impl Kernel for Body<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            map_in_place(l, self.0, &Softcap(self.1));
+        }
+    }
+    dispatch(isa, Body(row, cap));
+}

@@ -1,0 +1,250 @@
+//! Who computes which piece of attention.
+//!
+//! Pieces stand in one order: sequence, row, KV head (and segment, when a step has too few of the former to keep a team
+//! busy). The order is cut once, where the sum of costs passes each member's share, so that every member's results are one
+//! contiguous range. All of it is integer arithmetic over the step's lengths, and none of it can show in a result.
+
+use std::ops::Range;
+
+use super::{AttentionShape, SEGMENT_TOKENS};
+use crate::device::cpu::kernels::kv_cache::{Rows, SeqRows};
+
+/// Rows of a unit at most: 16 rows share each tile that is read, and the tiles of a segment stay in the second-level cache
+/// meanwhile.
+pub(crate) const ROWS_PER_UNIT: usize = 16;
+
+/// A few rows of one sequence under one KV head.
+#[derive(Clone, Debug)]
+pub(crate) struct Unit<'a> {
+    pub seq: SeqRows<'a>,
+    /// First row of the step.
+    pub first_row: usize,
+    /// Its position.
+    pub first_position: usize,
+    pub rows: usize,
+    pub kv_head: usize,
+    /// Segments of which some row sees a token.
+    pub segments: Range<usize>,
+    /// Index of its first partial, if the step is split.
+    pub first_partial: usize,
+}
+
+impl Unit<'_> {
+    /// Tokens of a segment that some row sees, counted from the segment's start.
+    pub fn visible(&self, shape: &AttentionShape, segment: usize) -> Range<usize> {
+        let base = segment * SEGMENT_TOKENS;
+        let start = shape.visible(self.first_position).start.max(base) - base;
+        let end = shape.visible(self.first_position + self.rows - 1).end.min(base + SEGMENT_TOKENS) - base;
+        start..end
+    }
+
+    /// Those that one of its rows sees.
+    pub fn row_sees(&self, shape: &AttentionShape, row: usize, segment: usize) -> (usize, usize) {
+        let base = segment * SEGMENT_TOKENS;
+        let within = |token: usize| token.clamp(base, base + SEGMENT_TOKENS) - base;
+        let visible = shape.visible(self.first_position + row);
+        (within(visible.start), within(visible.end))
+    }
+
+    /// Queries of a block that see a token of a segment: rows stand in order, so these are side by side.
+    pub fn queries_seeing(&self, shape: &AttentionShape, segment: usize, block: Range<usize>) -> Range<usize> {
+        let sees = |query: &usize| {
+            let (start, end) = self.row_sees(shape, query / shape.group(), segment);
+            start < end
+        };
+        match (block.clone().find(sees), block.clone().rfind(sees)) {
+            (Some(first), Some(last)) => first..last + 1,
+            _ => block.start..block.start,
+        }
+    }
+
+    /// Tokens that its last row sees, which is the one that sees most.
+    pub fn longest(&self, shape: &AttentionShape) -> usize {
+        shape.visible(self.first_position + self.rows - 1).len()
+    }
+
+    fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
+        // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
+        self.rows * (self.visible(shape, segment).len() + 8)
+    }
+
+    fn total_cost(&self, shape: &AttentionShape) -> usize {
+        self.segments.clone().map(|segment| self.cost(shape, segment)).sum()
+    }
+
+    fn partials(&self, shape: &AttentionShape) -> usize {
+        self.segments.len() * self.rows * shape.group()
+    }
+}
+
+/// How steps are cut for a team. Planned once a step for each attention shape (window) of a model; planning reuses its
+/// room.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    /// Parts that one thread begins with; few rows go to the first of them, for there is little to even out.
+    parts_per_thread: usize,
+    rows_per_unit: usize,
+    is_split: bool,
+    bounds: Vec<usize>,
+    merge_bounds: Vec<usize>,
+}
+
+impl Schedule {
+    /// A schedule for teams of `members`, with nothing planned.
+    pub fn new(members: usize) -> Self {
+        Self {
+            parts_per_thread: 1,
+            rows_per_unit: ROWS_PER_UNIT,
+            is_split: false,
+            bounds: vec![0; members + 1],
+            merge_bounds: vec![0; members + 1],
+        }
+    }
+
+    /// The same for teams whose threads begin with that many neighbouring members' parts each.
+    #[must_use]
+    pub fn parts_per_thread(mut self, parts: usize) -> Self {
+        debug_assert!(parts > 0 && self.members().is_multiple_of(parts));
+        self.parts_per_thread = parts;
+        self
+    }
+
+    /// Cuts a step.
+    pub fn plan(&mut self, shape: &AttentionShape, rows: Rows<'_>, block_size: usize) {
+        let members = self.members();
+        let groups = |rows_per_unit| rows.q_lens.iter().map(|q| (*q as usize).div_ceil(rows_per_unit)).sum::<usize>();
+        // With several rows a unit, cuts are between rows; four units a member keep the shares alike.
+        self.rows_per_unit = match members {
+            1 => ROWS_PER_UNIT,
+            _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * members).unwrap_or(1),
+        };
+        let stride = if self.rows_per_unit == 1 { self.parts_per_thread } else { 1 };
+        let shares = members / stride;
+        let (mut cost, mut most_segments) = (0, 0);
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            cost += unit.total_cost(shape);
+            most_segments = most_segments.max(unit.segments.len());
+        });
+        let few = shares > 1 && self.rows_per_unit == 1 && rows.total() * shape.kv_heads < 2 * shares;
+        self.is_split = few && most_segments > 1;
+
+        let (is_split, rows_per_unit) = (self.is_split, self.rows_per_unit);
+        let mut bounds = std::mem::take(&mut self.bounds);
+        bounds.fill(0);
+        let mut before = 0;
+        let mut cut = |end: usize, piece: usize| {
+            // A piece goes to the member whose share holds its middle.
+            let owner = ((2 * before + piece) * shares / (2 * cost).max(1)).min(shares - 1);
+            bounds[owner * stride + 1] = end;
+            before += piece;
+        };
+        let mut pending = 0;
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            if is_split {
+                for (index, segment) in unit.segments.clone().enumerate() {
+                    cut(unit.first_partial + (index + 1) * shape.group(), unit.cost(shape, segment));
+                }
+                return;
+            }
+            pending += unit.total_cost(shape);
+            if rows_per_unit == 1 || unit.kv_head + 1 == shape.kv_heads {
+                cut((unit.first_row + unit.rows - 1) * shape.kv_heads + unit.kv_head + 1, pending);
+                pending = 0;
+            }
+        });
+        for member in 0..members {
+            bounds[member + 1] = bounds[member + 1].max(bounds[member]);
+        }
+        self.bounds = bounds;
+        let pieces = rows.total() * shape.kv_heads;
+        for (member, bound) in self.merge_bounds.iter_mut().enumerate() {
+            *bound = if is_split { pieces * member.div_ceil(stride) / shares } else { 0 };
+        }
+    }
+
+    /// Members of the team.
+    pub fn members(&self) -> usize {
+        self.bounds.len() - 1
+    }
+
+    /// Whether segments go to different members, so that [`Attention::merge`](super::Attention::merge) must follow.
+    pub fn needs_merge(&self) -> bool {
+        self.is_split
+    }
+
+    /// Pieces that each member stores in [`Attention::attend`](super::Attention::attend): member `m` those from
+    /// `bounds[m]` to `bounds[m + 1]`. Outputs, or partials if [`needs_merge`](Self::needs_merge).
+    pub fn bounds(&self) -> &[usize] {
+        &self.bounds
+    }
+
+    /// Outputs that each member stores in [`Attention::merge`](super::Attention::merge).
+    pub fn merge_bounds(&self) -> &[usize] {
+        &self.merge_bounds
+    }
+
+    /// Calls `run` with what `member` computes: a unit and the segments of it.
+    pub(crate) fn for_member<'a>(
+        &self,
+        shape: &AttentionShape,
+        rows: Rows<'a>,
+        block_size: usize,
+        member: usize,
+        run: &mut dyn FnMut(&Unit<'a>, Range<usize>),
+    ) {
+        let mine = self.bounds[member]..self.bounds[member + 1];
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            if self.is_split {
+                let first = |index: usize| unit.first_partial + index * shape.group();
+                for (index, segment) in unit.segments.clone().enumerate() {
+                    if mine.contains(&first(index)) {
+                        run(unit, segment..segment + 1);
+                    }
+                }
+            } else if mine.contains(&(unit.first_row * shape.kv_heads + unit.kv_head)) {
+                run(unit, unit.segments.clone());
+            }
+        });
+    }
+
+    /// Calls `run` with each unit whose partials `member` joins.
+    pub(crate) fn for_merge<'a>(
+        &self,
+        shape: &AttentionShape,
+        rows: Rows<'a>,
+        block_size: usize,
+        member: usize,
+        run: &mut dyn FnMut(&Unit<'a>),
+    ) {
+        let mine = self.merge_bounds[member]..self.merge_bounds[member + 1];
+        self.for_units(shape, rows, block_size, &mut |unit| {
+            if mine.contains(&(unit.first_row * shape.kv_heads + unit.kv_head)) {
+                run(unit);
+            }
+        });
+    }
+
+    fn for_units<'a>(&self, shape: &AttentionShape, rows: Rows<'a>, block_size: usize, run: &mut dyn FnMut(&Unit<'a>)) {
+        let mut first_partial = 0;
+        for seq in rows.sequences(block_size) {
+            for first in (0..seq.rows).step_by(self.rows_per_unit) {
+                let count = self.rows_per_unit.min(seq.rows - first);
+                let first_position = seq.first_position + first;
+                let seen = shape.visible(first_position).start..first_position + count;
+                for kv_head in 0..shape.kv_heads {
+                    let unit = Unit {
+                        seq,
+                        first_row: seq.first_row + first,
+                        first_position,
+                        rows: count,
+                        kv_head,
+                        segments: seen.start / SEGMENT_TOKENS..seen.end.div_ceil(SEGMENT_TOKENS),
+                        first_partial,
+                    };
+                    first_partial += unit.partials(shape);
+                    run(&unit);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Products of activation rows with packed weights: `out[r][n] = Σ_k x[r][k] · w[n][k] + bias[n]`.
+//!
+//! Each output value has one accumulator that walks K in order, whatever the number of rows, the tile, the range of panels
+//! or the thread: a row's result is bit-equal in any batch (rule R1). Per instruction set only: the plain twins here are the
+//! definition, the fast bodies fuse multiply and add, and the two agree within `k · 2^-23` of `Σ |x·w|`; integer parts are
+//! exact in both. Nothing here allocates.
+
+#![forbid(unsafe_code)]
+
+use super::q8_rows::{BLOCK, QuantRows};
+use crate::device::cpu::memory::Tile;
+use crate::device::cpu::simd;
+use crate::device::cpu::simd::Isa;
+use crate::device::cpu::weights::pack::{ColumnBlock, PANEL, PackedMatrix, Scheme, column_block, float_at};
+use std::ops::Range;
+
+/// Rows of activations, to read: `f32`, or `u16` with the bits of bfloat16.
+#[derive(Clone, Copy, Debug)]
+pub struct FloatRows<'a, T = f32> {
+    data: &'a [T],
+    k: usize,
+    stride: usize,
+}
+
+/// What rows of floats consist of.
+pub(crate) trait Activation: Copy {
+    /// Bits of bfloat16; else f32.
+    const IS_BF16: bool;
+}
+
+impl Activation for f32 {
+    const IS_BF16: bool = false;
+}
+
+impl Activation for u16 {
+    const IS_BF16: bool = true;
+}
+
+impl<'a, T> FloatRows<'a, T> {
+    /// Rows of `k` values, `stride` apart.
+    pub fn new(data: &'a [T], k: usize, stride: usize) -> Self {
+        assert!(0 < k && k <= stride, "rows of {k} values, {stride} apart");
+        Self { data, k, stride }
+    }
+
+    /// Rows that are wholly there.
+    pub fn rows(&self) -> usize {
+        (self.data.len() + self.stride - self.k) / self.stride
+    }
+
+    /// Values in a row.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Values from a row to the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// One row.
+    pub fn row(&self, row: usize) -> &'a [T] {
+        &self.data[row * self.stride..][..self.k]
+    }
+
+    pub(crate) fn data(&self) -> &'a [T] {
+        self.data
+    }
+}
+
+/// The output columns of a range of panels: what the `out` of a product over them must cover.
+pub fn columns_of(w: &PackedMatrix, panels: &Range<usize>) -> Range<usize> {
+    (panels.start * PANEL).min(w.n())..(panels.end * PANEL).min(w.n())
+}
+
+/// Multiplies f32 rows with `panels` of any weight. `bias` has all `n` values; `out` has a row for each of `x` and exactly
+/// the columns of the panels. Weights are dequantised to f32; sums are f32.
+pub fn matmul_f32(
+    isa: Isa,
+    x: FloatRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    check(w, bias, &panels, x.rows(), x.k(), out);
+    if !simd::matmul_f32(isa, x, w, bias, panels.clone(), out) {
+        plain(|row, k, values| values.copy_from_slice(&x.row(row)[k]), w, bias, panels, out);
+    }
+}
+
+/// As [`matmul_f32`], for rows of bfloat16 bits. Sums are f32. With bf16 weights, where the instruction set has a dot product
+/// of such pairs, `k` and `k + 1` are added by one instruction, which takes numbers below 2^-126 for zero; everywhere else
+/// the result is that of [`matmul_f32`] over the same values.
+pub fn matmul_bf16(
+    isa: Isa,
+    x: FloatRows<'_, u16>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    check(w, bias, &panels, x.rows(), x.k(), out);
+    if !simd::matmul_bf16(isa, x, w, bias, panels.clone(), out) {
+        let widen = |row, k: Range<usize>, values: &mut [f32]| {
+            for (value, &bits) in values.iter_mut().zip(&x.row(row)[k]) {
+                *value = f32::from_bits(u32::from(bits) << 16);
+            }
+        };
+        plain(widen, w, bias, panels, out);
+    }
+}
+
+/// Multiplies int8 rows with `panels` of a quantised weight. `bias` and `out` as in [`matmul_f32`]. The products of a
+/// 32-block are summed exactly, then scaled and added in block order.
+///
+/// # Panics
+/// If the weight is a float type.
+pub fn matmul_q8(
+    isa: Isa,
+    x: QuantRows<'_>,
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    assert!(w.dtype().is_quantised(), "int8 activations need a quantised weight, not {}", w.dtype());
+    check(w, bias, &panels, x.rows(), x.layout().k(), out);
+    if !simd::matmul_q8(isa, x, w, bias, panels.clone(), out) {
+        plain_q8(x, w, bias, panels, out);
+    }
+}
+
+/// The bounds that the unsafe bodies rely on.
+fn check(w: &PackedMatrix, bias: Option<&[f32]>, panels: &Range<usize>, rows: usize, k: usize, out: &Tile<'_, f32>) {
+    assert_eq!(k, w.k(), "input features of the weight and of the rows");
+    assert!(panels.start <= panels.end && panels.end <= w.panels(), "panels {panels:?} of {}", w.panels());
+    assert!(bias.is_none_or(|bias| bias.len() == w.n()), "a bias of {} values", w.n());
+    assert!(out.rows() == rows && out.cols() == columns_of(w, panels).len(), "the tile covers rows and panels");
+}
+
+/// `x(row, k, values)` gives some values of a row.
+fn plain(
+    x: impl Fn(usize, Range<usize>, &mut [f32]),
+    w: &PackedMatrix,
+    bias: Option<&[f32]>,
+    panels: Range<usize>,
+    out: &mut Tile<'_, f32>,
+) {
+    let columns = columns_of(w, &panels);
+    for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
+        let width = PANEL.min(columns.len() - start);
+        for k0 in (0..w.k()).step_by(BLOCK) {
+            // 32 k of 16 columns, as values.
+            let mut values = [[0.0; PANEL]; BLOCK];
+            let depth = BLOCK.min(w.k() - k0);
+            if Scheme::of(w.dtype()).is_some() {
+                let blocks: [ColumnBlock; PANEL] =
+                    std::array::from_fn(|column| column_block(w.dtype(), w.panel(panel), column, k0 / BLOCK));
+                for (k, values) in values.iter_mut().enumerate() {
+                    for (value, block) in values.iter_mut().zip(&blocks) {
+                        *value = block.scale[k / 16] * f32::from(block.q[k]) + block.min;
+                    }
+                }
+            } else {
+                for (k, values) in values[..depth].iter_mut().enumerate() {
+                    for (column, value) in values.iter_mut().enumerate() {
+                        *value = float_at(w.dtype(), w.panel(panel), k0 + k, column);
+                    }
+                }
+            }
+            for row in 0..out.rows() {
+                let mut given = [0.0; BLOCK];
+                x(row, k0..k0 + depth, &mut given[..depth]);
+                let sums = &mut out.row_mut(row)[start..start + width];
+                if k0 == 0 {
+                    sums.fill(0.0);
+                }
+                for (x, values) in given[..depth].iter().zip(&values) {
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum += x * value;
+                    }
+                }
+            }
+        }
+    }
+    add_bias(bias, &columns, out);
+}
+
+fn plain_q8(x: QuantRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: Range<usize>, out: &mut Tile<'_, f32>) {
+    let columns = columns_of(w, &panels);
+    let halves = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.sub_scales == 2);
+    let minima = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.minima);
+    for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
+        let width = PANEL.min(columns.len() - start);
+        for block in 0..w.k() / BLOCK {
+            let weights: [ColumnBlock; PANEL] =
+                std::array::from_fn(|column| column_block(w.dtype(), w.panel(panel), column, block));
+            for row in 0..out.rows() {
+                let ints = &x.quants(row)[block * BLOCK..][..BLOCK];
+                let (scale, _, _, weighted_sum) = x.record(row, block);
+                let sums = &mut out.row_mut(row)[start..start + width];
+                if block == 0 {
+                    sums.fill(0.0);
+                }
+                for (sum, weights) in sums.iter_mut().zip(&weights) {
+                    let dot = |range: Range<usize>| {
+                        let pairs = ints[range.clone()].iter().zip(&weights.q[range]);
+                        pairs.map(|(&x, &q)| i32::from(x) * i32::from(q)).sum::<i32>() as f32
+                    };
+                    if halves {
+                        *sum += dot(0..16) * (weights.scale[0] * scale);
+                        *sum += dot(16..32) * (weights.scale[1] * scale);
+                    } else {
+                        *sum += dot(0..32) * (weights.scale[0] * scale);
+                    }
+                    if minima {
+                        *sum += weights.min * weighted_sum;
+                    }
+                }
+            }
+        }
+    }
+    add_bias(bias, &columns, out);
+}
+
+fn add_bias(bias: Option<&[f32]>, columns: &Range<usize>, out: &mut Tile<'_, f32>) {
+    let Some(bias) = bias else { return };
+    for row in 0..out.rows() {
+        for (sum, bias) in out.row_mut(row).iter_mut().zip(&bias[columns.clone()]) {
+            *sum += bias;
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! The kernels: one file an operation, each over rows, panels or the KV cache, with its plain twin beside the fast body.
+//!
+//! `matmul` multiplies rows with packed panels, `attention` reads the pool of `kv_cache`, the others work row by row.
+
+pub mod activation;
+pub mod argmax;
+pub mod attention;
+pub mod cast;
+pub mod exp;
+pub mod kv_cache;
+pub mod matmul;
+pub mod norm;
+pub mod q8_rows;
+pub mod rope;

@@ -1,0 +1,236 @@
+//! Activations as int8: per row and 32-block, a scale and what integer kernels need to know about the block.
+//!
+//! A row is self-contained bytes, so that rows can be written by different members and read by any:
+//!
+//! ```text
+//! | k × i8, padded to 64 | per 32-block: scale f32, -sum i32, -sum of the first 16 i32, scale·sum f32 | padded |
+//! ```
+//! `scale = amax / 127`, `q = round(x · 127 / amax)`, ties to even. The negated sums start the accumulators of weights
+//! that are stored with an offset; `scale·sum` multiplies the minimum of formats that have one. A block that is not
+//! finite gets scale NaN, so that every output that depends on the row says so; one below 2^-119 counts as zero.
+
+#![forbid(unsafe_code)]
+
+use crate::device::cpu::simd;
+use crate::device::cpu::simd::Isa;
+use std::ops::Range;
+
+/// Elements that share a scale.
+pub const BLOCK: usize = 32;
+/// Bytes of a block's record.
+pub(crate) const RECORD_BYTES: usize = 16;
+/// Below this amplitude (2^-119) `127 / amax` would leave the range of f32; such a block is zero to any model.
+pub(crate) const TINY: f32 = 1.504_632_8e-36;
+
+/// How a quantised row of `k` activations lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QuantLayout {
+    k: usize,
+}
+
+impl QuantLayout {
+    /// The layout of rows of `k` activations; a last block that is not full is filled with zeros.
+    pub const fn new(k: usize) -> Self {
+        Self { k }
+    }
+
+    /// Activations in a row.
+    pub const fn k(self) -> usize {
+        self.k
+    }
+
+    /// Blocks in a row.
+    pub const fn blocks(self) -> usize {
+        self.k.div_ceil(BLOCK)
+    }
+
+    /// Where the records begin.
+    pub(crate) const fn records_at(self) -> usize {
+        self.k.next_multiple_of(64)
+    }
+
+    /// Bytes of a row: an odd multiple of 64, so that the rows of a tile do not meet in one set of the cache.
+    pub const fn row_bytes(self) -> usize {
+        (self.records_at() + (self.blocks() * RECORD_BYTES).next_multiple_of(64)) | 64
+    }
+}
+
+/// Rows of quantised activations, to read.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantRows<'a> {
+    layout: QuantLayout,
+    bytes: &'a [u8],
+}
+
+impl<'a> QuantRows<'a> {
+    /// Rows that lie one behind the other in `bytes`, a whole number of them.
+    pub fn new(layout: QuantLayout, bytes: &'a [u8]) -> Self {
+        assert!(bytes.len().is_multiple_of(layout.row_bytes()), "whole rows of {} bytes", layout.row_bytes());
+        Self { layout, bytes }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.bytes.len() / self.layout.row_bytes()
+    }
+
+    /// How a row lies in memory.
+    pub fn layout(&self) -> QuantLayout {
+        self.layout
+    }
+
+    /// All rows' bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Some of the rows.
+    #[must_use]
+    pub fn slice(&self, rows: Range<usize>) -> Self {
+        let row_bytes = self.layout.row_bytes();
+        Self { layout: self.layout, bytes: &self.bytes[rows.start * row_bytes..rows.end * row_bytes] }
+    }
+
+    /// A row's integers.
+    pub fn quants(&self, row: usize) -> &'a [i8] {
+        bytemuck::cast_slice(&self.bytes[row * self.layout.row_bytes()..][..self.layout.k])
+    }
+
+    /// The record of a block: scale, sum, sum of the first 16, scale·sum (the sums as they are, not negated).
+    pub(crate) fn record(&self, row: usize, block: usize) -> (f32, i32, i32, f32) {
+        let at = row * self.layout.row_bytes() + self.layout.records_at() + block * RECORD_BYTES;
+        let word = |i: usize| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(&self.bytes[at + 4 * i..][..4]);
+            bytes
+        };
+        (
+            f32::from_ne_bytes(word(0)),
+            -i32::from_ne_bytes(word(1)),
+            -i32::from_ne_bytes(word(2)),
+            f32::from_ne_bytes(word(3)),
+        )
+    }
+}
+
+/// Quantises one row: `x` has `layout.k()` values, `out` `layout.row_bytes()` bytes, all of which are written.
+pub fn quantise_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
+    assert!(x.len() == layout.k() && out.len() == layout.row_bytes(), "a row of {} values", layout.k());
+    let (quants, records) = out.split_at_mut(layout.records_at());
+    let full = layout.k() / BLOCK;
+    let done = simd::quantise_blocks(isa, &x[..full * BLOCK], quants, records);
+    for block in done..layout.blocks() {
+        let values = &x[block * BLOCK..layout.k().min((block + 1) * BLOCK)];
+        let mut padded = [0.0; BLOCK];
+        padded[..values.len()].copy_from_slice(values);
+        let (ints, record) = quantise_block(&padded);
+        quants[block * BLOCK..][..BLOCK].copy_from_slice(bytemuck::cast_slice(&ints));
+        records[block * RECORD_BYTES..][..RECORD_BYTES].copy_from_slice(&record);
+    }
+    quants[layout.blocks() * BLOCK..].fill(0);
+    records[layout.blocks() * RECORD_BYTES..].fill(0);
+}
+
+/// Quantises rows that lie one behind the other.
+pub fn quantise_rows(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
+    for (x, out) in x.chunks_exact(layout.k()).zip(out.chunks_exact_mut(layout.row_bytes())) {
+        quantise_row(isa, layout, x, out);
+    }
+}
+
+/// The plain twin, and the definition: one block to integers and record.
+#[allow(clippy::cast_possible_truncation)] // within ±127 by construction
+fn quantise_block(x: &[f32; BLOCK]) -> ([i8; BLOCK], [u8; RECORD_BYTES]) {
+    // As integers, absolute values order like the floats, and NaN is above infinity.
+    let amax = f32::from_bits(x.iter().fold(0, |max, x| (x.to_bits() & 0x7fff_ffff).max(max)));
+    let (scale, inverse) = if !amax.is_finite() {
+        (f32::NAN, 0.0)
+    } else if amax < TINY {
+        (0.0, 0.0)
+    } else {
+        (amax / 127.0, 127.0 / amax)
+    };
+    let mut ints = [0; BLOCK];
+    if inverse > 0.0 {
+        for (int, x) in ints.iter_mut().zip(x) {
+            *int = (x * inverse).round_ties_even() as i8;
+        }
+    }
+    let sum = |ints: &[i8]| ints.iter().map(|&q| i32::from(q)).sum::<i32>();
+    let (all, first) = (sum(&ints), sum(&ints[..BLOCK / 2]));
+    let mut record = [0; RECORD_BYTES];
+    record[..4].copy_from_slice(&scale.to_ne_bytes());
+    record[4..8].copy_from_slice(&(-all).to_ne_bytes());
+    record[8..12].copy_from_slice(&(-first).to_ne_bytes());
+    record[12..].copy_from_slice(&(scale * all as f32).to_ne_bytes());
+    (ints, record)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::simd::testing::Noise;
+
+    fn rows(isa: Isa, x: &[f32]) -> Vec<u8> {
+        let layout = QuantLayout::new(x.len());
+        let mut out = vec![0xaa; layout.row_bytes()];
+        quantise_row(isa, layout, x, &mut out);
+        out
+    }
+
+    #[test]
+    fn every_isa_writes_the_same_bytes() {
+        let mut noise = Noise::new(1);
+        for k in [1, 31, 32, 33, 64, 96, 576, 1000] {
+            for case in 0..20 {
+                let mut x = noise.floats(k, 10f32.powi(case - 10));
+                match case {
+                    3 => x.fill(0.0),
+                    4 => x[k / 2] = f32::NAN,
+                    5 => x[k - 1] = f32::NEG_INFINITY,
+                    6 => x[0] = -1e-44,
+                    // Ties: halves of the step.
+                    7 => x
+                        .iter_mut()
+                        .enumerate()
+                        .for_each(|(i, x)| *x = if i % 32 == 0 { 127.0 } else { i as f32 / 2.0 }),
+                    _ => {}
+                }
+                let plain = rows(Isa::Plain, &x);
+                for &isa in Isa::available() {
+                    assert!(rows(isa, &x) == plain, "{isa:?} k {k} case {case}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_come_back_within_half_a_step_and_records_describe_the_block() {
+        let mut noise = Noise::new(2);
+        let x = noise.floats(320, 3.0);
+        let bytes = rows(Isa::detect(), &x);
+        let row = QuantRows::new(QuantLayout::new(320), &bytes);
+        for block in 0..10 {
+            let (scale, sum, first, weighted) = row.record(0, block);
+            let ints = &row.quants(0)[block * 32..][..32];
+            assert_eq!(sum, ints.iter().map(|&q| i32::from(q)).sum::<i32>());
+            assert_eq!(first, ints[..16].iter().map(|&q| i32::from(q)).sum::<i32>());
+            assert_eq!(weighted, scale * sum as f32);
+            assert!(ints.iter().any(|q| q.abs() == 127));
+            for (&q, &x) in ints.iter().zip(&x[block * 32..]) {
+                assert!((f32::from(q) * scale - x).abs() <= scale * 0.500_01);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_shows_in_the_scale() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = vec![1.0; 64];
+            x[40] = bad;
+            let bytes = rows(Isa::detect(), &x);
+            let row = QuantRows::new(QuantLayout::new(64), &bytes);
+            assert!(row.record(0, 0).0 == 1.0 / 127.0 && row.record(0, 1).0.is_nan() && row.record(0, 1).3.is_nan());
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Measures what the team can do at most: multiply-adds, int8 dot products, bytes read.
+//!
+//! Arithmetic is the sum of each member's best piece with all at work, so that a member which has to share its processor
+//! with another program for a while spoils nothing. Memory is shared, so there only what all did in one window counts. All
+//! together take 20 to 50 milliseconds. A figure belongs to the machine, an instruction-set path and a number of threads; it
+//! is measured when it is first asked for, and then kept for as long as the process lives.
+
+#![forbid(unsafe_code)]
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::device::cpu::Isa;
+use crate::device::cpu::memory::AlignedBytes;
+use crate::device::cpu::simd::int8_chains;
+use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
+use crate::device::cpu::thread_pool::Team;
+use crate::device::{DeviceError, Peaks};
+
+/// What all members read, at least: far beyond second-level caches, and more than the last-level cache of many machines. A
+/// larger buffer would take longer to bring in than all the rest.
+const BUFFER_BYTES: usize = 128 << 20;
+/// What one member reads, at least.
+const PART_BYTES: usize = 4 << 20;
+/// What a member reads between two looks at the clock, and how much arithmetic it does: ten or twenty microseconds.
+const PIECE_BYTES: usize = 256 << 10;
+const PIECE_ROUNDS: u64 = 2048;
+/// Places of a piece that are read side by side.
+const STREAMS: usize = 4;
+const LINE: usize = 64;
+const PAGE: usize = 4096;
+/// The windows of which the best counts: short, so that members are all at work in one even where others want processors.
+const WINDOW: Duration = Duration::from_micros(750);
+/// How long a figure is measured, and how long where members do not get to run together: a system may take some
+/// milliseconds to see that threads on one processor should be on several.
+const TIME: Duration = Duration::from_millis(5);
+const LONGEST: Duration = Duration::from_millis(15);
+
+/// The peaks of this team on this path, from memory if they are known.
+pub(crate) fn peaks(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
+    static KNOWN: Mutex<Vec<(Isa, usize, Peaks)>> = Mutex::new(Vec::new());
+    // Held while measuring: two at once would measure each other.
+    let mut known = KNOWN.lock();
+    if let Some((.., peaks)) = known.iter().find(|(path, threads, _)| (*path, *threads) == (isa, team.count())) {
+        return Ok(*peaks);
+    }
+    let peaks = measure(team, isa)?;
+    known.push((isa, team.count(), peaks));
+    Ok(peaks)
+}
+
+fn measure(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
+    // Reading first: to bring the buffer in takes long enough for members to get to processors of their own.
+    let read_bytes_per_s = bytes_per_s(team, isa)?;
+    let f32_flops_per_s = best_rates(team, TIME, &|_, _| fma_chains(isa, PIECE_ROUNDS)).each;
+    let int8_ops_per_s = if int8_chains(isa, 0).is_some() {
+        best_rates(team, TIME, &|_, _| int8_chains(isa, PIECE_ROUNDS).unwrap_or(0)).each
+    } else {
+        // Without an instruction for it, int8 is no faster.
+        f32_flops_per_s
+    };
+    Ok(Peaks { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s })
+}
+
+/// One member's share of the work: gets its number and that of the piece, and says how much it did.
+type Piece<'a> = &'a (dyn Fn(usize, usize) -> u64 + Sync);
+
+/// Amounts a second.
+#[derive(Clone, Copy, Debug)]
+struct Rates {
+    /// The most that all members did in one window.
+    together: u64,
+    /// The most that each member did in one piece, summed.
+    each: u64,
+}
+
+/// Best rates of at least `TIME`, and at most of `longest` while what members do together is far from what each does.
+/// Members for whom there is no processor rest.
+fn best_rates(team: &Team, longest: Duration, piece: Piece<'_>) -> Rates {
+    let [done, together, each] = [const { AtomicU64::new(0) }; 3];
+    // Once one member has ended, the others have more room than they should.
+    let over = AtomicBool::new(false);
+    let rates = || Rates { together: together.load(Ordering::Relaxed), each: each.load(Ordering::Relaxed) };
+    let at_work = workers(team);
+    team.run(&|member| {
+        member.barrier();
+        if member.index() >= at_work {
+            return;
+        }
+        let start = Instant::now();
+        let (mut opened, mut before, mut my_best) = ((start, done.load(Ordering::Relaxed)), start, 0);
+        for number in 0.. {
+            let amount = piece(member.index(), number);
+            let so_far = done.fetch_add(amount, Ordering::Relaxed) + amount;
+            if over.load(Ordering::Relaxed) && my_best > 0 {
+                break;
+            }
+            let now = Instant::now();
+            let my_rate = per_s(amount, now - before);
+            before = now;
+            if my_rate > my_best {
+                each.fetch_add(my_rate - my_best, Ordering::Relaxed);
+                my_best = my_rate;
+            }
+            if now - opened.0 < WINDOW {
+                continue;
+            }
+            together.fetch_max(per_s(so_far - opened.1, now - opened.0), Ordering::Relaxed);
+            opened = (now, so_far);
+            let (passed, rates) = (now - start, rates());
+            if passed >= longest || passed >= TIME && rates.together >= rates.each / 10 * 6 {
+                over.store(true, Ordering::Relaxed);
+                break;
+            }
+        }
+    });
+    rates()
+}
+
+fn workers(team: &Team) -> usize {
+    std::thread::available_parallelism().map_or(usize::MAX, usize::from).min(team.count())
+}
+
+#[allow(clippy::cast_possible_truncation)] // casts of floats saturate
+fn per_s(amount: u64, time: Duration) -> u64 {
+    (amount as f64 / time.as_secs_f64()) as u64
+}
+
+/// Independent multiply-adds, enough of them to hide each other's latency; gives their operations.
+fn fma_chains(isa: Isa, rounds: u64) -> u64 {
+    struct Chains(u64);
+    impl Kernel for Chains {
+        type Output = u64;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> u64 {
+            // As many vectors as there are registers for, beside two constants.
+            if L::HAS_32_REGISTERS { chains::<L, 12>(l, self.0) } else { chains::<L, 5>(l, self.0) }
+        }
+    }
+    dispatch(isa, Chains(rounds))
+}
+
+#[inline(always)]
+fn chains<L: Lanes, const N: usize>(l: L, rounds: u64) -> u64 {
+    // Different starts, or the compiler would see one chain N times.
+    let mut sums = [l.splat(0.0); N];
+    for (start, sum) in [0.25_f32; N].into_iter().zip(&mut sums) {
+        *sum = l.splat(black_box(start));
+    }
+    let (factor, term) = (l.splat(black_box(0.75)), l.splat(black_box(0.5)));
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = l.fma(*sum, factor, term);
+        }
+    }
+    for sum in sums {
+        let mut result = [0.0; LANES];
+        l.store(sum, &mut result);
+        black_box(&result);
+    }
+    rounds * (N * LANES * 2) as u64
+}
+
+/// Bytes a second that all members read together, each in a part of the buffer that it has brought in itself.
+fn bytes_per_s(team: &Team, isa: Isa) -> Result<u64, DeviceError> {
+    let part_bytes = (BUFFER_BYTES / workers(team)).max(PART_BYTES) / PIECE_BYTES * PIECE_BYTES;
+    let mut buffer = AlignedBytes::zeroed(part_bytes * workers(team))?;
+    let parts: Vec<_> = buffer.as_mut_slice().chunks_exact_mut(part_bytes).map(Mutex::new).collect();
+    team.run(&|member| {
+        if let Some(part) = parts.get(member.index()) {
+            // Pages that were never written are all one page of zeros.
+            part.lock().iter_mut().step_by(PAGE).for_each(|byte| *byte = 1);
+        }
+    });
+    let read = |member: usize, number: usize| {
+        let part = parts[member].lock();
+        let start = number * PIECE_BYTES % part_bytes;
+        black_box(read_all(isa, &part[start..start + PIECE_BYTES]));
+        PIECE_BYTES as u64
+    };
+    Ok(best_rates(team, LONGEST, &read).together)
+}
+
+/// Reads all of `bytes`, a multiple of [`STREAMS`] lines.
+fn read_all(isa: Isa, bytes: &[u8]) -> f32 {
+    struct Read<'a>(&'a [u8]);
+    impl Kernel for Read<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) -> f32 {
+            let lines = self.0.as_chunks::<LINE>().0;
+            let (half, quarter) = (lines.len() / 2, lines.len() / STREAMS);
+            let ((a, b), (c, d)) = (lines[..half].split_at(quarter), lines[half..].split_at(quarter));
+            let mut sums = [l.splat(0.0); STREAMS];
+            for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+                for (sum, line) in sums.iter_mut().zip([a, b, c, d]) {
+                    *sum = l.add(*sum, l.load_f32_bytes(line));
+                }
+            }
+            l.sum(l.add(l.add(sums[0], sums[1]), l.add(sums[2], sums[3])))
+        }
+    }
+    dispatch(isa, Read(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peaks_are_measured_once_for_a_path_and_a_number_of_threads() {
+        for &isa in Isa::available() {
+            let team = Team::new(Some(2)).unwrap();
+            let first = peaks(&team, isa).unwrap();
+            assert!(first.f32_flops_per_s > 0 && first.int8_ops_per_s > 0 && first.read_bytes_per_s > 0, "{first:?}");
+            // To the last digit, and at once.
+            assert_eq!(peaks(&Team::new(Some(2)).unwrap(), isa).unwrap(), first);
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! Memory of the CPU device: aligned buffers, and the ways in which several may use pieces of one at a time.
+//!
+//! | | who uses pieces of a buffer | how they are kept apart |
+//! |---|---|---|
+//! | [`Loans`] | steps of one run: any number reads, one writes | ranges are compared as they are asked for |
+//! | [`Parts`] | members of a team: rows or columns of a matrix | cut once, each part claimed once |
+//! | [`Pieces`] | members of a team: equal pieces in any order | a bit a piece |
+//!
+//! Callers need no `unsafe`: what breaks the rules is refused or panics, never a race. Nothing here grows or moves a buffer.
+
+#![allow(unsafe_code)]
+
+mod borrows;
+mod disjoint_chunks;
+mod partition;
+
+pub use borrows::Loans;
+pub use disjoint_chunks::Pieces;
+pub use partition::{Parts, Tile};
+
+use crate::device::DeviceError;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// A cache line and an AVX-512 register.
+pub const ALIGNMENT: usize = 64;
+/// From here on a buffer is mapped directly and backed by huge pages where the system has them: 28 instead of 25 GB/s.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Zeroed bytes at an address that is a multiple of 64. Large ones are untouched pages until written, so that the threads
+/// that fill them bring them in.
+#[derive(Debug)]
+pub struct AlignedBytes {
+    start: NonNull<u8>,
+    len: usize,
+    /// What `start` points into; other buffers may have other parts of it. None if there are no bytes.
+    memory: Option<Arc<Memory>>,
+}
+
+// SAFETY: the buffer is owned memory without interior mutability.
+unsafe impl Send for AlignedBytes {}
+// SAFETY: as above; `&AlignedBytes` only reads.
+unsafe impl Sync for AlignedBytes {}
+
+impl AlignedBytes {
+    /// `len` zero bytes, or a typed error if the system has no room for them.
+    pub fn zeroed(len: usize) -> Result<Self, DeviceError> {
+        let Some((start, memory)) = (len > 0).then(|| Memory::zeroed(len)).transpose()? else {
+            return Ok(Self { start: NonNull::<Aligned>::dangling().cast(), len, memory: None });
+        };
+        Ok(Self { start, len, memory: Some(Arc::new(memory)) })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: `start` is valid for `len` initialised (zeroed) bytes for as long as `self` lives.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    /// The bytes, to write.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as `as_slice`, and `&mut self` is the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+/// Gives empty buffers an aligned address.
+#[repr(align(64))]
+struct Aligned;
+
+/// Many buffers in one: such as are too small to have huge pages of their own share some.
+#[derive(Debug)]
+pub struct Slab {
+    rest: AlignedBytes,
+}
+
+impl Slab {
+    /// Room for buffers of `len` bytes together, each rounded up to [`ALIGNMENT`].
+    pub fn new(len: usize) -> Result<Self, DeviceError> {
+        Ok(Self { rest: AlignedBytes::zeroed(len)? })
+    }
+
+    /// The next `len` bytes, zeroed; a buffer of its own where there is no room left.
+    pub fn take(&mut self, len: usize) -> Result<AlignedBytes, DeviceError> {
+        let Some(taken) = len.checked_next_multiple_of(ALIGNMENT).filter(|&taken| taken <= self.rest.len) else {
+            return AlignedBytes::zeroed(len);
+        };
+        let buffer = AlignedBytes { start: self.rest.start, len, memory: self.rest.memory.clone() };
+        // SAFETY: at most the end of the rest, and from now on none of its bytes are the buffer's.
+        self.rest.start = unsafe { self.rest.start.add(taken) };
+        self.rest.len -= taken;
+        Ok(buffer)
+    }
+}
+
+/// Memory that is given back when the last of its buffers is gone.
+#[derive(Debug)]
+enum Memory {
+    /// Base and length of a mapping, which is longer than what is used of it.
+    #[cfg(target_os = "linux")]
+    Mapped(NonNull<u8>, usize),
+    Allocated(NonNull<u8>, Layout),
+}
+
+// SAFETY: it is only owned here; what it points to is reached through buffers.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// `len` > 0 zero bytes and where they start.
+    fn zeroed(len: usize) -> Result<(NonNull<u8>, Self), DeviceError> {
+        let refused =
+            || DeviceError::OutOfMemory { kind: "host", asked_bytes: len as u64, free_bytes: available_bytes() };
+        #[cfg(target_os = "linux")]
+        if len >= HUGE_PAGE {
+            return Self::mapped(len).ok_or_else(refused);
+        }
+        let layout = Layout::from_size_align(len, ALIGNMENT).map_err(|_| refused())?;
+        // SAFETY: the layout's size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        Ok((start, Self::Allocated(start, layout)))
+    }
+
+    #[cfg(target_os = "linux")]
+    fn mapped(len: usize) -> Option<(NonNull<u8>, Self)> {
+        let mapped = len.checked_add(HUGE_PAGE)?.checked_next_multiple_of(4096)?;
+        // SAFETY: an anonymous private mapping at an address of the system's choice touches no memory of ours.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return None;
+        }
+        let base = NonNull::new(base.cast::<u8>())?;
+        let skip = base.as_ptr().align_offset(HUGE_PAGE);
+        // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes lie within the mapping.
+        let start = unsafe { base.add(skip) };
+        // SAFETY: the range lies within the mapping. Huge pages are a wish: a refusal changes speed only.
+        unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+        Some((start, Self::Mapped(base, mapped)))
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        match *self {
+            #[cfg(target_os = "linux")]
+            Self::Mapped(base, mapped) => {
+                // SAFETY: exactly the mapping made in `mapped`; nothing borrows it any more.
+                unsafe { libc::munmap(base.as_ptr().cast(), mapped) };
+            }
+            // SAFETY: allocated in `zeroed` with this layout.
+            Self::Allocated(start, layout) => unsafe { dealloc(start.as_ptr(), layout) },
+        }
+    }
+}
+
+/// Memory the system could still give, for the error message; 0 if it does not say.
+pub(in crate::device::cpu) fn available_bytes() -> u64 {
+    let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return 0 };
+    text.lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(0, |kib| kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_aligned_zeroed_and_writable_to_the_end() {
+        for len in [0, 1, 63, 4096, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 5] {
+            let mut bytes = AlignedBytes::zeroed(len).unwrap();
+            assert_eq!(bytes.as_slice().as_ptr().align_offset(ALIGNMENT), 0);
+            assert!(bytes.len() == len && bytes.as_slice().iter().all(|&byte| byte == 0));
+            bytes.as_mut_slice().fill(7);
+            assert!(bytes.as_slice().iter().all(|&byte| byte == 7));
+        }
+    }
+
+    #[test]
+    fn buffers_of_a_slab_are_their_own_and_outlive_it() {
+        for len in [1000, 2 * HUGE_PAGE] {
+            let mut slab = Slab::new(len).unwrap();
+            let lens = [0, 1, 64, 65, len / 2, 7, len, 1];
+            let mut buffers = lens.map(|len| slab.take(len).unwrap());
+            drop(slab);
+            for ((bytes, len), fill) in buffers.iter_mut().zip(lens).zip(1..) {
+                assert!(bytes.as_slice().iter().all(|&byte| byte == 0) && bytes.len() == len);
+                assert_eq!(bytes.as_slice().as_ptr().align_offset(ALIGNMENT), 0);
+                bytes.as_mut_slice().fill(fill);
+            }
+            for (bytes, fill) in buffers.into_iter().zip(1..) {
+                assert!(bytes.as_slice().iter().all(|&byte| byte == fill), "{fill} of {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn too_much_is_a_typed_error() {
+        for len in [usize::MAX, isize::MAX as usize, 1 << 60] {
+            let error = AlignedBytes::zeroed(len).unwrap_err();
+            assert!(matches!(error, DeviceError::OutOfMemory { asked_bytes, .. } if asked_bytes == len as u64));
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Instructions of aarch64 without an intrinsic that is stable in the oldest compiler this crate supports.
+
+#![allow(unsafe_code)]
+
+use std::arch::aarch64::{float32x4_t, int8x16_t, int16x8_t, int32x4_t, uint16x4_t};
+use std::arch::asm;
+
+/// Four f16 as f32, exactly; NaN becomes quiet.
+#[inline(always)]
+pub(crate) fn widen_f16(halves: uint16x4_t) -> float32x4_t {
+    let wide;
+    // SAFETY: every aarch64 machine has it, and it touches nothing but registers. (It may raise a flag of the floating-point
+    // status, hence no `preserves_flags`.)
+    unsafe {
+        asm!("fcvtl {0:v}.4s, {1:v}.4h", lateout(vreg) wide, in(vreg) halves, options(pure, nomem, nostack));
+    };
+    wide
+}
+
+/// Four f32 rounded to f16, to nearest even; NaN becomes quiet.
+#[inline(always)]
+pub(crate) fn narrow_f16(values: float32x4_t) -> uint16x4_t {
+    let halves;
+    // SAFETY: as above.
+    unsafe {
+        asm!("fcvtn {0:v}.4h, {1:v}.4s", lateout(vreg) halves, in(vreg) values, options(pure, nomem, nostack));
+    };
+    halves
+}
+
+/// `sums + Σ of 4 bytes of w · x`, all signed, for each 32-bit lane of `w` and the four bytes at lane `LANE` of `x`.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+pub(crate) fn dot<const LANE: i32>(mut sums: int32x4_t, w: int8x16_t, x: int8x16_t) -> int32x4_t {
+    // SAFETY: the function has the feature, and the instruction touches nothing but registers.
+    unsafe {
+        asm!(
+            "sdot {0:v}.4s, {1:v}.16b, {2:v}.4b[{3}]",
+            inout(vreg) sums,
+            in(vreg) w,
+            in(vreg) x,
+            const LANE,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    };
+    sums
+}
+
+/// The same. The compiler does not see that, and so leaves a chain of `smlal` as it is: it would make pairs of products of it
+/// and one more addition for each.
+#[inline(always)]
+pub(crate) fn chained(mut sums: int16x8_t) -> int16x8_t {
+    // SAFETY: there is no instruction.
+    unsafe { asm!("/* {0:v} */", inout(vreg) sums, options(pure, nomem, nostack, preserves_flags)) };
+    sums
+}
+
+/// Brings the cache line of an address into the first-level cache, as a hint; any address is allowed.
+#[inline(always)]
+#[allow(clippy::pointers_in_nomem_asm_block)] // what a hint reads cannot be seen
+pub(crate) fn prefetch(address: *const u8) {
+    // SAFETY: a hint never faults and changes nothing a program can see.
+    unsafe { asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nomem, nostack, preserves_flags)) };
+}
+
+/// The same for the second-level cache.
+#[inline(always)]
+#[allow(clippy::pointers_in_nomem_asm_block)] // as above
+pub(crate) fn prefetch_second_level(address: *const u8) {
+    // SAFETY: as above.
+    unsafe { asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nomem, nostack, preserves_flags)) };
+}

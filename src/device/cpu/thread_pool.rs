@@ -1,0 +1,619 @@
+//! A fixed team of threads that runs one closure at a time, the caller being member 0.
+//!
+//! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
+//! every run (a result cannot depend on timing), and that a panic in one member ends the run on all of them and comes out
+//! of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
+//! slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
+//!
+//! In a run without barriers ([`Team::share`]) the work is cut into more parts than there are threads, and it is open which
+//! thread does one: each begins with its own, then takes those that nobody has begun. So nobody waits for a thread that has no
+//! processor, because another program has it, or whose memory is slower just now, or that is slower to hear of a short run than
+//! the run takes.
+//!
+//! ```text
+//! run:   caller  job ─ epoch+1 ─ own parts ─ (parts not begun) ─ wait left == parts ─ raise a panic, if any
+//!        thread  wait epoch ─── own parts ─ (parts not begun) ─ wait epoch …
+//! ```
+//!
+//! A part of run `e` is begun by moving its counter from `e - 1` to `e`. Every run moves every counter, so that succeeds once,
+//! in run `e` only, and the run does not end before what was begun has ended.
+
+#![allow(unsafe_code)]
+
+use crate::device::DeviceError;
+use parking_lot::{Condvar, Mutex};
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Most members a team can have: the width of the claim masks in [`arena`](super::memory).
+pub const MAX_MEMBERS: usize = 256;
+
+/// Parts that a thread begins with in a shared run. Two are enough for the other threads to take one over; with more the
+/// streams that products read get short.
+const PARTS_PER_THREAD: u32 = 2;
+
+/// Spinning longer than a wake-up costs (5-50 µs by scheduler and load) cannot pay off.
+const SPIN: Duration = Duration::from_micros(20);
+/// Between two steps the host samples and schedules; sleeping in that gap would add a wake-up to every step.
+const YIELD: Duration = Duration::from_micros(200);
+/// Spins between two looks at the clock, which costs about as much as 20 of them.
+const SPINS_PER_LOOK: u32 = 128;
+
+type Body<'a> = dyn Fn(&Member<'_>) + Sync + 'a;
+type Payload = Box<dyn Any + Send>;
+
+/// What a run does.
+#[derive(Clone, Copy)]
+struct Job {
+    body: &'static Body<'static>,
+    /// Whether each member's part runs on a thread of its own, so that they can wait for each other.
+    together: bool,
+}
+
+impl std::fmt::Debug for Job {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Job").field("together", &self.together).finish_non_exhaustive()
+    }
+}
+
+/// Keeps what members spin on away from what others write.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Line<T>(T);
+
+#[derive(Debug)]
+struct Shared {
+    count: u32,
+    /// Parts of a shared run; in others each thread has one.
+    parts: u32,
+    /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `parts`.
+    job: UnsafeCell<Option<Job>>,
+    /// The last run in which each part was begun.
+    begun: Box<[Line<AtomicU32>]>,
+    /// Number of runs so far; moving it starts one.
+    epoch: Line<AtomicU32>,
+    /// Parts of the current run that have ended.
+    left: Line<AtomicU32>,
+    /// Members that reached the current barrier.
+    arrived: Line<AtomicU32>,
+    /// Number of barriers passed so far; moving it opens one.
+    passed: Line<AtomicU32>,
+    sleepers: AtomicU32,
+    stop: AtomicBool,
+    lock: Mutex<()>,
+    wake: Condvar,
+    /// The first panic of the run, and whether members left each other waiting at a barrier.
+    panic: Mutex<Option<Payload>>,
+    uneven: AtomicBool,
+}
+
+// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no part runs (before `epoch`
+// moves and after all have left) and members read it only behind a part that they have begun; `epoch` and `left` order the
+// two.
+unsafe impl Sync for Shared {}
+// SAFETY: the reference in `job` is to a `Sync` closure.
+unsafe impl Send for Shared {}
+
+/// Raised in members that wait for one which will not come; never seen outside.
+struct Abandoned;
+
+thread_local! {
+    /// The team whose body this thread is in, to refuse a run within a run, which could never end.
+    static INSIDE: Cell<*const Shared> = const { Cell::new(std::ptr::null()) };
+    /// Whether this thread has slept in a lock before.
+    static HAS_SLEPT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A thread's first sleep makes the lock library enter it in a table, which may have to grow. Whether a run has to sleep
+/// is a matter of timing; so each thread does it once at its start, for no time at all.
+fn sleep_once() {
+    if !HAS_SLEPT.replace(true) {
+        let nobody = Mutex::new(());
+        let _timed_out = Condvar::new().wait_for(&mut nobody.lock(), Duration::ZERO);
+    }
+}
+
+impl Shared {
+    /// Returns once `ready` does. Whoever makes it true must call [`Self::notify`] afterwards; both sides use `SeqCst`, so
+    /// either the waiter sees the change or the notifier sees the sleeper.
+    fn wait(&self, ready: impl Fn() -> bool) {
+        for _ in 0..SPINS_PER_LOOK {
+            if ready() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let start = Instant::now();
+        loop {
+            let waited = start.elapsed();
+            if waited > YIELD {
+                break;
+            }
+            if waited > SPIN {
+                std::thread::yield_now();
+                if ready() {
+                    return;
+                }
+                continue;
+            }
+            for _ in 0..SPINS_PER_LOOK {
+                if ready() {
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        let mut guard = self.lock.lock();
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while !ready() {
+            self.wake.wait(&mut guard);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn notify(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            let _guard = self.lock.lock();
+            self.wake.notify_all();
+        }
+    }
+
+    /// Begins a part of a run, unless somebody has.
+    fn begin(&self, part: u32, epoch: u32) -> bool {
+        let begun = &self.begun[part as usize].0;
+        begun.compare_exchange(epoch.wrapping_sub(1), epoch, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    /// Runs a thread's own parts of a run in order, as far as nobody has begun them, and then, if they may be anybody's, those
+    /// of the threads behind it, the last first: their owners come to these last.
+    fn take_parts(&self, thread: u32, epoch: u32) {
+        let each = self.parts / self.count;
+        for other in (thread..self.count).chain(0..thread) {
+            for turn in 0..each {
+                let part = other * each + if other == thread { turn } else { each - 1 - turn };
+                if !self.begin(part, epoch) {
+                    continue;
+                }
+                // SAFETY: a part of the run is begun and has not ended, so the run has not; the caller wrote `job` before it
+                // moved `epoch`.
+                let Some(job) = (unsafe { *self.job.get() }) else { return };
+                if job.together {
+                    return self.part(thread, self.count, job);
+                }
+                self.part(part, self.parts, job);
+            }
+        }
+    }
+
+    /// Runs the body for one of `count` members and reports its end, panic or not.
+    fn part(&self, index: u32, count: u32, job: Job) {
+        let shared = job.together.then_some(self);
+        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&Member { shared, index, count })));
+        if let Err(payload) = outcome {
+            if payload.is::<Abandoned>() {
+                self.uneven.store(true, Ordering::Relaxed);
+            } else {
+                self.panic.lock().get_or_insert(payload);
+            }
+        }
+        self.left.0.fetch_add(1, Ordering::SeqCst);
+        self.notify();
+    }
+
+    fn work(&self, index: u32) {
+        INSIDE.set(self);
+        sleep_once();
+        let mut seen = 0;
+        loop {
+            self.wait(|| self.epoch.0.load(Ordering::SeqCst) != seen || self.stop.load(Ordering::SeqCst));
+            if self.stop.load(Ordering::SeqCst) {
+                return;
+            }
+            // Runs that others ended meanwhile are gone.
+            seen = self.epoch.0.load(Ordering::SeqCst);
+            self.take_parts(index, seen);
+        }
+    }
+
+    fn barrier(&self) {
+        let passed = self.passed.0.load(Ordering::SeqCst);
+        if self.arrived.0.fetch_add(1, Ordering::SeqCst) + 1 == self.count {
+            self.arrived.0.store(0, Ordering::Relaxed);
+            self.passed.0.store(passed.wrapping_add(1), Ordering::SeqCst);
+            self.notify();
+            return;
+        }
+        // In a run with barriers each thread has one part; the others count as ended from the start.
+        let ended = self.parts - self.count;
+        self.wait(|| self.passed.0.load(Ordering::SeqCst) != passed || self.left.0.load(Ordering::SeqCst) > ended);
+        // A member may have passed this barrier and left already: only an unopened barrier is an abandoned one.
+        if self.passed.0.load(Ordering::SeqCst) == passed {
+            resume_unwind(Box::new(Abandoned));
+        }
+    }
+}
+
+/// One member's view of a run: a thread's, or, in a shared run, that of whoever does a part.
+#[derive(Clone, Copy, Debug)]
+pub struct Member<'a> {
+    shared: Option<&'a Shared>,
+    index: u32,
+    count: u32,
+}
+
+impl Member<'_> {
+    /// This member, `0..count`; in [`Team::run`] 0 is the thread that called it.
+    pub fn index(&self) -> usize {
+        self.index as usize
+    }
+
+    /// Members of the run.
+    pub fn count(&self) -> usize {
+        self.count as usize
+    }
+
+    /// Waits until every member is here; what any wrote before, all see after. All members must meet the same number of
+    /// barriers in a run: otherwise the run ends in a panic on the caller.
+    ///
+    /// # Panics
+    /// In [`Team::share`], whose members may be one thread.
+    pub fn barrier(&self) {
+        match self.shared {
+            Some(shared) => shared.barrier(),
+            None => assert!(self.count == 1, "a barrier between parts that may be one thread's"),
+        }
+    }
+
+    /// This member's share of `n` items, cut at multiples of `granule`.
+    pub fn span(&self, n: usize, granule: usize) -> Range<usize> {
+        split(n, granule, self.count(), self.index())
+    }
+}
+
+/// Part `index` of `parts` of `0..n`, cut at multiples of `granule`: ascending, disjoint, together all of it, and within
+/// one granule of even. The one split that everything on this device uses.
+pub fn split(n: usize, granule: usize, parts: usize, index: usize) -> Range<usize> {
+    let granules = n.div_ceil(granule);
+    let cut = |i: usize| (granules * i / parts * granule).min(n);
+    cut(index)..cut(index + 1)
+}
+
+/// A fixed team of threads. Dropping it ends and joins them.
+#[derive(Debug)]
+pub struct Team {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// One run at a time.
+    turn: Mutex<()>,
+}
+
+impl Team {
+    /// A team of `threads` members, the caller included; by default one for each CPU that this process may use, by its
+    /// affinity mask and its cgroup's quota.
+    pub fn new(threads: Option<usize>) -> Result<Self, DeviceError> {
+        let count = match threads {
+            Some(count) if (1..=MAX_MEMBERS).contains(&count) => count,
+            Some(count) => {
+                return Err(DeviceError::Invalid { what: format!("threads: got {count}, expected 1..={MAX_MEMBERS}") });
+            }
+            // The standard library reads sched_getaffinity and the CPU quota of cgroups v1 and v2.
+            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_MEMBERS),
+        };
+        let count = u32::try_from(count).unwrap_or(1);
+        let fits = (count * PARTS_PER_THREAD) as usize <= MAX_MEMBERS;
+        let parts = if count > 1 && fits { count * PARTS_PER_THREAD } else { count };
+        let mut team = Self {
+            shared: Arc::new(Shared {
+                count,
+                parts,
+                job: UnsafeCell::new(None),
+                begun: (0..parts).map(|_| Line::default()).collect(),
+                epoch: Line::default(),
+                left: Line::default(),
+                arrived: Line::default(),
+                passed: Line::default(),
+                sleepers: AtomicU32::new(0),
+                stop: AtomicBool::new(false),
+                lock: Mutex::new(()),
+                wake: Condvar::new(),
+                panic: Mutex::new(None),
+                uneven: AtomicBool::new(false),
+            }),
+            threads: Vec::with_capacity(count as usize),
+            turn: Mutex::new(()),
+        };
+        for index in 1..count {
+            let shared = Arc::clone(&team.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("ascend-cpu-{index}"))
+                .spawn(move || shared.work(index))
+                .map_err(|error| DeviceError::Call {
+                    call: "spawn a thread",
+                    code: error.raw_os_error().unwrap_or(0),
+                    message: error.to_string(),
+                })?;
+            team.threads.push(thread);
+        }
+        Ok(team)
+    }
+
+    /// Threads, the caller included.
+    pub fn count(&self) -> usize {
+        self.shared.count as usize
+    }
+
+    /// Members of a shared run: as many for each thread, neighbours.
+    pub fn parts(&self) -> usize {
+        self.shared.parts as usize
+    }
+
+    /// Runs `body` once in every member, each on a thread of its own, and returns when all have ended. A second caller waits
+    /// its turn.
+    ///
+    /// # Panics
+    /// With the first member's panic, after all have ended; if members met different numbers of barriers; or if called from
+    /// within a run of the same team.
+    pub fn run(&self, body: &Body<'_>) {
+        self.start(body, true);
+    }
+
+    /// Runs `body` once for each of [`parts`](Self::parts) members, which do not wait for each other: one thread may do the
+    /// parts of several, one after the other.
+    ///
+    /// # Panics
+    /// As [`run`](Self::run).
+    pub fn share(&self, body: &Body<'_>) {
+        self.start(body, false);
+    }
+
+    /// The same for work so short that handing it to others would take longer: the caller does the parts of all members,
+    /// one after the other, and no other thread hears of it. A panic leaves the parts behind it undone.
+    ///
+    /// # Panics
+    /// With the body's panic.
+    pub fn alone(&self, body: &Body<'_>) {
+        let count = self.shared.parts;
+        for index in 0..count {
+            body(&Member { shared: None, index, count });
+        }
+    }
+
+    fn start(&self, body: &Body<'_>, together: bool) {
+        let shared = &*self.shared;
+        if shared.count == 1 {
+            return body(&Member { shared: None, index: 0, count: 1 });
+        }
+        sleep_once();
+        let this: *const Shared = shared;
+        assert!(INSIDE.get() != this, "a member called run on its own team");
+        let turn = self.turn.lock();
+        let next = shared.epoch.0.load(Ordering::Relaxed).wrapping_add(1);
+        let each = shared.parts / shared.count;
+        let taken = if together { shared.parts - shared.count } else { 0 };
+        if together {
+            // A thread has one part, its first; the others are begun and have ended.
+            let others = (0..shared.parts).filter(|part| !part.is_multiple_of(each));
+            others.for_each(|part| shared.begun[part as usize].0.store(next, Ordering::SeqCst));
+        }
+        shared.left.0.store(taken, Ordering::Relaxed);
+        shared.arrived.0.store(0, Ordering::Relaxed);
+        // SAFETY: only the lifetime is changed. Members use the reference before they leave, and this function does not
+        // return or unwind before all have left: `Shared::part` catches every panic.
+        let body = unsafe { std::mem::transmute::<&Body<'_>, &'static Body<'static>>(body) };
+        // SAFETY: all parts of the runs before were begun and have ended, so nobody begins one and reads `job` now; `turn`
+        // keeps other callers out.
+        unsafe { *shared.job.get() = Some(Job { body, together }) };
+        shared.epoch.0.store(next, Ordering::SeqCst);
+        shared.notify();
+
+        let outer = INSIDE.replace(this);
+        shared.take_parts(0, next);
+        shared.wait(|| shared.left.0.load(Ordering::SeqCst) == shared.parts);
+        INSIDE.set(outer);
+
+        // SAFETY: all have left.
+        unsafe { *shared.job.get() = None };
+        let uneven = shared.uneven.swap(false, Ordering::Relaxed);
+        let panic = shared.panic.lock().take();
+        drop(turn);
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
+        assert!(!uneven, "members of a team met different numbers of barriers");
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.notify();
+        for thread in self.threads.drain(..) {
+            // A member's panics were caught, so there is nothing to hear here.
+            drop(thread.join());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn every_member_runs_once_a_run_and_sees_what_others_wrote_before_a_barrier() {
+        for count in [1, 2, 3, 7] {
+            let team = Team::new(Some(count)).unwrap();
+            let slots: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            for round in 1..200 {
+                team.run(&|member| {
+                    for phase in 0..3 {
+                        slots[member.index()].store(round * 10 + phase, Ordering::Relaxed);
+                        member.barrier();
+                        assert!(slots.iter().all(|slot| slot.load(Ordering::Relaxed) == round * 10 + phase));
+                        member.barrier();
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_in_any_member_comes_out_of_run_and_the_team_still_works() {
+        let team = Team::new(Some(3)).unwrap();
+        for bad in 0..3 {
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                team.run(&|member| {
+                    if member.index() == bad {
+                        resume_unwind(Box::new(format!("member {bad}")));
+                    }
+                    member.barrier();
+                });
+            }));
+            assert_eq!(*outcome.unwrap_err().downcast::<String>().unwrap(), format!("member {bad}"));
+            let ran = AtomicUsize::new(0);
+            team.run(&|member| {
+                member.barrier();
+                ran.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(ran.into_inner(), 3);
+        }
+    }
+
+    #[test]
+    fn uneven_barriers_and_runs_within_runs_are_refused_instead_of_hanging() {
+        let team = Team::new(Some(2)).unwrap();
+        let uneven = catch_unwind(AssertUnwindSafe(|| {
+            team.run(&|member| {
+                if member.index() == 1 {
+                    member.barrier();
+                }
+            });
+        }));
+        assert!(uneven.is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| {})))).is_err());
+        team.run(&|member| member.barrier());
+    }
+
+    #[test]
+    fn shared_parts_run_once_each_whoever_does_them() {
+        for count in [1, 2, 3, 7] {
+            let team = Team::new(Some(count)).unwrap();
+            assert_eq!(team.parts(), if count == 1 { 1 } else { 2 * count });
+            let counters = |n: usize| (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>();
+            let (ran, shared, alone) = (counters(count), counters(team.parts()), counters(team.parts()));
+            for round in 1..2000 {
+                // Runs that wait for each other in between must find every part unbegun, too.
+                if round % 5 == 0 {
+                    team.run(&|member| {
+                        member.barrier();
+                        assert_eq!(member.count(), count);
+                        ran[member.index()].fetch_add(1, Ordering::Relaxed);
+                    });
+                    team.alone(&|member| _ = alone[member.index()].fetch_add(1, Ordering::Relaxed));
+                }
+                team.share(&|member| {
+                    assert_eq!(member.count(), team.parts());
+                    shared[member.index()].fetch_add(1, Ordering::Relaxed);
+                });
+                let all = |ran: &[AtomicUsize], n| ran.iter().all(|ran| ran.load(Ordering::Relaxed) == n);
+                assert!(all(&shared, round), "{shared:?} in round {round}");
+                assert!(all(&ran, round / 5) && all(&alone, round / 5), "{ran:?}, {alone:?} in round {round}");
+            }
+        }
+    }
+
+    /// A member whose thread does not come is nobody's loss: the caller, held up until another thread has taken a part of its
+    /// own and waits in it, must do all the others.
+    #[test]
+    fn parts_of_threads_that_are_busy_are_done_by_others() {
+        let team = Team::new(Some(4)).unwrap();
+        let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        team.share(&|member| {
+            if begun.fetch_add(1, Ordering::SeqCst) == 0 {
+                // The first part lasts until all others are done, so three threads at most do these.
+                while done.load(Ordering::SeqCst) + 1 < team.parts() {
+                    std::thread::yield_now();
+                }
+            } else {
+                done.fetch_add(1, Ordering::SeqCst);
+            }
+            assert!(member.index() < team.parts());
+        });
+        assert_eq!((begun.into_inner(), done.into_inner()), (8, 7));
+    }
+
+    #[test]
+    fn barriers_between_shared_parts_and_panics_in_them_come_out() {
+        let team = Team::new(Some(2)).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| team.share(&|member| member.barrier()))).is_err());
+        for bad in 0..2 {
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                team.share(&|member| {
+                    if member.index() == bad {
+                        resume_unwind(Box::new(bad));
+                    }
+                });
+            }));
+            assert_eq!(*outcome.unwrap_err().downcast::<usize>().unwrap(), bad);
+        }
+        team.run(&|member| member.barrier());
+    }
+
+    #[test]
+    fn callers_on_several_threads_take_turns() {
+        let team = Team::new(Some(2)).unwrap();
+        let (busy, runs) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        team.run(&|member| {
+                            if member.index() == 0 {
+                                assert_eq!(busy.fetch_add(1, Ordering::SeqCst), 0);
+                            }
+                            member.barrier();
+                            if member.index() == 0 {
+                                busy.fetch_sub(1, Ordering::SeqCst);
+                                runs.fetch_add(1, Ordering::SeqCst);
+                            }
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(runs.into_inner(), 200);
+    }
+
+    #[test]
+    fn splits_cover_everything_once_at_granules() {
+        for n in [0, 1, 15, 16, 17, 48, 576, 1000] {
+            for granule in [1, 4, 16] {
+                for parts in 1..9 {
+                    let mut next = 0;
+                    for index in 0..parts {
+                        let span = split(n, granule, parts, index);
+                        assert_eq!(span.start, next);
+                        assert!(span.start.is_multiple_of(granule) || span.start == n);
+                        assert!(span.len() <= (n.div_ceil(granule).div_ceil(parts)) * granule);
+                        next = span.end;
+                    }
+                    assert_eq!(next, n);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn thread_counts_out_of_range_are_refused() {
+        for threads in [0, MAX_MEMBERS + 1] {
+            let error = Team::new(Some(threads)).unwrap_err().to_string();
+            assert!(error.contains(&format!("threads: got {threads}, expected 1..=256")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Weights as the CPU device holds them: matrices in panels, vectors in f32.
+
+pub mod pack;
+
+use super::memory::{ALIGNMENT, Slab};
+use super::thread_pool::Team;
+use crate::device::DeviceError;
+use crate::device::tensor_part::tensor_part;
+use crate::graph::{Weight, WeightId, WeightRole};
+use crate::weights::{WeightSource, convert};
+use pack::PackedMatrix;
+
+#[derive(Debug)]
+enum Packed {
+    Matrix(PackedMatrix),
+    Vector(Vec<f32>),
+}
+
+/// All weights of one model, numbered as its graph numbers them.
+#[derive(Debug)]
+pub(super) struct WeightSet {
+    packed: Vec<Packed>,
+}
+
+impl WeightSet {
+    /// Packs tensor by tensor; the source's pages of each are released behind it, so that no second copy of the weights
+    /// stands in memory.
+    pub(super) fn pack(team: &Team, source: &dyn WeightSource, weights: &[Weight]) -> Result<Self, DeviceError> {
+        let mut packed = Vec::with_capacity(weights.len());
+        let mut slab = Slab::new(slab_bytes(weights))?;
+        for weight in weights {
+            let name = &weight.name;
+            let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };
+            let data = tensor_part(source, weight)?;
+            packed.push(match (weight.role, weight.shape.as_slice()) {
+                (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {
+                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, weight.dtype, n, k, &data)?)
+                }
+                (WeightRole::Vector, &[len]) => {
+                    let mut values = vec![0.0; len];
+                    convert::dequantise(weight.dtype, &data, &mut values);
+                    Packed::Vector(values)
+                }
+                _ => return Err(invalid("has the wrong number of dimensions for its role")),
+            });
+            source.release(name);
+        }
+        Ok(Self { packed })
+    }
+
+    /// # Panics
+    /// If the weight is no matrix: checked when the program was made.
+    pub(super) fn matrix(&self, id: WeightId) -> &PackedMatrix {
+        match &self.packed[id.0 as usize] {
+            Packed::Matrix(matrix) => matrix,
+            Packed::Vector(_) => panic!("weight {} is a vector", id.0),
+        }
+    }
+
+    /// # Panics
+    /// If the weight is no vector: checked when the program was made.
+    pub(super) fn vector(&self, id: WeightId) -> &[f32] {
+        match &self.packed[id.0 as usize] {
+            Packed::Vector(vector) => vector,
+            Packed::Matrix(_) => panic!("weight {} is a matrix", id.0),
+        }
+    }
+
+    /// Whether it holds the weights a plan names, in their roles.
+    pub(super) fn serves(&self, weights: &[Weight]) -> bool {
+        self.packed.len() == weights.len()
+            && self.packed.iter().zip(weights).all(|(packed, weight)| match (packed, weight.role) {
+                (Packed::Matrix(matrix), WeightRole::Matrix | WeightRole::Table) => {
+                    [matrix.n(), matrix.k()] == weight.shape[..] && matrix.dtype() == weight.dtype
+                }
+                (Packed::Vector(vector), WeightRole::Vector) => [vector.len()] == weight.shape[..],
+                _ => false,
+            })
+    }
+}
+
+/// What all matrices take. Whatever cannot be counted is refused when it is packed.
+fn slab_bytes(weights: &[Weight]) -> usize {
+    let bytes = |weight: &Weight| match (weight.role, weight.shape.as_slice()) {
+        (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {
+            PackedMatrix::packed_bytes(weight.dtype, n, k)?.checked_next_multiple_of(ALIGNMENT)
+        }
+        _ => Some(0),
+    };
+    weights.iter().try_fold(0usize, |sum, weight| sum.checked_add(bytes(weight)?)).unwrap_or(0)
+}
