@@ -19,14 +19,14 @@
 pub mod ascend;
 pub mod cpu;
 mod error;
-mod owned;
+mod handles;
 mod peaks;
-mod tensor_part;
+mod weight_bytes;
 
 use std::fmt;
 
 pub use error::DeviceError;
-pub use owned::{OwnedBuffer, OwnedProgram, OwnedWeights};
+pub use handles::{OwnedBuffer, OwnedProgram, OwnedWeights};
 pub use peaks::Peaks;
 
 use crate::graph::{CompileError, Plan, Target, Weight};

@@ -10,18 +10,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ascend_sys::{AscendError, DeviceBuffer, Library, Ops, Pages, Runtime};
 use parking_lot::Mutex;
 
-use super::card::{Card, Facts};
-use super::cards::Cards;
-use super::desk::{Command, pairs_list};
-use super::form;
-use super::layout::{Cache, RESERVED_BLOCKS, describe};
+use super::memory::kv_layout::{Cache, RESERVED_BLOCKS, describe};
+use super::memory::staging::SLOT_BYTES;
 use super::memory::{GRANULE, padded};
 use super::options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
-use super::pack::pack;
 use super::program::Program;
-use super::staging::SLOT_BYTES;
 use super::telemetry::Telemetry;
-use super::weights::{WeightSet, activation_elem, kv_dtype, place};
+use super::weights::pack::pack;
+use super::weights::{WeightSet, activation_elem, kv_dtype, layout, place};
+use super::worker::command::{Command, pairs_list};
+use super::worker::group::Cards;
+use super::worker::{Card, Facts};
 use crate::device::{
     BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks,
     ProgramId, Span, StepArgs, StreamId, WeightSetId,
@@ -457,7 +456,7 @@ impl Device for AscendDevice {
         let (asked, list) = (self.forms, weights.to_vec());
         let chosen = self.attempt(rank, 0, move |card| {
             let base = &card.base;
-            form::choose(&list, asked, elem, &base.ops, base.shared().room().flags, &base.notes)
+            layout::choose(&list, asked, elem, &base.ops, base.shared().room().flags, &base.notes)
         })?;
         let too_large = || invalid("the weights' sizes overflow");
         let (forms, sizes): (Vec<_>, Vec<_>) = chosen.ok_or_else(too_large)?.into_iter().unzip();
@@ -468,7 +467,7 @@ impl Device for AscendDevice {
         let id = self.new_id();
         let set = WeightSet::new(buffer, elem, weights, forms.iter().copied(), places);
         self.cards.call(rank, move |card| card.add_weights(id, set))?;
-        let fill = |(index, (weight, form)): (usize, (&Weight, &form::Form))| {
+        let fill = |(index, (weight, form)): (usize, (&Weight, &layout::Form))| {
             pack(source, weight, *form, elem, &mut |stretch, at, bytes| {
                 self.attempt(rank, bytes.len() as u64, move |card| match card.weights(id) {
                     Some(set) => set.write(index, stretch, at, &bytes),

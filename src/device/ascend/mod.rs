@@ -10,34 +10,15 @@
 //!
 //! What it does not do is refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
 
-mod accord;
-mod attention;
-mod base;
-mod capture;
-mod card;
-mod cards;
-mod constants;
-mod desk;
 mod device;
-mod failure;
-mod form;
-mod layout;
-mod lower;
+mod error;
 mod memory;
 mod notes;
 mod options;
-mod pack;
-mod patience;
-mod plan_facts;
-mod power;
 mod program;
-mod queue;
-mod recipe;
-mod reply;
-mod staging;
-mod stream;
 mod telemetry;
 mod weights;
+mod worker;
 
 use std::path::Path;
 

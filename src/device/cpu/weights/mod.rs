@@ -5,7 +5,7 @@ pub mod pack;
 use super::memory::{ALIGNMENT, Slab};
 use super::thread_pool::Team;
 use crate::device::DeviceError;
-use crate::device::tensor_part::tensor_part;
+use crate::device::weight_bytes::tensor_part;
 use crate::graph::{Weight, WeightId, WeightRole};
 use crate::weights::{WeightSource, convert};
 use pack::PackedMatrix;

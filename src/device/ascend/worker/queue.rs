@@ -11,7 +11,7 @@ const CAPACITY: usize = 256;
 
 /// First in, first out.
 #[derive(Debug)]
-pub(super) struct Queue<T> {
+pub(crate) struct Queue<T> {
     state: Mutex<State<T>>,
     filled: Condvar,
     drained: Condvar,
@@ -24,13 +24,13 @@ struct State<T> {
 }
 
 impl<T> Queue<T> {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let state = State { items: VecDeque::with_capacity(CAPACITY), is_closed: false };
         Self { state: Mutex::new(state), filled: Condvar::new(), drained: Condvar::new() }
     }
 
     /// Adds what `make` gives, which is called in the queue's order; `None` once nobody takes anything any more.
-    pub(super) fn push_with<R>(&self, make: impl FnOnce() -> (T, R)) -> Option<R> {
+    pub(crate) fn push_with<R>(&self, make: impl FnOnce() -> (T, R)) -> Option<R> {
         let mut state = self.state.lock();
         while state.items.len() == CAPACITY && !state.is_closed {
             self.drained.wait(&mut state);
@@ -46,7 +46,7 @@ impl<T> Queue<T> {
     }
 
     /// Takes the oldest, waiting for one.
-    pub(super) fn pop(&self) -> T {
+    pub(crate) fn pop(&self) -> T {
         let mut state = self.state.lock();
         loop {
             if let Some(item) = state.items.pop_front() {
@@ -59,7 +59,7 @@ impl<T> Queue<T> {
     }
 
     /// Refuses everything from now on, and drops what waits.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         let left = {
             let mut state = self.state.lock();
             state.is_closed = true;

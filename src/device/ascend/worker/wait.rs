@@ -7,26 +7,26 @@ use std::time::{Duration, Instant};
 
 use ascend_sys::{AscendError, AscendErrorKind, SHIM_MISUSE};
 
-use super::failure::Failures;
+use crate::device::ascend::error::Failures;
 
 /// How often a card that waits looks whether another one has failed.
-pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
+pub(crate) const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// A limit for waits of one card.
 #[derive(Clone, Debug)]
-pub(super) struct Patience {
+pub(crate) struct Patience {
     pub limit: Duration,
     /// Of a device of several cards: what a failed card owes the others in a collective never comes.
     others: Option<Arc<Failures>>,
 }
 
 impl Patience {
-    pub(super) fn new(limit: Duration, others: Option<Arc<Failures>>) -> Self {
+    pub(crate) fn new(limit: Duration, others: Option<Arc<Failures>>) -> Self {
         Self { limit, others }
     }
 
     /// Waits by `wait`, which is given how long it may take.
-    pub(super) fn wait(&self, wait: impl Fn(Duration) -> Result<(), AscendError>) -> Result<(), AscendError> {
+    pub(crate) fn wait(&self, wait: impl Fn(Duration) -> Result<(), AscendError>) -> Result<(), AscendError> {
         let Some(failures) = &self.others else { return wait(self.limit) };
         let start = Instant::now();
         loop {
@@ -43,7 +43,7 @@ impl Patience {
 }
 
 /// What a card ends with whose partner has failed; the partner's failure is what callers hear.
-pub(super) fn elsewhere() -> AscendError {
+pub(crate) fn elsewhere() -> AscendError {
     AscendError {
         call: "aclrtSynchronizeStream",
         code: SHIM_MISUSE,

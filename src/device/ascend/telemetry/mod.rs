@@ -2,14 +2,16 @@
 
 #![forbid(unsafe_code)]
 
+pub(super) mod energy;
+
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use ascend_sys::{AscendError, Dcmi};
 
 use super::notes::Notes;
-use super::power::Meter;
 use crate::device::Peaks;
+use energy::Meter;
 
 /// Chips with what they do at most: cube operations a second at f16 (cores · 8192 · clock, from the platform files of CANN
 /// 8.1.RC1; int8 does twice as much) and bytes a second from memory (0.85 TB/s achievable by Huawei's own analysis; the

@@ -5,13 +5,13 @@
 
 use ascend_sys::ElemType;
 
-use super::form::Matrix;
-use super::weights::WeightSet;
+use crate::device::ascend::weights::WeightSet;
+use crate::device::ascend::weights::layout::Matrix;
 use crate::graph::{ActivationKind, ActivationType, CompileError, Op, OverflowPolicy, Plan, RopeStyle};
 
 /// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
 /// product, whose halves SwiGLU takes.
-pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
+pub(crate) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
     let count = plan.steps.len();
     let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
     for (at, step) in plan.steps.iter().enumerate() {
@@ -41,7 +41,7 @@ pub(super) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix
 
 /// Refuses what a plan asks for and the chip's operations do not give: activations of another type than the weights were
 /// uploaded for, values that are clamped instead of becoming infinite, heads that rotate in part.
-pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
+pub(crate) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
     let refuse = |op: &'static str, reason: String| Err(CompileError::Unsupported { op, reason });
     let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };
     if plan.overflow == OverflowPolicy::Clamp {
@@ -75,7 +75,7 @@ pub(super) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
 }
 
 /// Pairing and head size of each kind of rotation.
-pub(super) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
+pub(crate) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
     let mut styles = vec![None; plan.ropes.len()];
     for step in &plan.steps {
         let (Op::Rope { head_dim, style }

@@ -10,27 +10,27 @@ use crate::graph::Rank;
 use crate::kv_cache::{KvDType, KvGeometry};
 
 /// Blocks behind those that callers name: rows that only fill a batch up write there.
-pub(super) const RESERVED_BLOCKS: u64 = 1;
+pub(crate) const RESERVED_BLOCKS: u64 = 1;
 
 /// Keys and values that one card keeps: its share of the heads of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cache {
+pub(crate) struct Cache {
     pub geometry: KvGeometry,
 }
 
 impl Cache {
     /// The share of a rank's card.
-    pub(super) fn of_rank(all: KvGeometry, rank: Rank) -> Self {
+    pub(crate) fn of_rank(all: KvGeometry, rank: Rank) -> Self {
         Self { geometry: KvGeometry { kv_heads: rank.share(all.kv_heads).len(), ..all } }
     }
 
     /// The largest share of `cards`: what a block takes of each card's memory. A card with a smaller one has room for more
     /// blocks in a pool than its callers name.
-    pub(super) fn largest(all: KvGeometry, cards: u32) -> Self {
+    pub(crate) fn largest(all: KvGeometry, cards: u32) -> Self {
         Self::of_rank(all, Rank { index: cards.saturating_sub(1), of: cards.max(1) })
     }
 
-    pub(super) const fn elem(&self) -> ElemType {
+    pub(crate) const fn elem(&self) -> ElemType {
         match self.geometry.dtype {
             KvDType::BF16 => ElemType::BF16,
             _ => ElemType::F16,
@@ -38,34 +38,34 @@ impl Cache {
     }
 
     /// Elements of a token's keys in one layer.
-    pub(super) const fn row(&self) -> usize {
+    pub(crate) const fn row(&self) -> usize {
         self.geometry.kv_heads * self.geometry.head_dim
     }
 
     /// Bytes of a block's keys in one layer.
-    pub(super) const fn block_bytes(&self) -> usize {
+    pub(crate) const fn block_bytes(&self) -> usize {
         self.geometry.block_size * self.row() * 2
     }
 
     /// Blocks of a pool, reserved ones included.
-    pub(super) fn blocks(&self, pool_bytes: u64) -> usize {
+    pub(crate) fn blocks(&self, pool_bytes: u64) -> usize {
         usize::try_from(pool_bytes).unwrap_or(usize::MAX) / self.geometry.bytes_per_block()
     }
 
     /// Bytes from a pool's start to a layer's keys (`side` 0) or values (1).
-    pub(super) const fn offset(&self, layer: usize, side: usize, blocks: usize) -> usize {
+    pub(crate) const fn offset(&self, layer: usize, side: usize, blocks: usize) -> usize {
         (2 * layer + side) * blocks * self.block_bytes()
     }
 }
 
 /// How `cards` lay out blocks of all ranks' heads: a block is the bytes that each card has of it.
-pub(super) fn describe(all: KvGeometry, cards: u32) -> KvLayout {
+pub(crate) fn describe(all: KvGeometry, cards: u32) -> KvLayout {
     let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = all;
     let cut = if cards > 1 { format!("-c{cards}") } else { String::new() };
     KvLayout {
         id: format!("ascend-BnBsH-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}{cut}"),
         bytes_per_block: Cache::largest(all, cards).geometry.bytes_per_block() as u64,
-        alignment: super::memory::GRANULE as u64,
+        alignment: super::GRANULE as u64,
         reserved_blocks: RESERVED_BLOCKS,
     }
 }

@@ -11,35 +11,35 @@ use std::sync::Arc;
 use ascend_sys::{AscendError, Context, DeviceAddress, PinnedBuffer, Stream};
 use parking_lot::{Condvar, Mutex};
 
-use super::patience::Patience;
+use crate::device::ascend::worker::wait::Patience;
 
 /// Bytes of a slot: ids, positions or tables of a large step fit one.
-pub(super) const SLOT_BYTES: usize = 64 << 10;
+pub(crate) const SLOT_BYTES: usize = 64 << 10;
 /// Slots of callers: a step takes about six.
-pub(super) const SLOTS: usize = 64;
+pub(crate) const SLOTS: usize = 64;
 /// Slots of the device's thread, which must not wait for those that lie in the queue before it: a launch takes one.
-pub(super) const OWN_SLOTS: usize = 8;
+pub(crate) const OWN_SLOTS: usize = 8;
 
 /// Free slots, for callers and the device's thread.
 #[derive(Debug)]
-pub(super) struct FreeSlots {
+pub(crate) struct FreeSlots {
     state: Mutex<(Vec<PinnedBuffer>, bool)>,
     returned: Condvar,
 }
 
 impl FreeSlots {
-    pub(super) fn new(context: &Context, count: usize) -> Result<Self, AscendError> {
+    pub(crate) fn new(context: &Context, count: usize) -> Result<Self, AscendError> {
         let slots = (0..count).map(|_| PinnedBuffer::new(context, SLOT_BYTES)).collect::<Result<_, _>>()?;
         Ok(Self { state: Mutex::new((slots, false)), returned: Condvar::new() })
     }
 
     /// A free slot, if there is one.
-    pub(super) fn try_take(&self) -> Option<PinnedBuffer> {
+    pub(crate) fn try_take(&self) -> Option<PinnedBuffer> {
         self.state.lock().0.pop()
     }
 
     /// A free slot, waiting for one; none once the device has ended.
-    pub(super) fn take(&self) -> Option<PinnedBuffer> {
+    pub(crate) fn take(&self) -> Option<PinnedBuffer> {
         let mut state = self.state.lock();
         loop {
             if state.1 {
@@ -52,13 +52,13 @@ impl FreeSlots {
         }
     }
 
-    pub(super) fn give(&self, slot: PinnedBuffer) {
+    pub(crate) fn give(&self, slot: PinnedBuffer) {
         self.state.lock().0.push(slot);
         self.returned.notify_one();
     }
 
     /// Takes all slots away; nobody waits from now on.
-    pub(super) fn close(&self) -> Vec<PinnedBuffer> {
+    pub(crate) fn close(&self) -> Vec<PinnedBuffer> {
         let mut state = self.state.lock();
         state.1 = true;
         let slots = std::mem::take(&mut state.0);
@@ -70,30 +70,30 @@ impl FreeSlots {
 
 /// Where a stream is, in copies it was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(crate) struct Mark {
     pub stream: usize,
     pub count: u64,
 }
 
 /// Slots whose copies may still run, oldest first.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(crate) struct InFlight {
     slots: VecDeque<(PinnedBuffer, Mark)>,
     free: Arc<FreeSlots>,
 }
 
 impl InFlight {
-    pub(super) fn new(free: Arc<FreeSlots>) -> Self {
+    pub(crate) fn new(free: Arc<FreeSlots>) -> Self {
         Self { slots: VecDeque::with_capacity(SLOTS), free }
     }
 
     /// Where slots go when they are free.
-    pub(super) fn free(&self) -> &FreeSlots {
+    pub(crate) fn free(&self) -> &FreeSlots {
         &self.free
     }
 
     /// Queues the copy of a slot's first bytes, and keeps the slot.
-    pub(super) fn copy_in(
+    pub(crate) fn copy_in(
         &mut self,
         slot: PinnedBuffer,
         bytes: usize,
@@ -110,12 +110,12 @@ impl InFlight {
     }
 
     /// The oldest slot's mark.
-    pub(super) fn oldest(&self) -> Option<Mark> {
+    pub(crate) fn oldest(&self) -> Option<Mark> {
         self.slots.front().map(|(_, mark)| *mark)
     }
 
     /// Frees the slots that a stream has passed.
-    pub(super) fn reclaim(&mut self, passed: Mark) {
+    pub(crate) fn reclaim(&mut self, passed: Mark) {
         for _ in 0..self.slots.len() {
             let Some((slot, mark)) = self.slots.pop_front() else { return };
             if mark.stream == passed.stream && mark.count <= passed.count {
@@ -128,7 +128,7 @@ impl InFlight {
 }
 
 /// Copies device memory to `landing` and waits for it.
-pub(super) fn copy_out(
+pub(crate) fn copy_out(
     landing: &mut PinnedBuffer,
     src: DeviceAddress,
     bytes: usize,
@@ -144,7 +144,7 @@ pub(super) fn copy_out(
 }
 
 /// Queues a copy between device memory and a pinned buffer of the caller's.
-pub(super) fn copy_pinned(
+pub(crate) fn copy_pinned(
     pinned: &PinnedBuffer,
     offset: usize,
     device: DeviceAddress,

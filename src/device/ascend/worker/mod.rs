@@ -2,6 +2,13 @@
 
 #![forbid(unsafe_code)]
 
+pub(super) mod command;
+pub(super) mod consensus;
+pub(super) mod group;
+pub(super) mod queue;
+pub(super) mod readback;
+pub(super) mod wait;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -10,23 +17,22 @@ use ascend_sys::{
     RootInfo, Runtime, TensorDesc,
 };
 
-use super::accord::Accord;
-use super::base::Base;
-use super::capture;
-use super::desk::{Closing, Command, Desk};
-use super::failure::{Failures, device_error};
-use super::layout::Cache;
-use super::lower::{Results, words};
+use super::error::{Failures, device_error};
+use super::memory::kv_layout::Cache;
+use super::memory::staging::{FreeSlots, SLOTS, copy_out, copy_pinned};
 use super::memory::{padded, zeroed};
 use super::notes::Notes;
-use super::patience::Patience;
-use super::program::{Batch, Program};
-use super::queue::Queue;
-use super::reply::Landing;
-use super::staging::{FreeSlots, SLOTS, copy_out, copy_pinned};
+use super::program::context::Base;
+use super::program::lower::{Results, words};
+use super::program::{Batch, Program, capture};
 use super::weights::WeightSet;
 use crate::device::{Bindings, DeviceError, LaunchShape, MemKind, Span};
 use crate::graph::Rank;
+use command::{Closing, Command, Desk};
+use consensus::Accord;
+use queue::Queue;
+use readback::Landing;
+use wait::Patience;
 
 /// Most bytes that come back in one copy; larger reads take several.
 const LANDING_BYTES: usize = 64 << 20;

@@ -3,12 +3,15 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod tests;
+
 use ascend_sys::ElemType;
 use half::{bf16, f16};
 
-use super::form::{Form, GROUP, zero_row_bytes};
+use super::layout::{Form, GROUP, zero_row_bytes};
 use crate::device::DeviceError;
-use crate::device::tensor_part::tensor_part;
+use crate::device::weight_bytes::tensor_part;
 use crate::graph::Weight;
 use crate::weights::convert::Group;
 use crate::weights::{DType, WeightSource, convert};
@@ -22,7 +25,7 @@ const MOST_OFFSET: f32 = 32_768.0;
 
 /// Which of a weight's three stretches a piece belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stretch {
+pub(crate) enum Stretch {
     Values,
     Scales,
     Offsets,
@@ -35,7 +38,7 @@ type Write<'a> = dyn FnMut(Stretch, usize, Vec<u8>) -> Result<(), DeviceError> +
 ///
 /// # Errors
 /// [`DeviceError::Invalid`] names a tensor that is not what the graph says, or has finite values that f16 does not hold.
-pub(super) fn pack(
+pub(crate) fn pack(
     source: &dyn WeightSource,
     weight: &Weight,
     form: Form,
@@ -245,6 +248,3 @@ fn narrow(value: f32, elem: ElemType) -> f32 {
 fn narrow_bytes(value: f32, elem: ElemType) -> [u8; 2] {
     if elem == ElemType::BF16 { bf16::from_f32(value).to_le_bytes() } else { f16::from_f32(value).to_le_bytes() }
 }
-
-#[cfg(test)]
-mod tests;

@@ -16,19 +16,19 @@ use std::thread::JoinHandle;
 use ascend_sys::{AscendError, Collectives, Library, RootInfo, Runtime};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::accord::Accord;
-use super::card::{Card, Facts, Opening};
-use super::desk::{Command, Desk};
-use super::failure::Failures;
-use super::notes::Notes;
-use super::options::{AscendOpenError, AscendOptions};
-use super::patience::Patience;
+use super::command::{Command, Desk};
+use super::consensus::Accord;
+use super::wait::Patience;
+use super::{Card, Facts, Opening};
 use crate::device::DeviceError;
+use crate::device::ascend::error::Failures;
+use crate::device::ascend::notes::Notes;
+use crate::device::ascend::options::{AscendOpenError, AscendOptions};
 use crate::graph::Rank;
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(super) struct Cards {
+pub(crate) struct Cards {
     seats: Vec<Seat>,
     pub failures: Arc<Failures>,
     pub notes: Arc<Notes>,
@@ -42,7 +42,7 @@ struct Seat {
 }
 
 /// The right to hand commands to all cards.
-pub(super) struct Turn<'a> {
+pub(crate) struct Turn<'a> {
     cards: &'a Cards,
     _order: MutexGuard<'a, ()>,
 }
@@ -68,7 +68,7 @@ struct Candidate {
 
 impl Cards {
     /// Starts a thread a card, and joins them if there are several.
-    pub(super) fn open(
+    pub(crate) fn open(
         library: &Arc<Library>,
         runtime: &Runtime,
         options: &AscendOptions,
@@ -122,31 +122,31 @@ impl Cards {
         Ok((cards, facts))
     }
 
-    pub(super) fn count(&self) -> u32 {
+    pub(crate) fn count(&self) -> u32 {
         u32::try_from(self.seats.len()).unwrap_or(u32::MAX)
     }
 
     /// The desk of the first card, which answers reads.
-    pub(super) fn first(&self) -> &Desk {
+    pub(crate) fn first(&self) -> &Desk {
         &self.seats[0].desk
     }
 
-    pub(super) fn desks(&self) -> impl Iterator<Item = &Desk> {
+    pub(crate) fn desks(&self) -> impl Iterator<Item = &Desk> {
         self.seats.iter().map(|seat| &*seat.desk)
     }
 
     /// Waits for the right to hand commands to all cards.
-    pub(super) fn turn(&self) -> Turn<'_> {
+    pub(crate) fn turn(&self) -> Turn<'_> {
         Turn { cards: self, _order: self.order.lock() }
     }
 
     /// What ended the device.
-    pub(super) fn end(&self) -> DeviceError {
+    pub(crate) fn end(&self) -> DeviceError {
         self.failures.fatal().unwrap_or(DeviceError::Lost)
     }
 
     /// Runs something on one card's thread and waits for what it gives.
-    pub(super) fn call<R: Send + 'static>(
+    pub(crate) fn call<R: Send + 'static>(
         &self,
         rank: usize,
         run: impl FnOnce(&mut Card) -> R + Send + 'static,
@@ -156,7 +156,7 @@ impl Cards {
     }
 
     /// Runs something on every card's thread, all at once, and waits for what they give.
-    pub(super) fn call_each<R: Send + 'static, F: FnOnce(&mut Card) -> R + Send + 'static>(
+    pub(crate) fn call_each<R: Send + 'static, F: FnOnce(&mut Card) -> R + Send + 'static>(
         &self,
         mut make: impl FnMut(usize) -> F,
     ) -> Result<Vec<R>, DeviceError> {
@@ -183,12 +183,12 @@ impl Cards {
 
 impl Turn<'_> {
     /// Hands every card a command: `make` is given its rank and desk.
-    pub(super) fn push(&self, mut make: impl FnMut(usize, &Desk) -> Command) -> Result<(), DeviceError> {
+    pub(crate) fn push(&self, mut make: impl FnMut(usize, &Desk) -> Command) -> Result<(), DeviceError> {
         self.try_push(|rank, desk| Some(make(rank, desk)))
     }
 
     /// The same; `None` from `make` says that the device has ended.
-    pub(super) fn try_push(&self, mut make: impl FnMut(usize, &Desk) -> Option<Command>) -> Result<(), DeviceError> {
+    pub(crate) fn try_push(&self, mut make: impl FnMut(usize, &Desk) -> Option<Command>) -> Result<(), DeviceError> {
         for (rank, desk) in self.cards.desks().enumerate() {
             let command = make(rank, desk).ok_or_else(|| self.cards.end())?;
             desk.queue.push_with(|| (command, ())).ok_or_else(|| self.cards.end())?;

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use ascend_sys::AscendError;
 use parking_lot::{Condvar, Mutex};
 
-use super::failure::Failures;
-use super::patience::{LOOK_UP, elsewhere};
+use super::wait::{LOOK_UP, elsewhere};
+use crate::device::ascend::error::Failures;
 
 /// A vote of all cards, again and again.
 #[derive(Debug)]
-pub(super) struct Accord {
+pub(crate) struct Accord {
     cards: usize,
     failures: Arc<Failures>,
     limit: Duration,
@@ -32,7 +32,7 @@ struct State {
 }
 
 impl Accord {
-    pub(super) fn new(cards: usize, failures: Arc<Failures>, limit: Duration) -> Self {
+    pub(crate) fn new(cards: usize, failures: Arc<Failures>, limit: Duration) -> Self {
         let state = State { votes: 0, all_agree: true, rounds: 0, outcome: true };
         Self { cards, failures, limit, state: Mutex::new(state), decided: Condvar::new() }
     }
@@ -41,7 +41,7 @@ impl Accord {
     ///
     /// # Errors
     /// Another card has failed, or does not come within the limit.
-    pub(super) fn vote(&self, agrees: bool) -> Result<bool, AscendError> {
+    pub(crate) fn vote(&self, agrees: bool) -> Result<bool, AscendError> {
         let mut state = self.state.lock();
         state.votes += 1;
         state.all_agree &= agrees;

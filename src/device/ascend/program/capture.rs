@@ -14,15 +14,15 @@ use ascend_sys::{
     Stream, TaskGroup, TaskUpdate,
 };
 
-use super::base::{Base, Shared};
+use super::context::{Base, Shared};
 use super::lower::{Item, Results, RowCounts};
-use super::memory::{Pieces, Place, zeroed};
-use super::program::{Batch, Program};
+use super::{Batch, Program};
+use crate::device::ascend::memory::{Pieces, Place, zeroed};
 use crate::graph::AttentionShape;
 
 /// A bucket's graph.
 #[derive(Debug, Default)]
-pub(super) enum Captured {
+pub(crate) enum Captured {
     /// Nobody has asked yet.
     #[default]
     NotYet,
@@ -33,7 +33,7 @@ pub(super) enum Captured {
 
 /// A graph with what refreshes it and what it works on.
 #[derive(Debug)]
-pub(super) struct Replay {
+pub(crate) struct Replay {
     graph: Graph,
     layers: Vec<Refreshed>,
     is_proven: bool,
@@ -70,7 +70,7 @@ fn is_harmless(error: &AscendError) -> bool {
 }
 
 /// Why nothing is captured on this install, if so.
-pub(super) fn missing(base: &Base) -> Option<&'static str> {
+pub(crate) fn missing(base: &Base) -> Option<&'static str> {
     let capabilities = base.context.runtime().capabilities();
     match (capabilities.capture, capabilities.task_update) {
         (false, _) => Some("this CANN cannot capture streams (8.1 and later can)"),
@@ -81,7 +81,7 @@ pub(super) fn missing(base: &Base) -> Option<&'static str> {
 
 impl Program {
     /// Whether a batch is one that a graph can run.
-    pub(super) fn can_replay(&self, batch: &Batch<'_>, most_rows: usize) -> bool {
+    pub(crate) fn can_replay(&self, batch: &Batch<'_>, most_rows: usize) -> bool {
         let rows = self.sizes.tokens;
         rows <= most_rows
             && self.sizes.seqs == rows
@@ -93,7 +93,7 @@ impl Program {
     }
 
     /// Queues one batch as a replay; `false` if there is no graph and none can be had.
-    pub(super) fn replay(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
+    pub(crate) fn replay(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
         let pool = (batch.pool, batch.pool_bytes);
         if let Captured::Ready(replay) = &self.captured
             && replay.pool != pool

@@ -4,8 +4,8 @@
 
 use ascend_sys::{AscendError, AscendErrorKind, Context, Event, EventKind, Stream};
 
-use super::patience::Patience;
-use super::staging::Mark;
+use crate::device::ascend::memory::staging::Mark;
+use crate::device::ascend::worker::wait::Patience;
 
 /// Events a caller can hold without one of them having to be waited for when the next is recorded.
 const EVENTS: usize = 128;
@@ -30,14 +30,14 @@ struct Recorded {
 
 /// All streams that callers know.
 #[derive(Debug)]
-pub(super) struct Streams {
+pub(crate) struct Streams {
     context: Context,
     lanes: Vec<Lane>,
     ring: Vec<Recorded>,
 }
 
 impl Streams {
-    pub(super) fn new(context: &Context) -> Result<Self, AscendError> {
+    pub(crate) fn new(context: &Context) -> Result<Self, AscendError> {
         let nothing = Mark { stream: 0, count: 0 };
         let recorded = |_| {
             let event = Event::new(context, EventKind::Ordering)?;
@@ -48,7 +48,7 @@ impl Streams {
     }
 
     /// Makes stream number `index`, the next one, unless an attempt in which another card failed has left it.
-    pub(super) fn add(&mut self, index: usize) -> Result<(), AscendError> {
+    pub(crate) fn add(&mut self, index: usize) -> Result<(), AscendError> {
         if self.lanes.len() <= index {
             let stream = Stream::new(&self.context)?;
             let joint = Event::new(&self.context, EventKind::Ordering)?;
@@ -57,19 +57,19 @@ impl Streams {
         Ok(())
     }
 
-    pub(super) fn get(&self, index: usize) -> &Stream {
+    pub(crate) fn get(&self, index: usize) -> &Stream {
         &self.lanes[index].stream
     }
 
     /// Counts one more staged copy.
-    pub(super) fn next_mark(&mut self, index: usize) -> Mark {
+    pub(crate) fn next_mark(&mut self, index: usize) -> Mark {
         self.lanes[index].staged += 1;
         Mark { stream: index, count: self.lanes[index].staged }
     }
 
     /// Records event number `number` on a stream. What the slot stood for before is waited for: only a caller that is
     /// [`EVENTS`] events ahead of the device meets this.
-    pub(super) fn record(&mut self, index: usize, number: u64, patience: &Patience) -> Result<(), AscendError> {
+    pub(crate) fn record(&mut self, index: usize, number: u64, patience: &Patience) -> Result<(), AscendError> {
         let mark = Mark { stream: index, count: self.lanes[index].staged };
         let slot = &mut self.ring[slot_of(number)];
         if !slot.is_reached {
@@ -86,17 +86,17 @@ impl Streams {
     }
 
     /// Lets a stream wait for an event.
-    pub(super) fn wait(&self, index: usize, number: u64) -> Result<(), AscendError> {
+    pub(crate) fn wait(&self, index: usize, number: u64) -> Result<(), AscendError> {
         self.hold(self.get(index), number)
     }
 
     /// Lets a stream of the card's own wait for an event.
-    pub(super) fn hold(&self, stream: &Stream, number: u64) -> Result<(), AscendError> {
+    pub(crate) fn hold(&self, stream: &Stream, number: u64) -> Result<(), AscendError> {
         self.pending(number).map_or(Ok(()), |slot| stream.wait(&slot.event))
     }
 
     /// Lets a stream of the card's own wait for all work queued so far.
-    pub(super) fn hold_for_all(&self, stream: &Stream) -> Result<(), AscendError> {
+    pub(crate) fn hold_for_all(&self, stream: &Stream) -> Result<(), AscendError> {
         self.lanes.iter().try_for_each(|lane| {
             lane.stream.record(&lane.joint)?;
             stream.wait(&lane.joint)
@@ -104,7 +104,7 @@ impl Streams {
     }
 
     /// Blocks the host until an event is reached; gives what its stream has passed then.
-    pub(super) fn wait_host(&mut self, number: u64, patience: &Patience) -> Result<Option<Mark>, AscendError> {
+    pub(crate) fn wait_host(&mut self, number: u64, patience: &Patience) -> Result<Option<Mark>, AscendError> {
         if let Some(slot) = self.pending(number) {
             match patience.wait(|limit| slot.event.synchronize(Some(limit))) {
                 // An install that cannot limit this wait can limit the wait for the whole stream.
@@ -119,7 +119,7 @@ impl Streams {
     }
 
     /// Notes that an event was reached, and with it all before it on its stream.
-    pub(super) fn reached(&mut self, number: u64) -> Option<Mark> {
+    pub(crate) fn reached(&mut self, number: u64) -> Option<Mark> {
         let slot = Some(&self.ring[slot_of(number)]).filter(|slot| slot.number == number)?;
         let mark = slot.mark;
         for other in &mut self.ring {
@@ -129,24 +129,24 @@ impl Streams {
     }
 
     /// Notes that all work is done; gives what each stream has passed.
-    pub(super) fn all_reached(&mut self) -> impl Iterator<Item = Mark> + use<'_> {
+    pub(crate) fn all_reached(&mut self) -> impl Iterator<Item = Mark> + use<'_> {
         self.ring.iter_mut().for_each(|slot| slot.is_reached = true);
         self.lanes.iter().enumerate().map(|(stream, lane)| Mark { stream, count: lane.staged })
     }
 
     /// Blocks the host until one stream is at its end.
-    pub(super) fn synchronize(&self, index: usize, patience: &Patience) -> Result<Mark, AscendError> {
+    pub(crate) fn synchronize(&self, index: usize, patience: &Patience) -> Result<Mark, AscendError> {
         patience.wait(|limit| self.get(index).synchronize(Some(limit)))?;
         Ok(Mark { stream: index, count: self.lanes[index].staged })
     }
 
     /// Blocks the host until all streams are at their ends.
-    pub(super) fn synchronize_all(&self, patience: &Patience) -> Result<(), AscendError> {
+    pub(crate) fn synchronize_all(&self, patience: &Patience) -> Result<(), AscendError> {
         self.lanes.iter().try_for_each(|lane| patience.wait(|limit| lane.stream.synchronize(Some(limit))))
     }
 
     /// Ends what runs and drops what waits, so that nothing has to be waited for.
-    pub(super) fn abort(&self) {
+    pub(crate) fn abort(&self) {
         for lane in &self.lanes {
             // Nothing more can be done about a stream that does not even abort.
             let _ = lane.stream.abort();

@@ -7,22 +7,22 @@
 
 use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, ElemType, Ops, TensorDesc};
 
-use super::memory::Place;
-use super::notes::Notes;
-use super::options::{WeightForm, WeightTiles};
-use super::recipe::Recipe;
+use crate::device::ascend::memory::Place;
+use crate::device::ascend::notes::Notes;
+use crate::device::ascend::options::{WeightForm, WeightTiles};
+use crate::device::ascend::program::aclnn_op::Recipe;
 use crate::graph::{Weight, WeightRole};
 use crate::weights::DType;
 
 /// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
 /// `aclnnWeightQuantBatchMatmulV2` documents.
-pub(super) const GROUP_SIZE: i32 = 32;
+pub(crate) const GROUP_SIZE: i32 = 32;
 /// The same, to count with.
-pub(super) const GROUP: usize = GROUP_SIZE as usize;
+pub(crate) const GROUP: usize = GROUP_SIZE as usize;
 
 /// How a weight lies on the card. `n` rows are outputs of the product, `k` columns its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Form {
+pub(crate) enum Form {
     /// `[n, k]` or `[len]` in the type of the activations.
     Rows,
     /// `[n, k]` in the type of the activations, in tiles.
@@ -126,12 +126,12 @@ impl Form {
         }
     }
 
-    pub(super) const fn is_tiled(self) -> bool {
+    pub(crate) const fn is_tiled(self) -> bool {
         matches!(self, Self::Tiles | Self::Channels { in_tiles: true })
     }
 
     /// The same without tiles.
-    pub(super) const fn untiled(self) -> Self {
+    pub(crate) const fn untiled(self) -> Self {
         match self {
             Self::Tiles => Self::Rows,
             Self::Channels { .. } => Self::Channels { in_tiles: false },
@@ -141,7 +141,7 @@ impl Form {
 }
 
 /// Bytes of the row of zeros behind an embedding table: what a rank looks up for ids that others have.
-pub(super) fn zero_row_bytes(weight: &Weight) -> usize {
+pub(crate) fn zero_row_bytes(weight: &Weight) -> usize {
     if weight.role == WeightRole::Table { 2 * weight.shape.last().copied().unwrap_or(0) } else { 0 }
 }
 
@@ -156,18 +156,18 @@ fn lacks(call: &'static str) -> AscendError {
     AscendError { call, code: ascend_sys::SHIM_NO_SYMBOL, kind: AscendErrorKind::Unsupported, message }
 }
 
-pub(super) fn is_refusal(error: &AscendError) -> bool {
+pub(crate) fn is_refusal(error: &AscendError) -> bool {
     matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
 }
 
 /// A weight's form, and bytes of its values, scales and offsets.
-pub(super) type Chosen = (Form, [usize; 3]);
+pub(crate) type Chosen = (Form, [usize; 3]);
 
 /// The form of each weight; none if sizes overflow.
 ///
 /// # Errors
 /// What is neither an answer nor a refusal.
-pub(super) fn choose(
+pub(crate) fn choose(
     weights: &[Weight],
     (asked, tiles): (WeightForm, WeightTiles),
     elem: ElemType,
@@ -208,14 +208,14 @@ pub(super) fn choose(
 
 /// Rows rounded to int8, and a scale for each.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Quantised {
+pub(crate) struct Quantised {
     pub rows: TensorDesc,
     pub scales: TensorDesc,
 }
 
 impl Quantised {
     /// Of rows like `x`.
-    pub(super) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
+    pub(crate) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
         let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
         Self {
             rows: TensorDesc::new(rows, ElemType::I8, &dims),
@@ -224,7 +224,7 @@ impl Quantised {
     }
 
     /// Rounds `x` to it.
-    pub(super) fn recipe(&self, x: TensorDesc) -> Recipe {
+    pub(crate) fn recipe(&self, x: TensorDesc) -> Recipe {
         Recipe::Quantise { x, rows: self.rows, scales: self.scales }
     }
 }
@@ -232,7 +232,7 @@ impl Quantised {
 /// A matrix as products read it.
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time
-pub(super) enum Matrix {
+pub(crate) enum Matrix {
     /// The products of these take a bias.
     Rows(TensorDesc),
     Tiles(TensorDesc),
@@ -249,7 +249,7 @@ pub(super) enum Matrix {
 
 impl Matrix {
     /// A matrix `[n, k]` whose values, scales and offsets lie at three addresses.
-    pub(super) fn new(
+    pub(crate) fn new(
         form: Form,
         elem: ElemType,
         [n, k]: [usize; 2],
@@ -278,12 +278,12 @@ impl Matrix {
     }
 
     /// Whether its products take rows of int8.
-    pub(super) const fn takes_int8(&self) -> bool {
+    pub(crate) const fn takes_int8(&self) -> bool {
         matches!(self, Self::Channels { .. })
     }
 
     /// `out = x · matrixᵀ`, without a bias.
-    pub(super) fn product(&self, x: TensorDesc, quantised: &Quantised, out: TensorDesc) -> Recipe {
+    pub(crate) fn product(&self, x: TensorDesc, quantised: &Quantised, out: TensorDesc) -> Recipe {
         match *self {
             Self::Rows(weight) | Self::Tiles(weight) => Recipe::Linear { x, weight, bias: None, out },
             Self::Groups { values, scales, offsets } => Recipe::GroupLinear { x, values, scales, offsets, out },

@@ -70,7 +70,7 @@ struct Inner {
 
 /// The meters of some cards, as one.
 #[derive(Debug)]
-pub(super) struct Meter {
+pub(crate) struct Meter {
     inner: Arc<Inner>,
 }
 
@@ -79,7 +79,7 @@ impl Meter {
     ///
     /// # Errors
     /// What the first that does not answer said.
-    pub(super) fn new(cards: Vec<Card>) -> Result<Self, AscendError> {
+    pub(crate) fn new(cards: Vec<Card>) -> Result<Self, AscendError> {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let inner = Inner { cards, start: Instant::now(), state, changed };
         inner.sample(&mut inner.state.lock(), 0)?;
@@ -87,7 +87,7 @@ impl Meter {
     }
 
     /// Microjoules since the meter was made; keeps samples coming for a while.
-    pub(super) fn energy_uj(&self) -> u64 {
+    pub(crate) fn energy_uj(&self) -> u64 {
         let now_us = self.inner.now_us();
         let mut state = self.inner.state.lock();
         state.until_us = now_us.saturating_add(INTEREST_US);

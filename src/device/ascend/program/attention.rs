@@ -4,14 +4,14 @@
 
 use ascend_sys::{AscendError, AscendErrorKind, Attention, Mask, Op, Ops, QueryLayout, TensorDesc};
 
-use super::constants::Constants;
-use super::layout::Cache;
-use super::memory::Place;
+use crate::device::ascend::memory::Place;
+use crate::device::ascend::memory::constants::Constants;
+use crate::device::ascend::memory::kv_layout::Cache;
 use crate::graph::AttentionShape;
 
 /// Lengths of a batch as the operation takes them.
 #[derive(Debug, Default)]
-pub(super) struct Lengths {
+pub(crate) struct Lengths {
     /// Sums of the rows of the sequences.
     pub ends: Vec<i64>,
     /// Stored tokens of each.
@@ -19,12 +19,12 @@ pub(super) struct Lengths {
 }
 
 impl Lengths {
-    pub(super) fn with_room(seqs: usize) -> Self {
+    pub(crate) fn with_room(seqs: usize) -> Self {
         Self { ends: Vec::with_capacity(seqs), keys: Vec::with_capacity(seqs) }
     }
 
     /// Takes a batch, padded with sequences of one row and one key up to `seqs`.
-    pub(super) fn fill(&mut self, q_lens: &[u32], kv_lens: &[u32], seqs: usize) {
+    pub(crate) fn fill(&mut self, q_lens: &[u32], kv_lens: &[u32], seqs: usize) {
         self.ends.clear();
         self.keys.clear();
         let mut end = 0;
@@ -48,7 +48,7 @@ impl Lengths {
 
 /// How queries are handed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Form {
+pub(crate) enum Form {
     /// All sequences in one call, whatever their lengths.
     Packed,
     /// One call for all if each brings one row, else one a sequence.
@@ -57,7 +57,7 @@ pub(super) enum Form {
 
 /// One layer's attention with everything it reads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layer<'a> {
+pub(crate) struct Layer<'a> {
     pub ops: &'a Ops,
     pub constants: &'a Constants,
     pub shape: &'a AttentionShape,
@@ -73,7 +73,7 @@ pub(super) struct Layer<'a> {
 
 impl Layer<'_> {
     /// Makes the calls for a batch, one after the other.
-    pub(super) fn each(
+    pub(crate) fn each(
         &self,
         lengths: &Lengths,
         run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
@@ -138,7 +138,7 @@ impl Layer<'_> {
 ///
 /// # Errors
 /// What the last form was refused with.
-pub(super) fn probe(
+pub(crate) fn probe(
     ops: &Ops,
     constants: &Constants,
     shape: &AttentionShape,

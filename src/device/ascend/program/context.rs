@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use ascend_sys::{AscendError, Communicator, Context, DeviceAddress, DeviceBuffer, Event, EventKind, Op, Ops, Stream};
 
-use super::accord::Accord;
-use super::constants::Constants;
 use super::lower::{Meeting, Room};
-use super::memory::{padded, zeroed};
-use super::notes::Notes;
-use super::patience::Patience;
-use super::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
 use super::stream::Streams;
+use crate::device::ascend::memory::constants::Constants;
+use crate::device::ascend::memory::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
+use crate::device::ascend::memory::{padded, zeroed};
+use crate::device::ascend::notes::Notes;
+use crate::device::ascend::worker::consensus::Accord;
+use crate::device::ascend::worker::wait::Patience;
 
 /// Scratch that one launch after the other uses; captured graphs hold the one they were captured with.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(crate) struct Shared {
     pub workspace: DeviceBuffer,
     logits: DeviceBuffer,
     gathered: DeviceBuffer,
@@ -27,7 +27,7 @@ pub(super) struct Shared {
 
 /// Bytes of each part of the scratch.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SharedBytes {
+pub(crate) struct SharedBytes {
     pub workspace: usize,
     pub logits: usize,
     pub gathered: usize,
@@ -68,7 +68,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn room(&self) -> Room {
+    pub(crate) fn room(&self) -> Room {
         let Self { logits, gathered, flags, .. } = self;
         Room { logits: logits.address(), gathered: gathered.address(), flags: flags.address() }
     }
@@ -76,7 +76,7 @@ impl Shared {
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(super) struct Base {
+pub(crate) struct Base {
     // Dropped in this order: what work may still use goes last.
     pub streams: Streams,
     /// Refreshes captured graphs; made with the first of them.
@@ -99,7 +99,7 @@ pub(super) struct Base {
 }
 
 impl Base {
-    pub(super) fn new(
+    pub(crate) fn new(
         context: &Context,
         ops: Ops,
         slots: Arc<FreeSlots>,
@@ -125,12 +125,12 @@ impl Base {
     }
 
     /// The scratch in use.
-    pub(super) fn shared(&self) -> Arc<Shared> {
+    pub(crate) fn shared(&self) -> Arc<Shared> {
         Arc::clone(&self.shared.borrow())
     }
 
     /// Makes the scratch at least as large, and ids up to `vocab` known. While nothing grows nothing is waited for.
-    pub(super) fn reserve(&mut self, bytes: SharedBytes, vocab: usize) -> Result<(), AscendError> {
+    pub(crate) fn reserve(&mut self, bytes: SharedBytes, vocab: usize) -> Result<(), AscendError> {
         self.grow(bytes)?;
         if vocab > 0 {
             self.synchronize()?;
@@ -150,7 +150,7 @@ impl Base {
     }
 
     /// Makes the scratch as small as it was at first. Nothing uses it any more; where the smaller one cannot be had, it stays.
-    pub(super) fn shrink(&mut self) {
+    pub(crate) fn shrink(&mut self) {
         let smallest = padded(0);
         let smallest = SharedBytes { workspace: smallest, logits: smallest, gathered: smallest, flags: smallest };
         let is_small = self.shared().bytes().fits(smallest);
@@ -163,7 +163,7 @@ impl Base {
     }
 
     /// Queues an op that was made before.
-    pub(super) fn launch(&self, op: &mut Op, on: usize) -> Result<(), AscendError> {
+    pub(crate) fn launch(&self, op: &mut Op, on: usize) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
         // Everything was measured at load; an operation that wants more for shorter lengths is waited for once.
         self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
@@ -172,28 +172,28 @@ impl Base {
     }
 
     /// Queues an op that is used once.
-    pub(super) fn run(&self, mut op: Op, on: usize) -> Result<(), AscendError> {
+    pub(crate) fn run(&self, mut op: Op, on: usize) -> Result<(), AscendError> {
         self.launch(&mut op, on)
     }
 
     /// Makes this card one of several.
-    pub(super) fn join(&mut self, communicator: Communicator, accord: Arc<Accord>) {
+    pub(crate) fn join(&mut self, communicator: Communicator, accord: Arc<Accord>) {
         self.ranks = Some((communicator, accord));
     }
 
     /// Whether all cards of the device agree; they vote at the same places.
-    pub(super) fn agree(&self, agrees: bool) -> Result<bool, AscendError> {
+    pub(crate) fn agree(&self, agrees: bool) -> Result<bool, AscendError> {
         self.ranks.as_ref().map_or(Ok(agrees), |(_, accord)| accord.vote(agrees))
     }
 
     /// What the collectives' library knows to have gone wrong between the cards.
-    pub(super) fn link_error(&self) -> Option<AscendError> {
+    pub(crate) fn link_error(&self) -> Option<AscendError> {
         // A library that cannot be asked, or does not answer, knows nothing.
         self.ranks.as_ref().and_then(|(communicator, _)| communicator.async_error().ok().flatten())
     }
 
     /// Queues a collective with the other cards.
-    pub(super) fn meet(&self, meeting: &Meeting, on: &Stream) -> Result<(), AscendError> {
+    pub(crate) fn meet(&self, meeting: &Meeting, on: &Stream) -> Result<(), AscendError> {
         // Plans with collectives are loaded on as many cards as they have ranks.
         let Some((communicator, _)) = &self.ranks else { return Ok(()) };
         let &Meeting { gathers, src, dst, elements } = meeting;
@@ -205,7 +205,7 @@ impl Base {
     }
 
     /// Runs an op while nothing else runs, and waits for it.
-    pub(super) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
+    pub(crate) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
         self.synchronize()?;
         self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
@@ -214,7 +214,7 @@ impl Base {
     }
 
     /// Queues a copy of host bytes, through slots of the thread's own.
-    pub(super) fn stage(&mut self, dst: DeviceAddress, bytes: &[u8], on: usize) -> Result<(), AscendError> {
+    pub(crate) fn stage(&mut self, dst: DeviceAddress, bytes: &[u8], on: usize) -> Result<(), AscendError> {
         for (index, chunk) in bytes.chunks(SLOT_BYTES).enumerate() {
             let mut slot = loop {
                 if let Some(slot) = self.own.free().try_take() {
@@ -233,13 +233,13 @@ impl Base {
     }
 
     /// Notes what a stream has passed.
-    pub(super) fn passed(&mut self, mark: Mark) {
+    pub(crate) fn passed(&mut self, mark: Mark) {
         self.in_flight.reclaim(mark);
         self.own.reclaim(mark);
     }
 
     /// Lets a launch on `on` begin behind the last one: they share scratch.
-    pub(super) fn begin_launch(&mut self, on: usize) -> Result<(), AscendError> {
+    pub(crate) fn begin_launch(&mut self, on: usize) -> Result<(), AscendError> {
         match self.last_launch {
             Some(last) if last != on => {
                 let last = self.streams.get(last);
@@ -253,7 +253,7 @@ impl Base {
     }
 
     /// Waits until nothing runs.
-    pub(super) fn synchronize(&mut self) -> Result<(), AscendError> {
+    pub(crate) fn synchronize(&mut self) -> Result<(), AscendError> {
         self.streams.synchronize_all(&self.patience)?;
         if let Some(update) = &self.update {
             self.patience.wait(|limit| update.synchronize(Some(limit)))?;
@@ -263,7 +263,7 @@ impl Base {
     }
 
     /// Notes that all streams are at their ends.
-    pub(super) fn all_passed(&mut self) {
+    pub(crate) fn all_passed(&mut self) {
         let Self { streams, in_flight, own, .. } = self;
         for mark in streams.all_reached() {
             in_flight.reclaim(mark);
@@ -272,7 +272,7 @@ impl Base {
     }
 
     /// Ends what runs, so that nothing waits for a device that does not answer.
-    pub(super) fn abort(&self) {
+    pub(crate) fn abort(&self) {
         self.streams.abort();
         for stream in [Some(&self.output), self.update.as_ref()].into_iter().flatten() {
             // As in `Streams::abort`.

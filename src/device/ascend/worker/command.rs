@@ -6,18 +6,18 @@ use std::sync::Arc;
 
 use ascend_sys::PinnedBuffer;
 
-use super::card::Card;
-use super::failure::Failures;
-use super::layout::Cache;
-use super::notes::Notes;
+use super::Card;
 use super::queue::Queue;
-use super::reply::Landing;
-use super::staging::FreeSlots;
+use super::readback::Landing;
+use crate::device::ascend::error::Failures;
+use crate::device::ascend::memory::kv_layout::Cache;
+use crate::device::ascend::memory::staging::FreeSlots;
+use crate::device::ascend::notes::Notes;
 use crate::device::{Bindings, DeviceError, LaunchShape, Span};
 use crate::kv_cache::BlockId;
 
 /// What callers ask of the thread. Lists come from a pool and go back to it.
-pub(super) enum Command {
+pub(crate) enum Command {
     Write {
         dst: Span,
         slot: PinnedBuffer,
@@ -73,7 +73,7 @@ pub(super) enum Command {
 
 /// What the thread and its callers share.
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(crate) struct Desk {
     pub queue: Queue<Command>,
     pub failures: Arc<Failures>,
     pub slots: Arc<FreeSlots>,
@@ -91,26 +91,26 @@ impl std::fmt::Debug for Command {
 
 impl Desk {
     /// An empty list.
-    pub(super) fn list(&self) -> Vec<u32> {
+    pub(crate) fn list(&self) -> Vec<u32> {
         self.lists.lock().pop().unwrap_or_default()
     }
 
     /// A slot to fill, waiting for one; none once the device has ended.
-    pub(super) fn free_slot(&self) -> Option<PinnedBuffer> {
+    pub(crate) fn free_slot(&self) -> Option<PinnedBuffer> {
         self.slots.try_take().or_else(|| {
             self.queue.push_with(|| (Command::Reclaim, ()))?;
             self.slots.take()
         })
     }
 
-    pub(super) fn give_list(&self, mut list: Vec<u32>) {
+    pub(crate) fn give_list(&self, mut list: Vec<u32>) {
         list.clear();
         self.lists.lock().push(list);
     }
 }
 
 /// Lets nobody wait for a thread that has ended.
-pub(super) struct Closing<'a>(pub &'a Desk);
+pub(crate) struct Closing<'a>(pub &'a Desk);
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
@@ -121,6 +121,6 @@ impl Drop for Closing<'_> {
     }
 }
 
-pub(super) fn pairs_list(pairs: &[(BlockId, BlockId)], list: &mut Vec<u32>) {
+pub(crate) fn pairs_list(pairs: &[(BlockId, BlockId)], list: &mut Vec<u32>) {
     list.extend(pairs.iter().flat_map(|(from, to)| [from.0, to.0]));
 }

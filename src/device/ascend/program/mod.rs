@@ -5,23 +5,31 @@
 
 #![forbid(unsafe_code)]
 
+pub(super) mod aclnn_op;
+pub(super) mod attention;
+pub(super) mod capture;
+pub(super) mod check;
+pub(super) mod context;
+pub(super) mod lower;
+pub(super) mod stream;
+
 use std::sync::Arc;
 
 use ascend_sys::{AscendError, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
 
-use super::attention::{Form, Layer, Lengths, probe};
-use super::base::{Base, Shared, SharedBytes};
-use super::capture::Captured;
-use super::failure::compile_error;
-use super::form::is_refusal;
-use super::layout::Cache;
-use super::lower::{Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes};
+use super::error::compile_error;
+use super::memory::kv_layout::Cache;
 use super::memory::{GRANULE, Place, padded, zeroed};
-use super::plan_facts::{check_plan, join_gates, rope_styles};
-use super::recipe::Recipe;
 use super::weights::WeightSet;
+use super::weights::layout::is_refusal;
 use crate::device::LaunchShape;
 use crate::graph::{AttentionShape, CompileError, Op as PlanOp, Plan};
+use aclnn_op::Recipe;
+use attention::{Form, Layer, Lengths, probe};
+use capture::Captured;
+use check::{check_plan, join_gates, rope_styles};
+use context::{Base, Shared, SharedBytes};
+use lower::{Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes};
 
 /// What a launch is given, with its buffers as addresses.
 #[derive(Clone, Copy, Debug)]

@@ -9,23 +9,23 @@ use std::sync::Arc;
 
 use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
 
-use super::constants::Constants;
-use super::form::{Matrix, Quantised};
-use super::memory::{Pieces, Place};
-use super::recipe::Recipe;
-use super::weights::WeightSet;
+use super::aclnn_op::Recipe;
+use crate::device::ascend::memory::constants::Constants;
+use crate::device::ascend::memory::{Pieces, Place};
+use crate::device::ascend::weights::WeightSet;
+use crate::device::ascend::weights::layout::{Matrix, Quantised};
 use crate::graph::{ActivationKind, AttentionShape, Io, LinearPart, NormSpec, Op, Operand, Plan, Rank, Step};
 
 /// Rows that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RowCounts {
+pub(crate) struct RowCounts {
     pub tokens: usize,
     pub logits: usize,
 }
 
 /// Where a launch's results go.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Results {
+pub(crate) struct Results {
     pub logits: DeviceAddress,
     pub best: DeviceAddress,
     pub status: DeviceAddress,
@@ -33,7 +33,7 @@ pub(super) struct Results {
 
 /// Scratch that all programs of a card share.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(crate) struct Room {
     /// Logits before they are widened.
     pub logits: DeviceAddress,
     /// All ranks' shares of the logits, one behind the other.
@@ -44,7 +44,7 @@ pub(super) struct Room {
 
 /// A collective: every card brings as many elements.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Meeting {
+pub(crate) struct Meeting {
     /// All ranks' elements side by side, or else their sum.
     pub gathers: bool,
     pub src: Place,
@@ -55,7 +55,7 @@ pub(super) struct Meeting {
 /// What a step becomes.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
-pub(super) enum Item {
+pub(crate) enum Item {
     Op(Recipe),
     Meet(Meeting),
     /// Writes keys and values of all rows to their slots.
@@ -74,7 +74,7 @@ pub(super) enum Item {
 
 /// Places of a program's own, as offsets into its region behind the arena.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fixed {
+pub(crate) struct Fixed {
     pub ids: DeviceAddress,
     /// The ids as rows of a rank's part of the table.
     own_ids: DeviceAddress,
@@ -104,7 +104,7 @@ pub(super) struct Fixed {
 
 /// Sizes that fix those places.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     pub tokens: usize,
     pub logits: usize,
     pub seqs: usize,
@@ -116,7 +116,7 @@ pub(super) struct Sizes {
 
 impl Fixed {
     /// Places for a plan from `base` on, and the bytes of all.
-    pub(super) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
+    pub(crate) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
         let Sizes { tokens, logits, seqs, table_cols, int8_cols } = sizes;
         let widest =
             plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
@@ -160,7 +160,7 @@ fn most_groups(plan: &Plan, step: &Step) -> usize {
 
 /// Tables of one kind of rotation: `[positions, head_dim]` each.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RopeTables {
+pub(crate) struct RopeTables {
     pub cos: DeviceAddress,
     pub sin: DeviceAddress,
     pub positions: usize,
@@ -177,7 +177,7 @@ struct Multiplied {
 
 /// A plan with the places of everything it works on.
 #[derive(Debug)]
-pub(super) struct Lowering {
+pub(crate) struct Lowering {
     pub plan: Plan,
     pub weights: Arc<WeightSet>,
     pub arena: DeviceAddress,
@@ -196,7 +196,7 @@ impl Lowering {
     }
 
     /// Where a value lies.
-    pub(super) fn place(&self, value: usize) -> Place {
+    pub(crate) fn place(&self, value: usize) -> Place {
         let offset = match self.plan.values[value].operand {
             Operand::Arena { offset } => offset,
             Operand::Io(_) | Operand::Effect => 0,
@@ -224,13 +224,13 @@ impl Lowering {
     }
 
     /// Whether a step computes rows of logits or what is told of them: such steps are made anew for each launch.
-    pub(super) fn is_tail(&self, step: &Step) -> bool {
+    pub(crate) fn is_tail(&self, step: &Step) -> bool {
         matches!(step.op, Op::GatherRows | Op::RowStatus)
             || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::Rows::LogitRows)
     }
 
     /// The operations of a step, in order.
-    pub(super) fn lower(
+    pub(crate) fn lower(
         &self,
         at: usize,
         rows: RowCounts,
@@ -552,6 +552,6 @@ fn to_usize(n: i64) -> usize {
 }
 
 /// 32-bit words that are only moved. Scattering takes f32 and not int32, and moves either as it is.
-pub(super) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
+pub(crate) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
     TensorDesc::new(address, ElemType::F32, dims)
 }

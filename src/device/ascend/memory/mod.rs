@@ -1,6 +1,8 @@
 //! Device memory in pieces: every piece starts at a multiple of 512 bytes and has room behind it that kernels may read.
 
-#![forbid(unsafe_code)]
+pub(super) mod constants;
+pub(super) mod kv_layout;
+pub(super) mod staging;
 
 use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Pages, TensorDesc};
 

@@ -2,16 +2,19 @@
 
 #![forbid(unsafe_code)]
 
+pub(super) mod layout;
+pub(super) mod pack;
+
 use ascend_sys::{AscendError, DeviceBuffer, ElemType, TensorDesc};
 
-use super::base::Base;
-use super::form::{Form, Matrix, is_refusal};
 use super::memory::{GRANULE, Place};
 use super::options::Activations;
-use super::pack::Stretch;
+use super::program::context::Base;
 use crate::graph::{Weight, WeightId};
 use crate::kv_cache::KvDType;
 use crate::weights::DType;
+use layout::{Form, Matrix, is_refusal};
+use pack::Stretch;
 
 /// All weights of one model, numbered as its graph numbers them.
 #[derive(Debug)]

@@ -4,11 +4,11 @@
 
 use ascend_sys::{AscendError, Op, Ops, TensorDesc};
 
-use super::form::{GROUP_SIZE, Quantised};
+use crate::device::ascend::weights::layout::{GROUP_SIZE, Quantised};
 
 /// One operation, ready to be made.
 #[derive(Clone, Debug)]
-pub(super) enum Recipe {
+pub(crate) enum Recipe {
     Embedding { table: TensorDesc, ids: TensorDesc, out: TensorDesc },
     GatherRows { x: TensorDesc, rows: TensorDesc, out: TensorDesc },
     RmsNorm { x: TensorDesc, gamma: TensorDesc, eps: f64, out: TensorDesc, rstd: TensorDesc },
@@ -33,7 +33,7 @@ pub(super) enum Recipe {
 
 impl Recipe {
     /// Runs the operation's first phase.
-    pub(super) fn make(&self, ops: &Ops) -> Result<Op, AscendError> {
+    pub(crate) fn make(&self, ops: &Ops) -> Result<Op, AscendError> {
         match self {
             Self::Embedding { table, ids, out } => ops.embedding(table, ids, out),
             Self::GatherRows { x, rows, out } => ops.gather_rows(x, rows, out),

@@ -4,14 +4,14 @@
 
 use ascend_sys::{AscendError, Context, DeviceBuffer, ElemType, MASK_SIDE, TensorDesc};
 
-use super::memory::{GRANULE, zeroed};
+use super::{GRANULE, zeroed};
 
 /// Numbers that stand in a granule each.
 const NUMBERS: [i32; 4] = [1, -1, 2, -2];
 
 /// Constant tensors in device memory.
 #[derive(Debug)]
-pub(super) struct Constants {
+pub(crate) struct Constants {
     numbers: DeviceBuffer,
     mask: DeviceBuffer,
     /// `ids[i + 1] = i`, and 0 for what stands for none.
@@ -20,7 +20,7 @@ pub(super) struct Constants {
 }
 
 impl Constants {
-    pub(super) fn new(context: &Context) -> Result<Self, AscendError> {
+    pub(crate) fn new(context: &Context) -> Result<Self, AscendError> {
         let numbers = zeroed(context, NUMBERS.len() * GRANULE)?;
         for (index, number) in NUMBERS.iter().enumerate() {
             numbers.write(index * GRANULE, &number.to_le_bytes())?;
@@ -38,34 +38,34 @@ impl Constants {
         TensorDesc::new(self.numbers.address().offset(index * GRANULE), ElemType::I32, &[1])
     }
 
-    pub(super) fn one(&self) -> TensorDesc {
+    pub(crate) fn one(&self) -> TensorDesc {
         self.number(0)
     }
 
-    pub(super) fn minus_one(&self) -> TensorDesc {
+    pub(crate) fn minus_one(&self) -> TensorDesc {
         self.number(1)
     }
 
-    pub(super) fn two(&self) -> TensorDesc {
+    pub(crate) fn two(&self) -> TensorDesc {
         self.number(2)
     }
 
-    pub(super) fn minus_two(&self) -> TensorDesc {
+    pub(crate) fn minus_two(&self) -> TensorDesc {
         self.number(3)
     }
 
     /// Bool, 1 above the diagonal.
-    pub(super) fn mask(&self) -> TensorDesc {
+    pub(crate) fn mask(&self) -> TensorDesc {
         TensorDesc::new(self.mask.address(), ElemType::Bool, &[MASK_SIDE, MASK_SIDE])
     }
 
     /// Row `best + 1` holds the id to feed: 0 where `best` is none.
-    pub(super) fn ids(&self) -> TensorDesc {
+    pub(crate) fn ids(&self) -> TensorDesc {
         TensorDesc::new(self.ids.address(), ElemType::I32, &[self.known_ids + 1])
     }
 
     /// Makes room for a vocabulary; the streams are at their ends.
-    pub(super) fn know_ids(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
+    pub(crate) fn know_ids(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
         if count <= self.known_ids {
             return Ok(());
         }

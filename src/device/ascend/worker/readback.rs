@@ -9,7 +9,7 @@ use crate::device::DeviceError;
 
 /// Where the device's thread answers; one caller waits at a time.
 #[derive(Debug)]
-pub(super) struct Landing {
+pub(crate) struct Landing {
     /// Held by the caller that waits.
     turn: Mutex<()>,
     state: Mutex<State>,
@@ -25,18 +25,18 @@ struct State {
 }
 
 impl Landing {
-    pub(super) fn new(buffer: PinnedBuffer) -> Self {
+    pub(crate) fn new(buffer: PinnedBuffer) -> Self {
         let state = State { buffer: Some(buffer), answer: None, end: None };
         Self { turn: Mutex::new(()), state: Mutex::new(state), answered: Condvar::new() }
     }
 
     /// Keeps other callers out.
-    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+    pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock()
     }
 
     /// Waits for the answer to what was asked; `then` sees the landing buffer of a good one.
-    pub(super) fn wait(&self, then: impl FnOnce(&PinnedBuffer)) -> Result<(), DeviceError> {
+    pub(crate) fn wait(&self, then: impl FnOnce(&PinnedBuffer)) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
         loop {
             if let Some(answer) = state.answer.take() {
@@ -57,21 +57,21 @@ impl Landing {
     ///
     /// # Panics
     /// If it is out already: there is one thread, which puts it back.
-    pub(super) fn take(&self) -> PinnedBuffer {
+    pub(crate) fn take(&self) -> PinnedBuffer {
         self.state.lock().buffer.take().expect("the landing buffer is in")
     }
 
-    pub(super) fn put(&self, buffer: PinnedBuffer) {
+    pub(crate) fn put(&self, buffer: PinnedBuffer) {
         self.state.lock().buffer = Some(buffer);
     }
 
-    pub(super) fn answer(&self, answer: Result<(), DeviceError>) {
+    pub(crate) fn answer(&self, answer: Result<(), DeviceError>) {
         self.state.lock().answer = Some(answer);
         self.answered.notify_all();
     }
 
     /// Answers everybody from now on.
-    pub(super) fn close(&self, end: DeviceError) -> Option<PinnedBuffer> {
+    pub(crate) fn close(&self, end: DeviceError) -> Option<PinnedBuffer> {
         let mut state = self.state.lock();
         state.end.get_or_insert(end);
         let buffer = state.buffer.take();
