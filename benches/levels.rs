@@ -14,9 +14,10 @@ use std::time::Instant;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
 use ascend_llm::graph::CompileOptions;
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
 
 const BLOCK_SIZE: u32 = 16;
 

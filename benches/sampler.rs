@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 
-use ascend_llm::engine::LogitRows;
+use ascend_llm::runner::LogitRows;
 use ascend_llm::sampler::{SampleRow, Sampler, SamplingParams};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 

@@ -18,13 +18,13 @@ use std::time::Duration;
 
 use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, WeightForm, WeightTiles};
 use ascend_llm::device::{Device, OwnedProgram, OwnedWeights};
-use ascend_llm::engine::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
 use ascend_llm::graph::passes::shard;
 use ascend_llm::graph::{
     Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, Rank, Weight, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
+use ascend_llm::runner::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
 use ascend_llm::weights::{DType, TensorView, WeightSource};
 use ascend_sim::Simulator;
 use clap::{Parser, ValueEnum};

@@ -15,9 +15,10 @@ use std::sync::Arc;
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, Peaks};
-use ascend_llm::engine::{CacheBudget, EngineConfig, Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::engine::{CacheBudget, EngineConfig};
 use ascend_llm::graph::{Plan, compile};
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
 use clap::Parser;
 use serde_json::{Value, json};
 

@@ -22,7 +22,7 @@
 //! |---|---|
 //! | serve requests from a thread of the engine's own | [`engine::Engine`] |
 //! | drive every step yourself | [`engine::EngineCore`] (`build_core`) |
-//! | keep your own loop, tables and sampling | [`engine::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
+//! | keep your own loop, tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
 //! | schedule or allocate KV blocks without a model | [`scheduler::Scheduler`], [`kv_cache::BlockAllocator`] |
 //! | read a model's compiled plan | [`model::decoder_graph`], [`graph::compile`], [`graph::Plan::dump`] |
 //! | write a device | [`device::Device`] |
@@ -37,6 +37,7 @@ pub mod graph;
 pub mod kv_cache;
 pub mod model;
 mod panic_text;
+pub mod runner;
 pub mod sampler;
 pub mod scheduler;
 pub mod text;

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use ascend_llm::engine::Request;
-use ascend_llm::engine::scripted::Pieces;
+use ascend_llm::runner::scripted::Pieces;
 use ascend_llm::sampler::SamplingParams;
 use rig::{Rig, drain};
 

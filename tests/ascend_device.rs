@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
 use ascend_llm::engine::{
-    BuildError, CacheBudget, Engine, EngineConfig, EngineError, Forward as _, ForwardInput, Health, Request,
-    RequestError, SubmitError,
+    BuildError, CacheBudget, Engine, EngineConfig, EngineError, Health, Request, RequestError, SubmitError,
 };
 use ascend_llm::graph::{CompileOptions, Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::{BlockId, KvDType};
+use ascend_llm::runner::{Forward as _, ForwardInput};
 use ascend_llm::sampler::SamplingParams;
 use model::Model;
 use npu::Npu;

@@ -4,10 +4,10 @@ mod rig;
 
 use std::sync::Arc;
 
-use ascend_llm::engine::scripted::{ScriptedForward, hashed_logits};
 use ascend_llm::engine::{
     CacheBudget, EngineConfig, FinishReason, Output, Request, RequestError, RequestHandle, SystemClock,
 };
+use ascend_llm::runner::scripted::{ScriptedForward, hashed_logits};
 use ascend_llm::sampler::SamplingParams;
 use proptest::prelude::*;
 use rig::{Rig, assert_at_rest, drain, finish};

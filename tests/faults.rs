@@ -5,8 +5,8 @@ mod rig;
 use std::time::Duration;
 
 use ascend_llm::device::DeviceError;
-use ascend_llm::engine::scripted::ScriptedForward;
 use ascend_llm::engine::{Engine, EngineError, Health, Request, RequestError, SubmitError};
+use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::sampler::SamplingParams;
 use rig::Rig;
 

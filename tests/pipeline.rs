@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ascend_llm::device::DeviceError;
-use ascend_llm::engine::scripted::{Pieces, ScriptedForward, hashed_logits};
 use ascend_llm::engine::{
-    BuildError, EngineCore, EngineError, FinishReason, Forward, ForwardInput, Forwarded, Output, Request, RequestError,
-    RequestHandle, Ticket,
+    BuildError, EngineCore, EngineError, FinishReason, Output, Request, RequestError, RequestHandle,
 };
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::scripted::{Pieces, ScriptedForward, hashed_logits};
+use ascend_llm::runner::{Forward, ForwardInput, Forwarded, Ticket};
 use ascend_llm::sampler::SamplingParams;
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -260,7 +260,7 @@ fn what_stops_wastes_the_steps_behind_it_and_no_more() {
         rig.config.pipeline_depth = Some(depth);
         rig.model.eos_ids = vec![7];
         let script = vec![1, 2, 3, 7, 9, 9, 9];
-        let model = ScriptedForward::new(VOCAB, 32, BLOCK, ascend_llm::engine::scripted::reciting(5, script));
+        let model = ScriptedForward::new(VOCAB, 32, BLOCK, ascend_llm::runner::scripted::reciting(5, script));
         let mut core = rig.core(model.deferred());
         let handle = core.submit(Request::tokens(vec![1; 5]).sampling(greedy(30))).unwrap();
         drain(&mut core);

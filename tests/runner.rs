@@ -5,8 +5,9 @@
 use std::path::Path;
 
 use ascend_llm::device::DeviceError;
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Forward as _, ForwardInput};
+use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::{Forward as _, ForwardInput};
 
 fn good() -> ForwardInput {
     ForwardInput {

@@ -2,7 +2,7 @@
 
 #![allow(clippy::cast_possible_truncation)]
 
-use ascend_llm::engine::LogitRows;
+use ascend_llm::runner::LogitRows;
 use ascend_llm::sampler::{LogprobsMode, SampleError, SampleRow, Sampled, Sampler, SamplingParams};
 use proptest::prelude::*;
 

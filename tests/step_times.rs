@@ -14,13 +14,11 @@ use std::time::Duration;
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, DeviceError, Peaks, ProgramId};
-use ascend_llm::engine::scripted::ScriptedForward;
-use ascend_llm::engine::{
-    CacheBudget, Engine, EngineConfig, Forward, ForwardInput, Forwarded, ManualClock, ModelRunner, Request, Ticket,
-    Window,
-};
+use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, ManualClock, Request, Window};
 use ascend_llm::graph::Cost;
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::scripted::ScriptedForward;
+use ascend_llm::runner::{Forward, ForwardInput, Forwarded, ModelRunner, Ticket};
 use ascend_llm::sampler::SamplingParams;
 use op_table::OpTable;
 use rig::{Rig, drain};

@@ -4,8 +4,8 @@
 
 mod rig;
 
-use ascend_llm::engine::scripted::{Pieces, ScriptedForward, reciting};
 use ascend_llm::engine::{EngineCore, FinishReason, Logprobs, Output, Request, StopMatch, default_stop_ids};
+use ascend_llm::runner::scripted::{Pieces, ScriptedForward, reciting};
 use ascend_llm::sampler::SamplingParams;
 use rig::{BLOCK, Rig, drain, finish};
 use serde_json::Value;

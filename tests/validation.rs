@@ -3,8 +3,8 @@
 
 mod rig;
 
-use ascend_llm::engine::scripted::Pieces;
 use ascend_llm::engine::{EngineCore, FinishReason, Output, Request, SubmitError};
+use ascend_llm::runner::scripted::Pieces;
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
 use rig::{BLOCK, Rig, assert_at_rest, drain};

@@ -11,10 +11,11 @@ use std::sync::Arc;
 
 use ascend_llm::device::Device;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
-use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress, ModelRunner};
+use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
 use ascend_llm::graph::{Graph, Numerics};
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::runner::ModelRunner;
 use ascend_llm::weights::{self, ModelKind};
 use indicatif::{ProgressBar, ProgressStyle};
 

@@ -16,20 +16,20 @@ use crate::sampler::ParamLimits;
 use crate::scheduler::{Scheduler, SchedulerConfig, SeqMeta, Tick};
 use crate::text::{ChatRender, Vocabulary};
 
-use super::builder::EngineInfo;
+use super::build::EngineInfo;
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
-use super::draw::{Draw, Fork};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
-use super::forward::{Forward, Forwarded, LogitRows, Outcome};
-use super::handle::RequestHandle;
-use super::intake::{Arrival, Intake, Limits, Stage};
-use super::output::FinishReason;
-use super::pipeline::{Pipeline, Step};
+use super::metrics::utilization::{RecentSteps, Window};
+use super::metrics::{Counters, Stats};
+use super::request::admission::{Arrival, Intake, Limits, Stage};
+use super::request::handle::RequestHandle;
+use super::request::output::FinishReason;
 use super::request::{Request, RequestId};
-use super::roster::Roster;
-use super::stats::{Counters, Stats};
-use super::window::{RecentSteps, Window};
+use super::step::active_requests::Roster;
+use super::step::pipeline::{Pipeline, Step};
+use super::step::sampling::{Draw, Fork};
+use crate::runner::{Forward, Forwarded, LogitRows, Outcome};
 
 /// Tokens a KV block if the configuration leaves it open: attention's tile.
 const DEFAULT_BLOCK_SIZE: u32 = 16;

@@ -13,61 +13,39 @@
 
 #![forbid(unsafe_code)]
 
-mod batch;
-mod builder;
+mod build;
 mod clock;
 mod config;
 mod core;
-mod draw;
 mod error;
-mod fit;
-mod forward;
-mod handle;
-mod intake;
-mod io_set;
-mod output;
-mod pipeline;
-mod programs;
+mod metrics;
 mod request;
-mod retry;
-mod roster;
-mod runner;
-#[doc(hidden)]
-pub mod scripted;
-mod sequence;
-mod slot;
-mod stats;
-mod stop;
-mod text_files;
-mod warm_up;
-mod window;
-mod worker;
+mod step;
+mod thread;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use builder::{BucketInfo, EngineBuilder, EngineInfo, LoadProgress};
+pub use build::{BucketInfo, EngineBuilder, EngineInfo, LoadProgress};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{CacheBudget, EngineConfig};
 pub use core::{EngineCore, Health, ModelLimits, StepReport};
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
-pub use forward::{FedRow, Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome, Ticket};
-pub use handle::RequestHandle;
-pub use output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
+pub use metrics::utilization::Window;
+pub use metrics::{Stats, TimeHistogram};
+pub use request::handle::RequestHandle;
+pub use request::output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
 pub use request::{Prompt, Request, RequestId};
-pub use runner::{ModelRunner, Programs, RunnerShape};
-pub use stats::{Stats, TimeHistogram};
-pub use stop::{StopChecker, default_stop_ids};
-pub use window::Window;
+pub use step::stop::{StopChecker, default_stop_ids};
 
 use crate::device::{Device, Peaks};
 use crate::sampler::SamplingParams;
 use crate::scheduler::Tick;
 use crate::text::ChatMessage;
 use clock::micros;
-use intake::{Intake, Stage};
-use stats::Counters;
-use worker::Worker;
+use metrics::Counters;
+use request::admission::{Intake, Stage};
+use thread::Worker;
 
 /// How long dropping the last clone waits for the step that runs. A longer step (a device that hangs) is left to its
 /// thread, so that a drop never blocks for good.

@@ -4,10 +4,9 @@
 
 use std::sync::Arc;
 
-use ascend_llm::engine::scripted::ScriptedForward;
-use ascend_llm::engine::{
-    CacheBudget, EngineConfig, EngineCore, Forward, ManualClock, ModelLimits, Output, RequestHandle,
-};
+use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, ManualClock, ModelLimits, Output, RequestHandle};
+use ascend_llm::runner::Forward;
+use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::text::Vocabulary;
 
 /// Tokens a block in all these tests.

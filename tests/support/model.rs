@@ -2,8 +2,9 @@
 
 #![allow(clippy::cast_possible_truncation)]
 
-use ascend_llm::engine::{EngineBuilder, EngineConfig, Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::engine::{EngineBuilder, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
+use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
 
 /// One sequence on a runner of its own.
 pub struct Model {

@@ -107,7 +107,7 @@ impl KvLayout {
     }
 }
 
-/// Who the rows of a step are: as in [`ForwardInput`](crate::engine::ForwardInput).
+/// Who the rows of a step are: as in [`ForwardInput`](crate::runner::ForwardInput).
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     /// Rows each sequence brings.

@@ -14,15 +14,15 @@ use crate::sampler::{Sampled, SamplingParams, TokenLogprob, takes_best};
 use crate::scheduler::{SeqMeta, Tick};
 use crate::text::Vocabulary;
 
-use super::clock::elapsed_us;
-use super::error::RequestError;
-use super::forward::{Outcome, SequenceOutcome};
-use super::intake::Arrival;
-use super::output::{FinishReason, PromptInfo};
-use super::request::RequestId;
-use super::sequence::{Rules, Sequence};
-use super::slot::{News, Slot};
-use super::stats::{Counters, Ending};
+use super::choice::{Rules, Sequence};
+use crate::engine::clock::elapsed_us;
+use crate::engine::error::RequestError;
+use crate::engine::metrics::{Counters, Ending};
+use crate::engine::request::RequestId;
+use crate::engine::request::admission::Arrival;
+use crate::engine::request::mailbox::{News, Slot};
+use crate::engine::request::output::{FinishReason, PromptInfo};
+use crate::runner::{Outcome, SequenceOutcome};
 
 #[derive(Debug)]
 pub(crate) struct Active {

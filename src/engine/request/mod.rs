@@ -2,6 +2,11 @@
 //!
 //! A [`Request`] is plain data and may be built anywhere; it is checked when it is submitted.
 
+pub(super) mod admission;
+pub(super) mod handle;
+pub(super) mod mailbox;
+pub(super) mod output;
+
 use std::time::Duration;
 
 use crate::sampler::SamplingParams;

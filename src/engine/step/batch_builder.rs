@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
-use super::forward::{FedRow, ForwardInput, NEVER, Ticket};
-use super::roster::Roster;
+use super::active_requests::Roster;
+use crate::runner::{FedRow, ForwardInput, NEVER, Ticket};
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

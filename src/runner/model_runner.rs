@@ -9,9 +9,9 @@
 
 use std::sync::Arc;
 
-use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome, Ticket};
-use super::io_set::{IoSet, Staging, Streams};
-use super::retry::{Part, place_in};
+use super::io_buffers::{IoSet, Staging, Streams};
+use super::sub_batch::{Part, place_in};
+use super::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome, Ticket};
 use crate::device::{
     CustomFailure, Device, DeviceError, KvLayout, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span, StepArgs,
 };
@@ -39,7 +39,7 @@ pub struct RunnerShape {
 
 impl RunnerShape {
     /// Blocks that the tables of one batch name at most; with shared prefixes they may name a block more than once.
-    pub(super) fn most_table_blocks(&self) -> usize {
+    pub(crate) fn most_table_blocks(&self) -> usize {
         let longest = self.max_blocks_per_seq.min(self.pool_blocks);
         longest.saturating_mul(self.max_seqs).min(self.bucket.tokens.saturating_add(self.pool_blocks))
     }

@@ -19,10 +19,10 @@ use crate::graph::Cost;
 use crate::kv_cache::BlockAllocator;
 use crate::scheduler::{Chunk, Placeholder, Scheduler, SeqResult, StepOutput, Tick};
 
-use super::batch::Batch;
-use super::config::EngineConfig;
-use super::forward::Ticket;
-use super::roster::Roster;
+use super::active_requests::Roster;
+use super::batch_builder::Batch;
+use crate::engine::config::EngineConfig;
+use crate::runner::Ticket;
 
 /// One planned step and what comes of it.
 #[derive(Debug, Default)]

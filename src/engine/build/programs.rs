@@ -6,33 +6,33 @@
 
 use std::sync::Arc;
 
-use super::builder::{BucketInfo, to_u32};
-use super::config::{EngineConfig, refuse};
-use super::error::BuildError;
-use super::runner::Programs;
+use super::{BucketInfo, to_u32};
 use crate::device::{Device, DeviceCaps, OwnedProgram, OwnedWeights};
+use crate::engine::config::{EngineConfig, refuse};
+use crate::engine::error::BuildError;
 use crate::graph::passes::shard;
 use crate::graph::{
     ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision, Rank,
     compile,
 };
 use crate::kv_cache::KvGeometry;
+use crate::runner::Programs;
 use crate::sampler::ParamError;
 
 /// The plans of a model: of each bucket, one a rank.
 #[derive(Debug)]
-pub(super) struct Plans {
+pub(crate) struct Plans {
     pub by_bucket: Vec<Vec<Plan>>,
     f32: Option<Vec<Plan>>,
 }
 
 /// The graphs of all ranks.
-pub(super) fn cut(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
+pub(crate) fn cut(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
     (0..ranks).map(|index| shard(graph, Rank { index, of: ranks })).collect()
 }
 
 /// KV heads that all ranks store together: more than the model has where several ranks hold one.
-pub(super) fn stored_heads(graphs: &[Graph]) -> usize {
+pub(crate) fn stored_heads(graphs: &[Graph]) -> usize {
     let of_rank = |graph: &Graph| {
         graph.nodes.iter().find_map(|node| match &node.op {
             Op::Attention(shape) => Some(shape.kv_heads),
@@ -43,7 +43,7 @@ pub(super) fn stored_heads(graphs: &[Graph]) -> usize {
 }
 
 /// Settles what happens to rows that overflow: the best the device has, or what was asked for if the device has it.
-pub(super) fn settle_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
+pub(crate) fn settle_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
     let best = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
     let policy = *options.overflow.get_or_insert(best);
     let lacks = match policy {
@@ -127,7 +127,7 @@ impl Plans {
         let mut before = 0;
         let info = |ranks: &Vec<Plan>| {
             let rows = to_u32(ranks[0].bucket.tokens);
-            let cost = |rows| ranks.iter().map(|plan| super::builder::prompt_cost(plan, rows, max_model_len, kv)).sum();
+            let cost = |rows| ranks.iter().map(|plan| super::prompt_cost(plan, rows, max_model_len, kv)).sum();
             let fewest_rows = before + 1;
             before = rows;
             BucketInfo {

@@ -7,11 +7,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::error::RequestError;
-use super::intake::Intake;
+use super::RequestId;
+use super::admission::Intake;
+use super::mailbox::{Found, Slot, after};
 use super::output::{Choice, Delta, FinishReason, Output, Usage};
-use super::request::RequestId;
-use super::slot::{Found, Slot, after};
+use crate::engine::error::RequestError;
 
 /// One running request, seen from its reader. Dropping it cancels the request; [`detach`](Self::detach) opts out.
 #[derive(Debug)]

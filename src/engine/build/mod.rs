@@ -1,5 +1,10 @@
 //! From a path to an engine: reads the model, fits it to the device and the budget, compiles, uploads.
 
+pub(super) mod memory_fit;
+pub(super) mod programs;
+pub(super) mod text_assets;
+pub(super) mod warm_up;
+
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,12 +14,7 @@ use std::time::Duration;
 use super::config::{EngineConfig, refuse};
 use super::core::{EngineCore, ModelLimits};
 use super::error::BuildError;
-use super::fit::{Fitted, Fitting};
-use super::programs::{cut, settle_overflow, stored_heads};
-use super::runner::ModelRunner;
-use super::stop::default_stop_ids;
-use super::text_files::TextFiles;
-use super::warm_up::warm_up;
+use super::step::stop::default_stop_ids;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
@@ -23,8 +23,13 @@ use crate::graph::{
 };
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
+use crate::runner::ModelRunner;
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
+use memory_fit::{Fitted, Fitting};
+use programs::{cut, settle_overflow, stored_heads};
+use text_assets::TextFiles;
+use warm_up::warm_up;
 
 /// How far loading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

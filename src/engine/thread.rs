@@ -14,7 +14,7 @@ use crate::panic_text::panic_text;
 
 use super::core::EngineCore;
 use super::error::EngineError;
-use super::intake::Stage;
+use super::request::admission::Stage;
 
 /// Says when the thread has let go of everything it owned.
 #[derive(Debug, Default)]

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::error::RequestError;
 use super::output::{Delta, FinishReason, Logprobs, PromptInfo};
+use crate::engine::error::RequestError;
 
 /// Bytes of unread text that a choice has room for, a token. Byte-level vocabularies average 4 bytes a token on English
 /// text; longer unread text costs a reallocation, nothing else.

@@ -13,9 +13,9 @@
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
 use crate::text::{Detokenizer, Vocabulary};
 
-use super::output::{FinishReason, Logprobs, StopMatch};
-use super::request::RequestId;
 use super::stop::StopChecker;
+use crate::engine::request::RequestId;
+use crate::engine::request::output::{FinishReason, Logprobs, StopMatch};
 
 /// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
 const TOKEN_TEXT_BYTES: usize = 256;

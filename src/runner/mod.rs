@@ -7,6 +7,14 @@
 //! it is *in flight*, and further batches may be launched: they run in the order of their launches, as if each had ended
 //! before the next began. [`Forward::forward`] is both at once.
 
+mod io_buffers;
+mod model_runner;
+#[doc(hidden)]
+pub mod scripted;
+mod sub_batch;
+
+pub use model_runner::{ModelRunner, Programs, RunnerShape};
+
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{Cost, RowStatus};
 use crate::kv_cache::BlockId;

@@ -3,14 +3,16 @@
 //! The loop adds to atomic counters and never waits for a reader; a [`Stats`] is a copy taken field by field, so its
 //! numbers may be one step apart from each other while the engine runs. Those of the [`Window`] belong together.
 
+pub(super) mod utilization;
+
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::output::FinishReason;
-use super::window::Window;
+use super::request::output::FinishReason;
 use crate::graph::Op;
+use utilization::Window;
 
 /// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
 /// longest, which also resolve steps from a millisecond on.

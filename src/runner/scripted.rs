@@ -15,7 +15,7 @@ use crate::device::DeviceError;
 use crate::kv_cache::BlockId;
 use crate::text::Vocabulary;
 
-use super::forward::{Forward, ForwardInput, Forwarded, LogitRows, Ticket};
+use super::{Forward, ForwardInput, Forwarded, LogitRows, Ticket};
 
 /// Fills a row of logits from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;

@@ -3,14 +3,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::error::BuildError;
+use crate::engine::error::BuildError;
 use crate::model::eos_ids_of_generation_config;
 use crate::text::{ChatRender, Vocabulary};
 use crate::weights::{ModelFiles, ModelKind, WeightError};
 
 /// Text side of a model. A model without a tokenizer has none of it, and takes and gives token ids.
 #[derive(Debug, Default)]
-pub(super) struct TextFiles {
+pub(crate) struct TextFiles {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
     pub chat: Option<Arc<dyn ChatRender>>,
     pub generation_eos_ids: Vec<u32>,
@@ -19,7 +19,7 @@ pub(super) struct TextFiles {
 
 impl TextFiles {
     /// Reads what there is; a vocabulary given by the caller goes before the model's own.
-    pub(super) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
+    pub(crate) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
         #[cfg(feature = "text")]
         let mut text = Self::own(files)?;
         #[cfg(not(feature = "text"))]

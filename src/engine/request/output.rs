@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::sampler::TokenLogprob;
 
-use super::request::RequestId;
+use super::RequestId;
 
 /// What a choice ended on when it ended with [`FinishReason::Stop`].
 #[derive(Clone, Debug, PartialEq, Eq)]

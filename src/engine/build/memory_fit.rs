@@ -1,7 +1,7 @@
 //! Fits a model onto its device: plans, programs, the KV pool and the buffers of batches, smaller once where a device runs out
 //! of memory of its own.
 //!
-//! What is made smaller, each at most once, and told in [`EngineInfo::notes`](super::EngineInfo::notes):
+//! What is made smaller, each at most once, and told in [`EngineInfo::notes`](crate::engine::EngineInfo::notes):
 //! - the pool, where its size was left open: half as many blocks, and no more than half of what was free;
 //! - else the largest batch: half of `max_num_batched_tokens`, but no fewer than `max_num_seqs`. The configuration of the
 //!   engine has the number in force.
@@ -11,13 +11,13 @@
 
 use std::sync::Arc;
 
-use super::config::{CacheBudget, EngineConfig, refuse};
-use super::error::BuildError;
 use super::programs::Plans;
-use super::runner::{ModelRunner, RunnerShape};
 use crate::device::{Device, DeviceError, KvLayout, OwnedWeights};
+use crate::engine::config::{CacheBudget, EngineConfig, refuse};
+use crate::engine::error::BuildError;
 use crate::graph::{Bucket, CompileError, Graph};
 use crate::kv_cache::KvGeometry;
+use crate::runner::{ModelRunner, RunnerShape};
 
 /// Without a budget of its own the KV cache takes at most one part in this many of what the host has free: its other programs
 /// and the page cache that holds the model's file need the rest.
@@ -28,7 +28,7 @@ const RESERVED_SHARE: u64 = 10;
 
 /// What stays as it is, however small the rest becomes.
 #[derive(Debug)]
-pub(super) struct Fitting<'a> {
+pub(crate) struct Fitting<'a> {
     pub device: &'a Arc<dyn Device>,
     pub graphs: &'a [Graph],
     pub geometry: KvGeometry,
@@ -41,7 +41,7 @@ pub(super) struct Fitting<'a> {
 
 /// A model in its place.
 #[derive(Debug)]
-pub(super) struct Fitted {
+pub(crate) struct Fitted {
     pub config: EngineConfig,
     pub plans: Plans,
     pub pool_blocks: u32,

@@ -13,12 +13,12 @@ use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
 use crate::text::Vocabulary;
 
-use super::clock::{Clock, micros};
-use super::config::refuse;
-use super::error::{EngineError, SubmitError};
 use super::handle::RequestHandle;
-use super::request::{Prompt, Request, RequestId};
-use super::slot::Slot;
+use super::mailbox::Slot;
+use super::{Prompt, Request, RequestId};
+use crate::engine::clock::{Clock, micros};
+use crate::engine::config::refuse;
+use crate::engine::error::{EngineError, SubmitError};
 use crate::text::ChatRender;
 
 /// Longest piece of a refused value that an error repeats, in characters.

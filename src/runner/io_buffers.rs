@@ -14,9 +14,9 @@
 
 use std::sync::Arc;
 
-use super::forward::{ForwardInput, Ticket};
-use super::retry::{Part, place_in};
-use super::runner::RunnerShape;
+use super::model_runner::RunnerShape;
+use super::sub_batch::{Part, place_in};
+use super::{ForwardInput, Ticket};
 use crate::device::{
     Bindings, CustomFailure, Device, DeviceError, EventId, LaunchShape, MemKind, OwnedBuffer, Span, StreamId,
 };
@@ -24,7 +24,7 @@ use crate::graph::Bucket;
 
 /// The queues of a runner.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Streams {
+pub(crate) struct Streams {
     pub prepare: StreamId,
     pub compute: StreamId,
     pub output: StreamId,
@@ -65,7 +65,7 @@ struct Queued {
 
 /// See the head of this file.
 #[derive(Debug)]
-pub(super) struct IoSet {
+pub(crate) struct IoSet {
     token_ids: OwnedBuffer,
     positions: OwnedBuffer,
     block_tables: OwnedBuffer,
@@ -89,7 +89,7 @@ pub(super) struct IoSet {
 
 /// Lists that a launch is staged from, used again.
 #[derive(Debug)]
-pub(super) struct Staging {
+pub(crate) struct Staging {
     positions: Vec<u32>,
     tables: Vec<u32>,
 }

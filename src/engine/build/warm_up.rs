@@ -6,18 +6,17 @@
 
 use std::time::Duration;
 
-use super::clock::{Clock, elapsed_us, micros};
-use super::forward::{Forward as _, ForwardInput};
-use super::runner::ModelRunner;
 use crate::device::DeviceError;
+use crate::engine::clock::{Clock, elapsed_us, micros};
 use crate::kv_cache::BlockId;
+use crate::runner::{Forward as _, ForwardInput, ModelRunner};
 
 /// Runs one step of each of these numbers of rows, ascending, until `budget` is spent: each row is the first of a sequence
 /// of its own. `report` is told how many have run.
 ///
 /// # Errors
 /// What the device failed with.
-pub(super) fn warm_up(
+pub(crate) fn warm_up(
     runner: &mut ModelRunner,
     buckets: &[u32],
     clock: &dyn Clock,

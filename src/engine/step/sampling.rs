@@ -7,11 +7,11 @@ use crate::kv_cache::SeqId;
 use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
 use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
 
-use super::batch::{Purpose, WantedRow};
-use super::error::RequestError;
-use super::forward::LogitRows;
-use super::request::RequestId;
-use super::roster::Roster;
+use super::active_requests::Roster;
+use super::batch_builder::{Purpose, WantedRow};
+use crate::engine::error::RequestError;
+use crate::engine::request::RequestId;
+use crate::runner::LogitRows;
 
 #[derive(Debug)]
 pub(crate) struct Draw {

@@ -10,7 +10,7 @@ const STEPS: usize = 64;
 /// the calls of the model took.
 ///
 /// Scheduling and sampling are not in it: it tells how well the device is used while it is used. Time is the engine's
-/// clock's, and the work is zero for a [`Forward`](super::Forward) that does not tell its cost.
+/// clock's, and the work is zero for a [`Forward`](crate::runner::Forward) that does not tell its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Window {

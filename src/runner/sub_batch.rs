@@ -1,6 +1,6 @@
 //! Parts of a batch that run in another program than the rest.
 
-use super::forward::ForwardInput;
+use super::ForwardInput;
 
 /// Some rows of a batch as a batch of their own, and where they stand in the whole one.
 #[derive(Debug, Default)]
