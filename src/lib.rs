@@ -36,7 +36,7 @@ pub mod engine;
 pub mod graph;
 pub mod kv_cache;
 pub mod model;
-mod panic_text;
+mod panic_message;
 pub mod runner;
 pub mod sampler;
 pub mod scheduler;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::panic_text::panic_text;
+use crate::panic_message::panic_text;
 
 use super::core::EngineCore;
 use super::error::EngineError;

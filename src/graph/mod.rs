@@ -8,32 +8,24 @@
 
 #![forbid(unsafe_code)]
 
-mod bucket;
+mod attention_schedule;
 mod builder;
-mod check;
-mod cost;
-mod cost_rates;
 mod custom;
-mod lanes;
 mod op;
-mod option_values;
+mod op_signature;
 mod options;
-mod order;
 pub mod passes;
-mod place;
 mod plan;
-mod schedules;
-mod signature;
 
-pub use bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
+pub use attention_schedule::{AttentionSchedules, LoopOrder};
 pub use builder::GraphBuilder;
-pub use cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
-pub use cost_rates::CostRates;
 pub use custom::{CustomCall, CustomOp, CustomOpError, CustomSite, RegisteredOp};
 pub use op::{ActivationKind, ActivationType, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
 pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, OverflowPolicy, Precision};
+pub use plan::bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
+pub use plan::cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
+pub use plan::cost_rates::CostRates;
 pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
-pub use schedules::{AttentionSchedules, LoopOrder};
 
 use crate::weights::DType;
 

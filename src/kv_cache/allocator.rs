@@ -17,7 +17,7 @@
 use std::sync::Arc;
 
 use super::id_map::IdMap;
-use super::idle::IdleList;
+use super::lru::IdleList;
 use super::prefix::{Content, Found, Link, PrefixHit, PrefixIndex, PrefixKeyer};
 use super::{BlockId, SeqId, count};
 

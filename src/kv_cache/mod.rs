@@ -5,7 +5,7 @@
 mod allocator;
 mod geometry;
 pub(crate) mod id_map;
-mod idle;
+mod lru;
 mod prefix;
 
 pub use allocator::{BlockAllocator, BlockError, BlockStats};

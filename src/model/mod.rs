@@ -5,18 +5,16 @@
 
 #![forbid(unsafe_code)]
 
-mod architecture;
 mod config;
-mod decoder;
 mod error;
-mod gguf_config;
-mod hub_config;
+mod families;
 pub mod rope;
+mod transformer;
 
-pub use architecture::Architecture;
+pub use config::gguf::config_from_gguf;
+pub use config::hub::config_from_hub;
+pub(crate) use config::hub::eos_ids_of_generation_config;
 pub use config::{ModelConfig, RopeConfig};
-pub use decoder::{decoder_graph, decoder_graph_with};
 pub use error::ModelError;
-pub use gguf_config::config_from_gguf;
-pub use hub_config::config_from_hub;
-pub(crate) use hub_config::eos_ids_of_generation_config;
+pub use families::Architecture;
+pub use transformer::{decoder_graph, decoder_graph_with};

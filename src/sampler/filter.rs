@@ -6,7 +6,7 @@
 //! that drops nothing. Lists keep their room between rows.
 
 use super::softmax::{self, BLOCK, Best};
-use super::{SamplingParams, order};
+use super::{SamplingParams, ranking};
 
 /// Tokens that were kept, as the last call of [`Filter::narrow`] left them in the filter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,9 +50,9 @@ impl Filter {
         let temperature = params.temperature;
         self.picks.clear();
         if top_k > 0 && top_k < row.len() {
-            order::best_first(row, top_k, &mut self.keys);
+            ranking::best_first(row, top_k, &mut self.keys);
             for &key in &self.keys {
-                let id = order::id(key);
+                let id = ranking::id(key);
                 let weight = softmax::exp_neg((row[id as usize] - best.value) / temperature);
                 if weight < params.min_p {
                     break;
@@ -89,13 +89,13 @@ impl Filter {
         self.keys.clear();
         for (id, (&logit, &weight)) in row.iter().zip(&self.weights).enumerate() {
             if weight >= lightest {
-                self.keys.push(order::key(logit, order::token(id)));
+                self.keys.push(ranking::key(logit, ranking::token(id)));
             }
         }
         let last = last_kept(&mut self.keys, &self.weights, goal);
         for (id, (&logit, &weight)) in row.iter().zip(&self.weights).enumerate() {
-            let id = order::token(id);
-            if weight >= lightest && order::key(logit, id) >= last {
+            let id = ranking::token(id);
+            if weight >= lightest && ranking::key(logit, id) >= last {
                 self.picks.push((id, weight));
             }
         }
@@ -122,7 +122,7 @@ impl Filter {
                 let left = if found { left } else { f64::INFINITY };
                 let start = at * BLOCK;
                 let end = self.weights.len().min(start + BLOCK);
-                walk((order::token(start)..).zip(self.weights[start..end].iter().copied()), left)
+                walk((ranking::token(start)..).zip(self.weights[start..end].iter().copied()), left)
             }
         }
     }
@@ -174,7 +174,7 @@ fn lightest(weights: &[f32], top_p: f64, total: f64) -> f32 {
 ///
 /// Halves the range that holds it, so that nothing but its last part is sorted.
 fn last_kept(keys: &mut [u64], weights: &[f32], goal: f64) -> u64 {
-    let weight = |key: u64| f64::from(weights[order::id(key) as usize]);
+    let weight = |key: u64| f64::from(weights[ranking::id(key) as usize]);
     let (mut range, mut before) = (keys, 0.0);
     while range.len() > 64 {
         let middle = range.len() / 2;
@@ -188,7 +188,7 @@ fn last_kept(keys: &mut [u64], weights: &[f32], goal: f64) -> u64 {
             range = worse;
         }
     }
-    order::lead(range, range.len());
+    ranking::lead(range, range.len());
     let mut last = 0;
     for &key in range.iter() {
         last = key;

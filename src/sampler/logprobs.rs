@@ -3,7 +3,7 @@
 //! Values are natural logarithms of a softmax, summed in fixed order. A masked entry has none and is left out of every
 //! list, so no list ever holds an infinity or a NaN and any JSON writer takes it.
 
-use super::{order, softmax};
+use super::{ranking, softmax};
 use serde::{Deserialize, Serialize};
 
 /// A token and its log-probability; in a list the best comes first.
@@ -34,8 +34,8 @@ pub(super) fn gather(
         // Two finite logits can lie further apart than an f32 reaches.
         above.max(f64::from(f32::MIN)) as f32
     };
-    order::best_first(row, top.min(row.len()), keys);
-    out.extend(keys.iter().map(|&key| order::id(key)).map(|token| TokenLogprob { token, logprob: logprob(token) }));
+    ranking::best_first(row, top.min(row.len()), keys);
+    out.extend(keys.iter().map(|&key| ranking::id(key)).map(|token| TokenLogprob { token, logprob: logprob(token) }));
     (logprob(token), rank(row, token))
 }
 

@@ -11,9 +11,9 @@
 mod filter;
 mod logit_rows;
 mod logprobs;
-mod order;
 mod params;
 mod penalties;
+mod ranking;
 mod rng;
 mod softmax;
 

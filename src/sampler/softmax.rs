@@ -4,7 +4,7 @@
 //! compiler can use vectors without changing a bit: the same logits give the same weights on every machine. A masked
 //! entry is `-inf` and has weight 0. The maximum is subtracted first, so nothing overflows and nothing becomes NaN.
 
-use super::order;
+use super::ranking;
 
 /// Weights of a row are summed in blocks of this many; a block is short enough for an f32 sum and long enough that a
 /// draw over 150,000 tokens walks only some thousands of block sums.
@@ -36,7 +36,7 @@ pub(super) fn best(row: &[f32]) -> Option<Best> {
         return None;
     }
     let id = row.iter().position(|&v| v == value)?;
-    Some(Best { value, id: order::token(id) })
+    Some(Best { value, id: ranking::token(id) })
 }
 
 /// The first entry that is infinite or NaN.
@@ -47,7 +47,7 @@ pub(super) fn first_non_finite(row: &[f32]) -> Option<u32> {
         let bad: u32 = chunk.iter().map(|v| u32::from(v.to_bits() & EXPONENT == EXPONENT)).sum();
         if bad > 0 {
             let within = chunk.iter().position(|v| !v.is_finite())?;
-            return Some(order::token(at * 256 + within));
+            return Some(ranking::token(at * 256 + within));
         }
     }
     None

@@ -38,20 +38,20 @@
 
 #![forbid(unsafe_code)]
 
-mod entry;
-mod flights;
+mod in_flight;
 mod preempt;
 mod queue;
-mod step;
+mod schedule;
+mod sequence;
 
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
-pub use step::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
+pub use schedule::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 
 use crate::kv_cache::id_map::IdMap;
 use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};
-use entry::{Entry, State, reserved_tokens};
-use flights::Flights;
+use in_flight::Flights;
 use queue::{Rank, WaitQueue};
+use sequence::{Entry, State, reserved_tokens};
 
 /// Limits of a scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,11 +10,11 @@ mod chat;
 mod chat_template;
 mod detokenizer;
 mod error;
-mod gguf_text;
-#[cfg(feature = "text")]
-mod pieces;
+mod gguf_metadata;
 #[cfg(feature = "text")]
 mod pre_tokenizer;
+#[cfg(feature = "text")]
+mod token_bytes;
 #[cfg(feature = "text")]
 mod tokenizer;
 mod vocabulary;
@@ -24,7 +24,7 @@ pub use chat::{ChatMessage, ChatRender};
 pub use chat_template::{ChatOptions, ChatTemplate};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
-pub use gguf_text::GgufText;
+pub use gguf_metadata::GgufText;
 #[cfg(feature = "text")]
 pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;

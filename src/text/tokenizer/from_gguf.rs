@@ -10,10 +10,10 @@ use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::{NFC, Prepend, Replace, Sequence};
 use tokenizers::{AddedToken, NormalizerWrapper};
 
-use super::super::pieces::{Pieces, Spelling};
 use super::super::pre_tokenizer::PreTokenizer;
 use super::super::{GgufText, TextError};
 use super::{NamedToken, Tokenizer};
+use crate::text::token_bytes::{Pieces, Spelling};
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";

@@ -8,9 +8,9 @@ use serde::Deserialize;
 use tokenizers::AddedToken;
 
 use super::super::TextError;
-use super::super::pieces::{Pieces, Spelling};
-use super::outline::{JSON, Outline, in_file};
+use super::json_schema::{JSON, Outline, in_file};
 use super::{NamedToken, Tokenizer};
+use crate::text::token_bytes::{Pieces, Spelling};
 
 const CONFIG: &str = "tokenizer_config.json";
 

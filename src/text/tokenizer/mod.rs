@@ -6,9 +6,9 @@
 
 mod from_gguf;
 mod from_json;
-mod outline;
+mod json_schema;
 
-use super::pieces::Pieces;
+use super::token_bytes::Pieces;
 use super::{TextError, Vocabulary};
 
 /// A token that the tokenizer's configuration names (BOS, EOS).

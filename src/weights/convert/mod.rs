@@ -7,8 +7,8 @@
 
 #![forbid(unsafe_code)]
 
-mod k_blocks;
-mod plain_blocks;
+mod k_quants;
+mod legacy_quants;
 
 use half::{bf16, f16};
 
@@ -26,14 +26,14 @@ pub fn dequantise(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::F32 => each(bytes, out, f32::from_le_bytes),
         DType::F16 => each(bytes, out, |raw| f16::from_le_bytes(raw).to_f32()),
         DType::BF16 => each(bytes, out, |raw| bf16::from_le_bytes(raw).to_f32()),
-        DType::Q4_0 => blocks(bytes, out, plain_blocks::q4_0_to_f32),
-        DType::Q4_1 => blocks(bytes, out, plain_blocks::q4_1_to_f32),
-        DType::Q5_0 => blocks(bytes, out, plain_blocks::q5_0_to_f32),
-        DType::Q5_1 => blocks(bytes, out, plain_blocks::q5_1_to_f32),
-        DType::Q8_0 => blocks(bytes, out, plain_blocks::q8_0_to_f32),
-        DType::Q4_K => blocks(bytes, out, k_blocks::q4_k_to_f32),
-        DType::Q5_K => blocks(bytes, out, k_blocks::q5_k_to_f32),
-        DType::Q6_K => blocks(bytes, out, k_blocks::q6_k_to_f32),
+        DType::Q4_0 => blocks(bytes, out, legacy_quants::q4_0_to_f32),
+        DType::Q4_1 => blocks(bytes, out, legacy_quants::q4_1_to_f32),
+        DType::Q5_0 => blocks(bytes, out, legacy_quants::q5_0_to_f32),
+        DType::Q5_1 => blocks(bytes, out, legacy_quants::q5_1_to_f32),
+        DType::Q8_0 => blocks(bytes, out, legacy_quants::q8_0_to_f32),
+        DType::Q4_K => blocks(bytes, out, k_quants::q4_k_to_f32),
+        DType::Q5_K => blocks(bytes, out, k_quants::q5_k_to_f32),
+        DType::Q6_K => blocks(bytes, out, k_quants::q6_k_to_f32),
     }
 }
 
@@ -53,14 +53,14 @@ pub fn quantise(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
         DType::F32 => out.extend(src.iter().flat_map(|x| x.to_le_bytes())),
         DType::F16 => out.extend(src.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
         DType::BF16 => out.extend(src.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
-        DType::Q4_0 => pack(src, out, plain_blocks::q4_0_from_f32),
-        DType::Q4_1 => pack(src, out, plain_blocks::q4_1_from_f32),
-        DType::Q5_0 => pack(src, out, plain_blocks::q5_0_from_f32),
-        DType::Q5_1 => pack(src, out, plain_blocks::q5_1_from_f32),
-        DType::Q8_0 => pack(src, out, plain_blocks::q8_0_from_f32),
-        DType::Q4_K => pack(src, out, k_blocks::q4_k_from_f32),
-        DType::Q5_K => pack(src, out, k_blocks::q5_k_from_f32),
-        DType::Q6_K => pack(src, out, k_blocks::q6_k_from_f32),
+        DType::Q4_0 => pack(src, out, legacy_quants::q4_0_from_f32),
+        DType::Q4_1 => pack(src, out, legacy_quants::q4_1_from_f32),
+        DType::Q5_0 => pack(src, out, legacy_quants::q5_0_from_f32),
+        DType::Q5_1 => pack(src, out, legacy_quants::q5_1_from_f32),
+        DType::Q8_0 => pack(src, out, legacy_quants::q8_0_from_f32),
+        DType::Q4_K => pack(src, out, k_quants::q4_k_from_f32),
+        DType::Q5_K => pack(src, out, k_quants::q5_k_from_f32),
+        DType::Q6_K => pack(src, out, k_quants::q6_k_from_f32),
     }
 }
 
@@ -84,14 +84,14 @@ pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(Group)) {
     assert!(bytes.len().is_multiple_of(dtype.block_bytes()), "{} bytes are no blocks of {dtype}", bytes.len());
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => {}
-        DType::Q4_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q4_0_group(block))),
-        DType::Q4_1 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q4_1_group(block))),
-        DType::Q5_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q5_0_group(block))),
-        DType::Q5_1 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q5_1_group(block))),
-        DType::Q8_0 => bytes.as_chunks().0.iter().for_each(|block| each(plain_blocks::q8_0_group(block))),
-        DType::Q4_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q4_k_groups).for_each(each),
-        DType::Q5_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q5_k_groups).for_each(each),
-        DType::Q6_K => bytes.as_chunks().0.iter().flat_map(k_blocks::q6_k_groups).for_each(each),
+        DType::Q4_0 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q4_0_group(block))),
+        DType::Q4_1 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q4_1_group(block))),
+        DType::Q5_0 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q5_0_group(block))),
+        DType::Q5_1 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q5_1_group(block))),
+        DType::Q8_0 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q8_0_group(block))),
+        DType::Q4_K => bytes.as_chunks().0.iter().flat_map(k_quants::q4_k_groups).for_each(each),
+        DType::Q5_K => bytes.as_chunks().0.iter().flat_map(k_quants::q5_k_groups).for_each(each),
+        DType::Q6_K => bytes.as_chunks().0.iter().flat_map(k_quants::q6_k_groups).for_each(each),
     }
 }
 

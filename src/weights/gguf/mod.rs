@@ -14,8 +14,8 @@
 mod header;
 mod metadata;
 mod names;
+mod permute_qk;
 mod reader;
-mod rope_rows;
 mod types;
 mod value;
 
@@ -106,10 +106,10 @@ impl Gguf {
             return Ok(rows);
         }
         let name = self.name(tensor);
-        let Some(heads) = rope_rows::heads(&self.metadata, name) else {
+        let Some(heads) = permute_qk::heads(&self.metadata, name) else {
             return Ok(&self.file.bytes()[tensor.data.clone()]);
         };
-        let rows = heads.and_then(|heads| rope_rows::to_halves(view, heads)).map_err(|what| WeightError::Corrupt {
+        let rows = heads.and_then(|heads| permute_qk::to_halves(view, heads)).map_err(|what| WeightError::Corrupt {
             path: self.path().to_owned(),
             what: format!("tensor {name:?}: {what}"),
         })?;

@@ -6,7 +6,7 @@ use super::group::Frame;
 use super::operands::{broken, floats, floats_mut};
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{CustomCall, Step};
-use crate::panic_text::panic_text;
+use crate::panic_message::panic_text;
 
 impl Frame<'_> {
     /// Calls the operation for each sequence. Rows of a sequence for which it fails or panics go on as they came in, and

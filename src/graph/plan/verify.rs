@@ -5,11 +5,11 @@
 //! needs and a place of its own while it may be alive, and of two steps that touch the same bytes, one of them writing,
 //! vector clocks say that one has ended before the other begins.
 
-use super::order::{MAX_LANES, Order};
-use super::place::lives;
-use super::plan::{Operand, Plan, PlanValue, Step};
-use super::signature::{self, Operands};
-use super::{Bucket, CompileError, Elem, Io, Op, row_bytes};
+use super::happens_before::{MAX_LANES, Order};
+use super::memory::lives;
+use super::{Operand, Plan, PlanValue, Step};
+use crate::graph::op_signature::Operands;
+use crate::graph::{Bucket, CompileError, Elem, Io, Op, op_signature, row_bytes};
 
 /// No value may be larger: sums of many stay far from overflow, and no machine has so much.
 const MOST_BYTES: usize = 1 << 48;
@@ -19,12 +19,12 @@ const MOST_COLS: usize = 1 << 28;
 const MOST_COUNTED: usize = u32::MAX as usize;
 
 /// Whether sequences of this bucket can be counted.
-pub(super) const fn counts(bucket: &Bucket) -> bool {
+pub(crate) const fn counts(bucket: &Bucket) -> bool {
     bucket.seqs <= MOST_COUNTED && bucket.kv_tokens <= MOST_COUNTED
 }
 
 /// Whether a value of this size can be placed at all.
-pub(super) fn fits(value: &PlanValue, bucket: &Bucket) -> bool {
+pub(crate) fn fits(value: &PlanValue, bucket: &Bucket) -> bool {
     value.cols <= MOST_COLS
         && bucket.rows(value.rows).checked_mul(row_bytes(value.elem, value.cols)).is_some_and(|n| n <= MOST_BYTES)
 }
@@ -93,7 +93,7 @@ impl Plan {
     fn check_operands(&self) -> Result<(), CompileError> {
         let operand = |v: &usize| {
             let PlanValue { rows, cols, elem, .. } = self.values[*v];
-            signature::Operand { rows, cols, elem }
+            op_signature::Operand { rows, cols, elem }
         };
         for (at, step) in self.steps.iter().enumerate() {
             let operands = Operands {

@@ -3,10 +3,10 @@
 
 use serde_json::{Map, Value};
 
-use super::config::{invalid, unsupported};
-use super::rope::RopeScaling;
-use super::{Architecture, ModelConfig, ModelError, RopeConfig};
+use super::{invalid, unsupported};
 use crate::graph::{ActivationKind, RopeStyle};
+use crate::model::rope::RopeScaling;
+use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 
 /// Reads a config. A field that is absent or null has its family's default, as Transformers has it.
 #[allow(clippy::cast_possible_truncation)] // an epsilon rounds to f32

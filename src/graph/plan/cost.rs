@@ -9,7 +9,7 @@
 use std::iter::Sum;
 use std::ops::{Add, AddAssign};
 
-use super::{
+use crate::graph::{
     ActivationKind, ActivationType, Elem, LinearPart, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId,
 };
 
@@ -218,11 +218,11 @@ impl Plan {
     }
 
     /// What a step runs over: in a batch without such rows it does not run.
-    pub(super) fn rows_of(&self, step: &Step) -> Option<Rows> {
+    pub(crate) fn rows_of(&self, step: &Step) -> Option<Rows> {
         step.outputs.iter().chain(&step.inputs).next().map(|&value| self.values[value].rows)
     }
 
-    pub(super) fn step_cost(&self, step: &Step, shape: CostShape) -> Cost {
+    pub(crate) fn step_cost(&self, step: &Step, shape: CostShape) -> Cost {
         let costed = Costed { plan: self, step, shape };
         if self.rows_of(step).is_none_or(|rows| shape.rows(rows) == 0) {
             return Cost::default();
@@ -237,7 +237,7 @@ impl Plan {
     }
 }
 
-pub(super) const fn window_of(step: &Step) -> Option<u32> {
+pub(crate) const fn window_of(step: &Step) -> Option<u32> {
     match &step.op {
         Op::Attention(shape) => shape.window,
         _ => None,

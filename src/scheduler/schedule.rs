@@ -3,7 +3,7 @@
 //! A plan lists rows; the results say which token came out of each chunk that wanted one. A sequence's rows are computed
 //! in order and without gaps, each once, unless it is preempted and starts over, or rows ahead of a result are void.
 
-use super::flights::Flight;
+use super::in_flight::Flight;
 use super::preempt::Relief;
 use super::{Scheduler, State, Tick, reserved_tokens};
 use crate::kv_cache::{BlockAllocator, BlockId, SeqId};

@@ -1,17 +1,25 @@
 //! The plan: a straight list of steps with every operand placed. What devices execute, and what people read.
 
+pub(super) mod bucket;
+pub(super) mod cost;
+pub(super) mod cost_rates;
+pub(super) mod happens_before;
+pub(super) mod memory;
+pub(super) mod streams;
+pub(super) mod verify;
+
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use super::check::{counts, fits};
-use super::lanes::assign;
-use super::order::Order;
 use super::passes::{FusionReport, OpSet, PrecisionPolicy, apply_precision, fuse, legalise};
-use super::place::{lives, lower_bound_bytes, place, place_apart};
 use super::{
     Bucket, CompileError, CompileOptions, Elem, Graph, Io, Node, Numerics, Op, OverflowPolicy, Rank, RegisteredOp,
     RopeFrequencies, Rows, Value, ValueId, Weight, row_bytes,
 };
+use happens_before::Order;
+use memory::{lives, lower_bound_bytes, place, place_apart};
+use streams::assign;
+use verify::{counts, fits};
 
 /// What the compiler must know of the device it compiles for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

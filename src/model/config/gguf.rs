@@ -1,9 +1,9 @@
 //! Model configuration out of GGUF metadata (keys: the GGUF specification, ggml-org/ggml `docs/gguf.md`).
 
-use super::config::{invalid, unsupported};
-use super::rope::RopeScaling;
-use super::{Architecture, ModelConfig, ModelError, RopeConfig};
+use super::{invalid, unsupported};
 use crate::graph::{ActivationKind, RopeStyle};
+use crate::model::rope::RopeScaling;
+use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::weights::gguf::{Gguf, Metadata, Value};
 use crate::weights::{TensorView, WeightSource as _};
 

@@ -4,29 +4,29 @@
 //! a step counts, for each lane, the steps that have ended when it ends; so `a` happens before `b` exactly if `b`'s past
 //! counts `a`. See Fidge (1988) and Mattern (1989).
 
-use super::Step;
+use crate::graph::Step;
 
 /// Most lanes a plan can have.
-pub(super) const MAX_LANES: usize = 4;
+pub(crate) const MAX_LANES: usize = 4;
 
 /// Steps that have ended, counted a lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Clock([u32; MAX_LANES]);
+pub(crate) struct Clock([u32; MAX_LANES]);
 
 impl Clock {
     /// Whether all that `other` counts has ended here as well.
-    pub(super) fn covers(&self, other: &Self) -> bool {
+    pub(crate) fn covers(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).all(|(mine, others)| mine >= others)
     }
 
-    pub(super) fn join(&mut self, other: &Self) {
+    pub(crate) fn join(&mut self, other: &Self) {
         self.0.iter_mut().zip(&other.0).for_each(|(mine, others)| *mine = (*mine).max(*others));
     }
 }
 
 /// The order of a plan's steps, grown step by step.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Order {
+pub(crate) struct Order {
     /// What has ended when a step begins.
     pasts: Vec<Clock>,
     /// The same with the step itself.
@@ -37,7 +37,7 @@ pub(super) struct Order {
 
 impl Order {
     /// The order of a whole plan. Lanes and the steps waited for must be in range.
-    pub(super) fn of(steps: &[Step]) -> Self {
+    pub(crate) fn of(steps: &[Step]) -> Self {
         let mut order = Self::default();
         for step in steps {
             order.push(usize::from(step.lane), &step.waits_on);
@@ -46,7 +46,7 @@ impl Order {
     }
 
     /// Adds the next step.
-    pub(super) fn push(&mut self, lane: usize, waits_on: &[usize]) {
+    pub(crate) fn push(&mut self, lane: usize, waits_on: &[usize]) {
         let past = self.past_of(lane, waits_on);
         let mut clock = past;
         clock.0[lane] += 1;
@@ -56,7 +56,7 @@ impl Order {
     }
 
     /// What would have ended when a step began here.
-    pub(super) fn past_of(&self, lane: usize, waits_on: &[usize]) -> Clock {
+    pub(crate) fn past_of(&self, lane: usize, waits_on: &[usize]) -> Clock {
         let mut past = self.tails[lane].map_or(Clock::default(), |tail| self.clocks[tail]);
         for &step in waits_on {
             past.join(&self.clocks[step]);
@@ -65,23 +65,23 @@ impl Order {
     }
 
     /// The last step of a lane.
-    pub(super) const fn tail(&self, lane: usize) -> Option<usize> {
+    pub(crate) const fn tail(&self, lane: usize) -> Option<usize> {
         self.tails[lane]
     }
 
     /// What has ended when `step` begins.
-    pub(super) fn past(&self, step: usize) -> &Clock {
+    pub(crate) fn past(&self, step: usize) -> &Clock {
         &self.pasts[step]
     }
 
     /// What has ended when `step` has.
-    pub(super) fn clock(&self, step: usize) -> &Clock {
+    pub(crate) fn clock(&self, step: usize) -> &Clock {
         &self.clocks[step]
     }
 
     /// A clock that counts `step` and what its own lane ran before it, and nothing of other lanes: what a step must cover to
     /// know that `step` has ended.
-    pub(super) fn own(&self, step: usize) -> Clock {
+    pub(crate) fn own(&self, step: usize) -> Clock {
         let mut own = Clock::default();
         for lane in 0..MAX_LANES {
             // A step counts itself on its own lane only.
@@ -93,12 +93,12 @@ impl Order {
     }
 
     /// Whether `a` has ended when `b` begins.
-    pub(super) fn before(&self, a: usize, b: usize) -> bool {
+    pub(crate) fn before(&self, a: usize, b: usize) -> bool {
         a != b && self.pasts[b].covers(&self.own(a))
     }
 
     /// Whether one of two steps has ended when the other begins.
-    pub(super) fn are_ordered(&self, a: usize, b: usize) -> bool {
+    pub(crate) fn are_ordered(&self, a: usize, b: usize) -> bool {
         self.before(a, b) || self.before(b, a)
     }
 }

@@ -1,20 +1,20 @@
 //! Puts steps on lanes: independent branches side by side, as few waits as their data needs.
 //!
 //! A lane is a stream on devices that have streams. On the CPU the whole team runs the plan in order, and neighbouring steps
-//! with no path between them share one barrier ([`Plan::groups`](super::Plan::groups)).
+//! with no path between them share one barrier ([`Plan::groups`](crate::graph::Plan::groups)).
 
-use super::order::{Clock, MAX_LANES, Order};
+use super::happens_before::{Clock, MAX_LANES, Order};
 
 /// Lane of a step, and the steps on other lanes that it waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Placement {
+pub(crate) struct Placement {
     pub lane: u8,
     pub waits_on: Vec<usize>,
 }
 
 /// Lanes for steps that each need the steps of their list (all before them). A step goes on where something it needs has
 /// just ended; else to a lane it would not have to wait for; else to the lane that has been quiet longest.
-pub(super) fn assign(needs: &[Vec<usize>], lanes: usize) -> Vec<Placement> {
+pub(crate) fn assign(needs: &[Vec<usize>], lanes: usize) -> Vec<Placement> {
     let lanes = lanes.clamp(1, MAX_LANES);
     let mut order = Order::default();
     let mut lane_of: Vec<usize> = Vec::with_capacity(needs.len());

@@ -3,11 +3,13 @@
 //! [`CompileOptions::opt_level`] sets the single knobs; a knob that is given wins over it. Nothing is ignored: an unknown
 //! key, a value out of range, or a promise that this version cannot keep is refused with the reason.
 
+pub(super) mod parse;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{AttentionSchedules, option_values};
+use super::AttentionSchedules;
 
 /// How faithfully a device computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,7 +83,7 @@ impl OverflowPolicy {
 #[non_exhaustive]
 pub struct CompileOptions {
     /// Preset over the other options, 0 to 3; `None` = 2.
-    #[serde(deserialize_with = "option_values::opt_level", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "parse::opt_level", skip_serializing_if = "Option::is_none")]
     pub opt_level: Option<u8>,
     /// Fusion by pattern; `None` = what `opt_level` says. Each level has those below it:
     ///
@@ -95,28 +97,28 @@ pub struct CompileOptions {
     #[serde(
         alias = "fusion_level",
         alias = "enable_fusion",
-        deserialize_with = "option_values::fusion",
+        deserialize_with = "parse::fusion",
         skip_serializing_if = "Option::is_none"
     )]
     pub fusion: Option<u8>,
     /// Whether values that are never alive together may share bytes of the arena; `None` = what `opt_level` says. Off, every
     /// value has its own room: what to try when an answer looks clobbered.
-    #[serde(deserialize_with = "option_values::memory_reuse", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "parse::memory_reuse", skip_serializing_if = "Option::is_none")]
     pub memory_reuse: Option<bool>,
     /// Most operations that run side by side, 1 to 4; `None` = what `opt_level` says. Operations with no path between them
     /// go on different lanes: streams where a device has them, one barrier for several on the CPU.
-    #[serde(deserialize_with = "option_values::parallel_ops", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "parse::parallel_ops", skip_serializing_if = "Option::is_none")]
     pub parallel_ops: Option<u8>,
     /// What activations are rounded to; `None` = `f32` with numerics `exact`, `mix` with `fast`. Numerics `exact` takes
     /// `f32` only.
-    #[serde(deserialize_with = "option_values::precision", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "parse::precision", skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
     /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. A name that is no projection's is refused.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub precision_overrides: BTreeMap<String, Precision>,
     /// What happens to a row that overflows the type it is stored in; `None` = the best the device has: `retry_f32` where it
     /// runs plans with f32 activations, else `error`. A policy that the device cannot honour is refused.
-    #[serde(deserialize_with = "option_values::overflow", skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "parse::overflow", skip_serializing_if = "Option::is_none")]
     pub overflow: Option<OverflowPolicy>,
     /// Visible lengths up to which attention walks a row at once, and in two passes; in force at fusion level 3.
     pub attention: AttentionSchedules,
@@ -190,9 +192,9 @@ impl CompileOptions {
     /// # Errors
     /// [`CompileError::Option`] names the option, its value and what would be right.
     pub fn validate(&self, numerics: Numerics) -> Result<(), CompileError> {
-        option_values::check("opt_level", self.opt_level)?;
-        option_values::check("fusion", self.fusion)?;
-        option_values::check("parallel_ops", self.parallel_ops)?;
+        parse::check("opt_level", self.opt_level)?;
+        parse::check("fusion", self.fusion)?;
+        parse::check("parallel_ops", self.parallel_ops)?;
         let refuse = |option, value: String, expected| Err(CompileError::Option { option, value, expected });
         let narrow = |precision: &Precision| numerics == Numerics::Exact && *precision != Precision::F32;
         if let Some(precision) = self.precision.filter(narrow) {

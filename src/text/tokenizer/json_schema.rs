@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
-use super::super::TextError;
-use super::super::pieces::Spelling;
+use crate::text::TextError;
+use crate::text::token_bytes::Spelling;
 
 /// Name of the file.
 pub(super) const JSON: &str = "tokenizer.json";

@@ -3,13 +3,13 @@
 
 use std::cmp::Reverse;
 
-use super::order::{Clock, Order};
-use super::plan::{Operand, PlanValue};
-use super::{Bucket, Step};
+use super::happens_before::{Clock, Order};
+use super::{Operand, PlanValue};
+use crate::graph::{Bucket, Step};
 
 /// When a value's bytes matter: from before the step that first touches it to after all that do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Life {
+pub(crate) struct Life {
     /// First and last step that touch it, in the order of the plan.
     pub first: usize,
     pub last: usize,
@@ -22,13 +22,13 @@ pub(super) struct Life {
 impl Life {
     /// Whether both may matter at once: neither is known to be over when the other begins. With one lane, whether their
     /// stretches of the plan overlap.
-    pub(super) fn meets(&self, other: &Self) -> bool {
+    pub(crate) fn meets(&self, other: &Self) -> bool {
         !self.born.covers(&other.users) && !other.born.covers(&self.users)
     }
 }
 
 /// Life of every value of the step list; none for values no step touches.
-pub(super) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
+pub(crate) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
     let order = Order::of(steps);
     let mut lives: Vec<Option<Life>> = vec![None; values];
     for (at, step) in steps.iter().enumerate() {
@@ -44,7 +44,7 @@ pub(super) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
 }
 
 /// Largest sum of bytes alive at one step: no placement can be smaller.
-pub(super) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+pub(crate) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lives(values.len(), steps);
     (0..steps.len())
         .map(|at| {
@@ -60,7 +60,7 @@ pub(super) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &B
 
 /// Sets the arena offset of every arena value and returns the arena's size. Three orders are tried (largest first, oldest
 /// first, longest-lived first), each value going to the lowest gap that fits; the smallest arena wins.
-pub(super) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+pub(crate) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lives(values.len(), steps);
     let mut wanted: Vec<(usize, usize, Life)> = (0..values.len())
         .filter(|&v| matches!(values[v].operand, Operand::Arena { .. }))
@@ -84,7 +84,7 @@ pub(super) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, a
 
 /// Sets the arena offset of every arena value so that no two share a byte, in the order in which they are first written,
 /// and returns the arena's size.
-pub(super) fn place_apart(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+pub(crate) fn place_apart(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lives(values.len(), steps);
     let mut order: Vec<(usize, usize)> =
         lives.iter().enumerate().filter_map(|(v, life)| Some((life.as_ref()?.first, v))).collect();
@@ -124,7 +124,7 @@ fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::graph::lanes::assign;
+    use crate::graph::plan::streams::assign;
     use crate::graph::{Elem, Op, Rows};
     use proptest::prelude::*;
 

@@ -1,6 +1,6 @@
 //! Upper bounds a plan is placed for.
 
-use super::{Elem, Rows, Value};
+use crate::graph::{Elem, Rows, Value};
 
 /// Upper bounds of a launch: arena offsets hold for any batch inside them. Devices without static shapes run the actual
 /// sizes; none is padded by the plan itself.

@@ -5,7 +5,7 @@
 //! So a plan's cost is a few sums of coefficients, and two exceptions.
 
 use super::cost::window_of;
-use super::{Cost, CostShape, Op, Plan, Rows, Step, attended_tokens, shown_tokens};
+use crate::graph::{Cost, CostShape, Op, Plan, Rows, Step, attended_tokens, shown_tokens};
 
 /// What a plan costs, as coefficients.
 ///

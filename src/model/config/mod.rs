@@ -1,5 +1,8 @@
 //! What every model description becomes.
 
+pub(super) mod gguf;
+pub(super) mod hub;
+
 use super::rope::RopeScaling;
 use super::{Architecture, ModelError};
 use crate::graph::{ActivationKind, RopeStyle};

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::de::{Deserializer, Visitor};
 
-use super::{CompileError, CompileOptions, OverflowPolicy, Precision};
+use crate::graph::{CompileError, CompileOptions, OverflowPolicy, Precision};
 
 /// Least and largest value of a counted option, and the words for them.
 fn range(option: &'static str) -> (u8, u8, &'static str) {
@@ -17,7 +17,7 @@ fn range(option: &'static str) -> (u8, u8, &'static str) {
 }
 
 /// Refuses a counted option out of its range.
-pub(super) fn check(option: &'static str, value: Option<u8>) -> Result<(), CompileError> {
+pub(crate) fn check(option: &'static str, value: Option<u8>) -> Result<(), CompileError> {
     let (least, most, expected) = range(option);
     match value {
         Some(value) if value < least || value > most => {
@@ -111,19 +111,19 @@ fn counted<'de, D: Deserializer<'de>>(
     }
 }
 
-pub(super) fn opt_level<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
+pub(crate) fn opt_level<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
     counted(from, "opt_level", &[])
 }
 
-pub(super) fn fusion<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
+pub(crate) fn fusion<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
     counted(from, "fusion", &[("none", 0), ("all", CompileOptions::MAX_FUSION)])
 }
 
-pub(super) fn parallel_ops<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
+pub(crate) fn parallel_ops<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u8>, D::Error> {
     counted(from, "parallel_ops", &[])
 }
 
-pub(super) fn memory_reuse<'de, D: Deserializer<'de>>(from: D) -> Result<Option<bool>, D::Error> {
+pub(crate) fn memory_reuse<'de, D: Deserializer<'de>>(from: D) -> Result<Option<bool>, D::Error> {
     let expected = "true or false";
     match from.deserialize_any(Scalar("memory_reuse", expected))? {
         Given::Nothing => Ok(None),
@@ -132,7 +132,7 @@ pub(super) fn memory_reuse<'de, D: Deserializer<'de>>(from: D) -> Result<Option<
     }
 }
 
-pub(super) fn precision<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Precision>, D::Error> {
+pub(crate) fn precision<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Precision>, D::Error> {
     let expected = "\"f32\", \"bf16\", \"f16\" or \"mix\"";
     let given = from.deserialize_any(Scalar("precision", expected))?;
     let precision = match &given {
@@ -149,7 +149,7 @@ pub(super) fn precision<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Pre
     precision.map(Some).ok_or_else(|| refuse("precision", &given, expected))
 }
 
-pub(super) fn overflow<'de, D: Deserializer<'de>>(from: D) -> Result<Option<OverflowPolicy>, D::Error> {
+pub(crate) fn overflow<'de, D: Deserializer<'de>>(from: D) -> Result<Option<OverflowPolicy>, D::Error> {
     let expected = "\"error\", \"clamp\" or \"retry_f32\"";
     let given = from.deserialize_any(Scalar("overflow", expected))?;
     let policies = [OverflowPolicy::Error, OverflowPolicy::Clamp, OverflowPolicy::RetryF32];
