@@ -67,7 +67,7 @@ def c_type(rust: str) -> str:
 
 def declared_functions():
     """(symbol, C++ function pointer type) of each function in symbols.rs."""
-    text = (HERE / "src/symbols.rs").read_text()
+    text = (HERE / "src/ffi/symbols.rs").read_text()
     for symbol, arguments, result in re.findall(r'\w+: "(\w+)"\s*fn\(([^)]*)\)\s*->\s*([^,]+),', text):
         arguments = ", ".join(c_type(a) for a in arguments.split(",") if a.strip())
         yield symbol, f"{c_type(result)} (*)({arguments})"

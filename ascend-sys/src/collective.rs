@@ -16,11 +16,11 @@ use crate::abi::{
 };
 use crate::context::Context;
 use crate::error::{AscendError, AscendErrorKind, LoadError};
-use crate::loader::Library;
+use crate::ffi::loader::Library;
+use crate::ffi::symbols::HcclSymbols;
 use crate::memory::DeviceAddress;
 use crate::runtime::{Runtime, copied};
 use crate::stream::Stream;
-use crate::symbols::HcclSymbols;
 use crate::tensor::ElemType;
 use std::ffi::c_char;
 use std::ptr;

@@ -26,34 +26,29 @@
 //! ```
 
 pub mod abi;
-mod attention;
-mod card;
 mod collective;
 mod context;
-mod dl;
+mod dcmi;
 mod error;
+mod ffi;
 mod graph;
-mod loader;
 mod memory;
 mod ops;
 mod runtime;
-mod shim;
-mod shim_functions;
 mod stream;
-mod symbols;
 mod tensor;
 
-pub use attention::{Attention, MASK_SIDE, Mask, QueryLayout};
-pub use card::{Card, DCMI_LIBRARY, Dcmi, Hbm, Health, Unit};
 pub use collective::{Collectives, Communicator, RootInfo};
 pub use context::Context;
+pub use dcmi::{Card, DCMI_LIBRARY, Dcmi, Hbm, Health, Unit};
 pub use error::{AscendError, AscendErrorKind, Attempt, LoadError, SHIM_MISUSE, SHIM_NO_DESCRIPTOR, SHIM_NO_SYMBOL};
+pub use ffi::loader::Library;
+pub use ffi::symbols::{DcmiSymbols, HcclSymbols, Symbols};
 pub use graph::{Capture, CaptureMode, Graph, TaskGroup, TaskUpdate};
-pub use loader::Library;
 pub use memory::{DeviceAddress, DeviceBuffer, Pages, PinnedBuffer};
 pub use ops::Ops;
+pub use ops::attention::{Attention, MASK_SIDE, Mask, QueryLayout};
+pub use ops::shim::Op;
 pub use runtime::{Capabilities, Runtime};
-pub use shim::Op;
 pub use stream::{Event, EventKind, Stream, is_wait_timeout};
-pub use symbols::{DcmiSymbols, HcclSymbols, Symbols};
 pub use tensor::{ElemType, MAX_RANK, TensorDesc};

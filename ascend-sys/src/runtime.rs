@@ -7,8 +7,8 @@
 
 use crate::abi::{ACL_ERROR_REPEAT_INITIALIZE, ACL_RT_THREAD_LEVEL, ACL_SUCCESS};
 use crate::error::{AscendError, AscendErrorKind, LoadError, SHIM_NO_SYMBOL};
-use crate::loader::Library;
-use crate::symbols::Symbols;
+use crate::ffi::loader::Library;
+use crate::ffi::symbols::Symbols;
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};

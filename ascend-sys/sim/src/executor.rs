@@ -1,15 +1,15 @@
 //! The two phases of an operation: phase 1 checks and plans on the host, phase 2 queues.
 
-use crate::bench::Bench;
 use crate::codes::{Done, Fail, OP_INNER_NULL, OP_INVALID, fail, rule};
-use crate::context;
 use crate::control::{self, Fault};
 use crate::ffi::{Out, plain};
-use crate::memory::{DeviceMemory, GRANULE, POISON, computes, memory};
+use crate::operands::Bench;
 use crate::registry::{Handle, Registry, lock};
+use crate::runtime::memory::{DeviceMemory, GRANULE, POISON, computes, memory};
+use crate::runtime::stream::{Stream, Work};
+use crate::runtime::task::{Cost, Task};
+use crate::runtime::{context, task};
 use crate::settings::Setting;
-use crate::stream::{Stream, Work};
-use crate::task::{self, Cost, Task};
 use crate::tensor::{TENSORS, View};
 use std::sync::{Arc, Mutex};
 

@@ -11,25 +11,19 @@
 //!
 //! Nothing here has been compared with a device: behaviour follows the documentation, times follow a simple model.
 
-mod bench;
-mod capture;
 mod codes;
-mod collective;
-mod context;
 mod control;
-mod event;
 mod executor;
 mod exports;
 mod ffi;
-mod memory;
+mod operands;
 mod ops;
 mod random;
 mod registry;
 mod remote;
+mod runtime;
 mod settings;
-mod stream;
-mod task;
+mod strip_symbols;
 mod tensor;
-mod without;
 
 pub use remote::{Clock, Simulator};

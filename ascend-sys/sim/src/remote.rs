@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::without;
+use crate::strip_symbols;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ impl Simulator {
 
     /// A copy of the shared library that lacks some functions, as older versions do.
     pub fn without(&self, symbols: &[&str], file: &Path) -> io::Result<()> {
-        without::copy_without(&self.path, symbols, file)
+        strip_symbols::copy_without(&self.path, symbols, file)
     }
 
     /// Everything as at the start.

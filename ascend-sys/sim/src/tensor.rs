@@ -1,8 +1,8 @@
 //! Descriptors of `aclnn`: tensors, lists, scalars, arrays. All arrays are copied when they are made.
 
 use crate::codes::{Done, FORMAT_ND, FORMAT_NZ, OP_INVALID, OP_NULL, fail, rule};
-use crate::memory::GRANULE;
 use crate::registry::{Handle, Registry};
+use crate::runtime::memory::GRANULE;
 use std::sync::Arc;
 
 pub(crate) static TENSORS: Registry<View> = Registry::new("aclTensor");

@@ -2,11 +2,12 @@
 
 #![allow(unsafe_code, non_snake_case)]
 
-use crate::capture::{self, Replay};
 use crate::codes::{RT_CAPTURE_IMPLICIT, rule};
 use crate::ffi::{Out, plain};
 use crate::registry::Handle;
-use crate::stream::{Stream, Work};
+use crate::runtime::capture;
+use crate::runtime::capture::Replay;
+use crate::runtime::stream::{Stream, Work};
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureBegin(stream: Handle, mode: i32) -> i32 {

@@ -3,14 +3,15 @@
 #![allow(unsafe_code)]
 
 use crate::control::{self, Fault};
-use crate::event::EVENTS;
 use crate::executor::EXECUTORS;
 use crate::ffi::{HostBytes, Text};
-use crate::memory::{self, memory};
 use crate::registry::Handle;
-use crate::stream::{self, STREAMS};
+use crate::runtime::event::EVENTS;
+use crate::runtime::memory::memory;
+use crate::runtime::stream::STREAMS;
+use crate::runtime::{capture, collective, context, memory, stream, task};
+use crate::settings;
 use crate::tensor::{INT_ARRAYS, LISTS, SCALARS, TENSORS};
-use crate::{capture, collective, context, settings, task};
 
 const REFUSED: i32 = -1;
 

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, non_snake_case)]
 
 use crate::ffi::Out;
-use crate::memory::memory;
+use crate::runtime::memory::memory;
 use crate::settings::Setting;
 
 const INVALID_PARAMETER: i32 = -8001;

@@ -3,11 +3,11 @@
 #![allow(unsafe_code, non_snake_case)]
 
 use crate::codes::{Done, fail, rule};
-use crate::collective::{self, COMMUNICATORS, Plan, Reduce, What};
-use crate::context;
 use crate::ffi::{self, In, Note, Out};
 use crate::registry::Handle;
-use crate::stream::Stream;
+use crate::runtime::collective::{COMMUNICATORS, Plan, Reduce, What};
+use crate::runtime::stream::Stream;
+use crate::runtime::{collective, context};
 use std::ffi::c_char;
 
 const ROOT_INFO_BYTES: usize = 4108;

@@ -2,16 +2,15 @@
 
 #![allow(unsafe_code, non_snake_case)]
 
-use crate::capture;
 use crate::codes::{Done, Fail, RT_CAPTURE_MODE, RT_FEATURE_NOT_SUPPORTED, RT_PARAM_INVALID, rule};
-use crate::context;
 use crate::control;
 use crate::ffi::{HostBytes, Note, Out, call, plain};
-use crate::memory::{self, DeviceMemory, memory};
 use crate::registry::Handle;
+use crate::runtime::memory::{DeviceMemory, memory};
+use crate::runtime::stream::{Stream, Work};
+use crate::runtime::task::{Body, Cost, Task};
+use crate::runtime::{capture, context, memory};
 use crate::settings::Setting;
-use crate::stream::{Stream, Work};
-use crate::task::{Body, Cost, Task};
 use std::sync::Arc;
 
 #[unsafe(no_mangle)]

@@ -3,12 +3,12 @@
 #![allow(unsafe_code, non_snake_case)]
 
 use crate::codes::{INVALID_PARAM, REPEAT_INITIALIZE, RT_INVALID_HANDLE, RT_PARAM_INVALID, UNINITIALIZED, rule};
-use crate::context;
 use crate::control;
 use crate::ffi::{Out, Text, plain, recent_message};
 use crate::registry::Handle;
+use crate::runtime::context;
+use crate::runtime::stream::KERNEL_LIMIT_S;
 use crate::settings::Setting;
-use crate::stream::KERNEL_LIMIT_S;
 use std::ffi::c_char;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -2,19 +2,17 @@
 
 #![allow(unsafe_code, non_snake_case)]
 
-use crate::capture;
 use crate::codes::{
     Done, EVENT_EXTERNAL, EVENT_SYNC, EVENT_TIME_LINE, RT_FEATURE_NOT_SUPPORTED, RT_INVALID_HANDLE, RT_NO_EVENT,
     RT_PARAM_INVALID, fail, rule,
 };
-use crate::context;
 use crate::control;
-use crate::event::{EVENTS, Event, Kind};
 use crate::ffi::{Out, plain};
 use crate::registry::Handle;
+use crate::runtime::event::{EVENTS, Event, Kind};
+use crate::runtime::stream::{STREAMS, Stream, Work};
+use crate::runtime::{capture, context, stream, task};
 use crate::settings::Setting;
-use crate::stream::{self, STREAMS, Stream, Work};
-use crate::task;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -3,9 +3,9 @@
 //! What is accepted depends on CANN's version: the limits of the 8.5 and 9.1 documentation, and refusals seen in the field.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, OP_NULL, OP_TILING, fail, rule};
 use crate::executor::{Prepared, input, listed, maybe, output};
+use crate::operands::Bench;
 use crate::settings::Setting;
 use crate::tensor::{Elem, View};
 

@@ -1,9 +1,9 @@
 //! Element by element: sums, products, activations, conversions, copies.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, output};
+use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 
 /// `out = f(x)`, one float type throughout.

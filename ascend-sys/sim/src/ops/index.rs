@@ -1,10 +1,10 @@
 //! Rows by number: gather, embed, scatter into caches.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, RT_VECTOR_CORE_EXCEPTION, rule};
 use crate::control;
 use crate::executor::{Prepared, input, output};
+use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 use std::collections::HashSet;
 
@@ -153,7 +153,7 @@ fn put_rows(bench: &mut Bench<'_>, rows: usize, cache: usize, slots: &[(usize, b
         if is_sound {
             bench.memory.copy(target, start(&from) + row * width, width)?;
         } else {
-            bench.memory.bytes_mut(target, width)?.fill(crate::memory::POISON);
+            bench.memory.bytes_mut(target, width)?.fill(crate::runtime::memory::POISON);
         }
     }
     Ok(())

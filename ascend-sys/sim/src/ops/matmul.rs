@@ -1,10 +1,10 @@
 //! Products of matrices, and weights in tiles.
 
 use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, maybe, output};
-use crate::memory::memory;
+use crate::operands::Bench;
+use crate::runtime::memory::memory;
 use crate::tensor::{Elem, View};
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
 //! Mixture of experts: choose, sort rows by expert, multiply each expert's rows, add up.
 
 use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, RT_VECTOR_CORE_EXCEPTION, fail, rule};
 use crate::executor::{Prepared, input, listed, output};
+use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 
 fn size(n: i64, what: &str) -> Done<usize> {

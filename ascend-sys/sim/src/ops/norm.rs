@@ -1,9 +1,9 @@
 //! RMS normalisation, alone and after an addition.
 
 use super::{has_dims, is_one_of, same_elem};
-use crate::bench::{Bench, rounded};
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, output};
+use crate::operands::{Bench, rounded};
 use crate::tensor::{Elem, View};
 
 /// Operations a normalised element costs.

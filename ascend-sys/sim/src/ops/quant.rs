@@ -2,9 +2,9 @@
 
 use super::matmul::columns;
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
-use crate::bench::{Bench, rounded};
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, maybe, output};
+use crate::operands::{Bench, rounded};
 use crate::tensor::{Elem, View};
 
 /// Largest magnitude of a quantised activation.

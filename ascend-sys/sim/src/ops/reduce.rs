@@ -1,9 +1,9 @@
 //! Along rows: the largest, the k largest, soft-max, whether all hold.
 
 use super::{has_dims, is_one_of, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, output};
+use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 use std::cmp::Ordering;
 

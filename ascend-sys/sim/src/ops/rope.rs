@@ -1,9 +1,9 @@
 //! Rotary embedding of one tensor.
 
 use super::{has_dims, same_elem};
-use crate::bench::Bench;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::executor::{Prepared, input, output};
+use crate::operands::Bench;
 use crate::tensor::View;
 
 /// Longest head.

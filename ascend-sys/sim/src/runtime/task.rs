@@ -2,9 +2,9 @@
 
 use crate::codes::Done;
 use crate::control::Fault;
-use crate::memory::DeviceMemory;
+use crate::runtime::memory::DeviceMemory;
+use crate::runtime::stream::Stream;
 use crate::settings::Setting;
-use crate::stream::Stream;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

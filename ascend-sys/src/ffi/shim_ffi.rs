@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use crate::attention::RawAttention;
-use crate::shim::{RawOp, Status};
+use crate::ops::attention::RawAttention;
+use crate::ops::shim::{RawOp, Status};
 use crate::tensor::TensorDesc;
 use std::ffi::c_void;
 

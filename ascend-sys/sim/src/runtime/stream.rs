@@ -4,19 +4,20 @@
 //! the threads and to random delays. Work of one stream keeps its order. Nothing else is promised, so an event that is
 //! missing shows as wrong data.
 
-use crate::capture::{self, Capture, Replay, Slot};
 use crate::codes::{
     Done, Fail, RT_AICORE_TIMEOUT, RT_CONTEXT_NULL, RT_INVALID_HANDLE, RT_NO_STREAM, RT_STREAM_ABORT,
     RT_STREAM_CONTEXT, RT_STREAM_SYNC_TIMEOUT, TASK_GROUP_STATUS, fail, rule,
 };
-use crate::context::{self, Context};
 use crate::control::{self, Fault};
-use crate::event::Event;
-use crate::memory::memory;
 use crate::random::Random;
 use crate::registry::{Handle, Registry, lock};
+use crate::runtime::capture::{Capture, Replay, Slot};
+use crate::runtime::context::Context;
+use crate::runtime::event::Event;
+use crate::runtime::memory::memory;
+use crate::runtime::task::Task;
+use crate::runtime::{capture, context, task};
 use crate::settings::Setting;
-use crate::task::{self, Task};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

@@ -4,15 +4,16 @@
 //! for the same. A rank that waits for the others longer than `collective_limit_ms` fails, as does one whose stream is
 //! aborted or whose device is lost.
 
-use crate::bench::{self, Bench};
 use crate::codes::{Done, Fail, RT_FFTS_PLUS_TIMEOUT, fail, rule};
-use crate::context;
 use crate::control::{self, Fault};
-use crate::memory::{DeviceMemory, computes, memory};
+use crate::operands;
+use crate::operands::Bench;
 use crate::registry::{Handle, Registry, lock};
+use crate::runtime::context;
+use crate::runtime::memory::{DeviceMemory, computes, memory};
+use crate::runtime::stream::{Stream, Work};
+use crate::runtime::task::{Cost, Task};
 use crate::settings::Setting;
-use crate::stream::{Stream, Work};
-use crate::task::{Cost, Task};
 use crate::tensor::{Elem, View};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -297,7 +298,7 @@ fn take(send: &View, recv: &View) -> Done<Vec<f32>> {
     memory.check(recv.address, recv.bytes())?;
     let mut values = Vec::new();
     if computes() {
-        bench::stretch(&memory, send, 0, send.count(), &mut values)?;
+        operands::stretch(&memory, send, 0, send.count(), &mut values)?;
     }
     Ok(values)
 }

@@ -4,7 +4,7 @@
 
 use crate::abi::AclrtStream;
 use crate::error::{AscendError, AscendErrorKind, SHIM_MISUSE, SHIM_NO_SYMBOL};
-use crate::loader::Library;
+use crate::ffi::loader::Library;
 use crate::memory::DeviceAddress;
 use crate::runtime::Runtime;
 use crate::stream::Stream;

@@ -6,9 +6,9 @@
 #![allow(unsafe_code)]
 
 use crate::error::AscendError;
+use crate::ffi::shim_ffi::ascend_attention;
+use crate::ops::shim::Op;
 use crate::ops::{Ops, optional};
-use crate::shim::Op;
-use crate::shim_functions::ascend_attention;
 use crate::tensor::TensorDesc;
 use std::ffi::{CStr, c_char};
 use std::ptr;

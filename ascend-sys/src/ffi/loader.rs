@@ -12,8 +12,9 @@
 
 #![forbid(unsafe_code)]
 
-use crate::dl::{self, Handle};
 use crate::error::{Attempt, LoadError};
+use crate::ffi::dl;
+use crate::ffi::dl::Handle;
 use std::ffi::{CStr, OsString, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;

@@ -11,8 +11,8 @@ use crate::abi::{
     DCMI_UTILIZATION_RATE_HBM_BANDWIDTH, DCMI_UTILIZATION_RATE_NPU, DCMI_UTILIZATION_RATE_VECTORCORE, DcmiHbmInfo,
 };
 use crate::error::{AscendError, AscendErrorKind, LoadError, SHIM_NO_SYMBOL};
-use crate::loader::Library;
-use crate::symbols::DcmiSymbols;
+use crate::ffi::loader::Library;
+use crate::ffi::symbols::DcmiSymbols;
 use std::ffi::{c_int, c_uint};
 use std::path::Path;
 

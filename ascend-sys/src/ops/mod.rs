@@ -7,17 +7,20 @@
 
 #![allow(unsafe_code)]
 
+pub(super) mod attention;
+pub(super) mod shim;
+
 use crate::error::AscendError;
-use crate::loader::Library;
-use crate::runtime::Runtime;
-use crate::shim::{Op, RawOp, Status, Table, check};
-use crate::shim_functions::{
+use crate::ffi::loader::Library;
+use crate::ffi::shim_ffi::{
     ascend_add, ascend_add_rms_norm, ascend_all, ascend_argmax, ascend_cast, ascend_copy, ascend_dynamic_quant,
     ascend_embedding, ascend_gather_rows, ascend_gelu, ascend_is_finite, ascend_kv_scatter, ascend_linear,
     ascend_moe_combine, ascend_moe_gate, ascend_moe_linear, ascend_moe_route, ascend_mul, ascend_nz_elements,
     ascend_quant_linear, ascend_rms_norm, ascend_rope, ascend_scale, ascend_scatter_rows, ascend_silu, ascend_softmax,
     ascend_swiglu, ascend_tanh, ascend_tile_weight, ascend_topk, ascend_weight_quant_linear,
 };
+use crate::ops::shim::{Op, RawOp, Status, Table, check};
+use crate::runtime::Runtime;
 use crate::tensor::{ElemType, TensorDesc};
 use std::ffi::c_void;
 use std::ptr;

@@ -10,12 +10,13 @@ use crate::codes::{
     RT_STREAM_CAPTURED, RT_STREAM_NOT_CAPTURED, RT_STREAM_UNJOINED, RT_TASK_TYPE_NOT_SUPPORTED, RT_UPDATE_FAILED,
     TASK_GROUP_STATUS, fail, rule,
 };
-use crate::event::{Event, Kind};
 use crate::random::Random;
 use crate::registry::{Handle, Registry, lock};
+use crate::runtime::event::{Event, Kind};
+use crate::runtime::stream::{STREAMS, Stream, Work};
+use crate::runtime::task;
+use crate::runtime::task::Task;
 use crate::settings::Setting;
-use crate::stream::{STREAMS, Stream, Work};
-use crate::task::{self, Task};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;

@@ -2,8 +2,9 @@
 
 use crate::codes::{Done, Fail, RT_CONTEXT_NULL, RT_INVALID_DEVICE, RT_INVALID_HANDLE, rule};
 use crate::registry::{Handle, Registry, lock};
+use crate::runtime::stream;
+use crate::runtime::stream::Stream;
 use crate::settings::Setting;
-use crate::stream::{self, Stream};
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};

@@ -1,7 +1,7 @@
 //! What a kernel sees: its operands' elements, read as f32 or whole numbers and rounded to their type when stored.
 
 use crate::codes::Done;
-use crate::memory::DeviceMemory;
+use crate::runtime::memory::DeviceMemory;
 use crate::tensor::{Elem, View};
 use half::{bf16, f16};
 

@@ -12,9 +12,8 @@ use crate::ffi::HostBytes;
 use crate::registry::lock;
 use crate::settings::Setting;
 use std::collections::BTreeMap;
-use std::ptr;
-use std::slice;
 use std::sync::{LazyLock, Mutex, MutexGuard};
+use std::{ptr, slice};
 
 /// Byte of memory nobody has written.
 pub(crate) const POISON: u8 = 0xFF;

@@ -10,7 +10,7 @@ use crate::abi::{
     HcclRootInfo,
 };
 use crate::error::LoadError;
-use crate::loader::Library;
+use crate::ffi::loader::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 /// The C string of a symbol's name.
