@@ -8,7 +8,8 @@
 use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
-use ascend_llm::device::cpu::kernels::matmul::{FloatRows, matmul_f32};
+use ascend_llm::device::cpu::kernels::float_rows::FloatRows;
+use ascend_llm::device::cpu::kernels::matmul::matmul_f32;
 use ascend_llm::device::cpu::memory::{AlignedBytes, Tile};
 use ascend_llm::device::cpu::thread_pool::Team;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};

@@ -9,8 +9,10 @@ use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
-use ascend_llm::device::cpu::kernels::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
-use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::device::cpu::kernels::float_rows::FloatRows;
+use ascend_llm::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
+use ascend_llm::device::cpu::kernels::quantize::quantise_rows;
 use ascend_llm::device::cpu::memory::{AlignedBytes, Parts};
 use ascend_llm::device::cpu::thread_pool::Team;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};

@@ -11,7 +11,8 @@ use ascend_llm::device::cpu::kernels::activation::{add_row, gelu_tanh_mul_row, m
 use ascend_llm::device::cpu::kernels::argmax::{arg_max, is_finite};
 use ascend_llm::device::cpu::kernels::cast::{count_beyond, round_bf16_row, round_f16_row};
 use ascend_llm::device::cpu::kernels::norm::rms_norm_row;
-use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, quantise_row};
+use ascend_llm::device::cpu::kernels::q8_rows::QuantLayout;
+use ascend_llm::device::cpu::kernels::quantize::quantise_row;
 use ascend_llm::device::cpu::kernels::rope::{rope_angles, rope_row};
 use ascend_llm::graph::RopeStyle;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

@@ -1,11 +1,13 @@
 //! A product of rows with packed weights is right within a stated bound, and a row's bits depend on that row alone:
 //! not on how many rows there are, on the tile, on the range of panels or on the number of threads.
 
+use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
-use ascend_llm::device::cpu::kernels::matmul::{FloatRows, columns_of, matmul_bf16, matmul_f32, matmul_q8};
-use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows, quantise_rows};
+use ascend_llm::device::cpu::kernels::float_rows::{FloatRows, columns_of};
+use ascend_llm::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
+use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
+use ascend_llm::device::cpu::kernels::quantize::quantise_rows;
 use ascend_llm::device::cpu::memory::{Parts, Tile};
-use ascend_llm::device::cpu::simd::Isa;
 use ascend_llm::device::cpu::thread_pool::Team;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::{DType, convert};

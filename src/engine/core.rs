@@ -8,6 +8,7 @@
 //! request's failure ends that request only; a failed engine tells every open handle once and takes no more requests;
 //! a step in which nothing is admitted, ends or is preempted allocates nothing (log-probabilities apart).
 
+use crate::engine::{Health, ModelLimits, StepReport};
 use std::sync::Arc;
 
 use crate::device::{Device, Peaks};
@@ -16,10 +17,10 @@ use crate::sampler::ParamLimits;
 use crate::scheduler::{Scheduler, SchedulerConfig, SeqMeta, Tick};
 use crate::text::{ChatRender, Vocabulary};
 
-use super::build::EngineInfo;
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
+use super::info::EngineInfo;
 use super::metrics::utilization::{RecentSteps, Window};
 use super::metrics::{Counters, Stats};
 use super::request::admission::{Arrival, Intake, Limits, Stage};
@@ -36,58 +37,6 @@ const DEFAULT_BLOCK_SIZE: u32 = 16;
 
 /// One block in that many stays free when a sequence is admitted, so that running ones can grow (vLLM's 1 %).
 const WATERMARK_SHARE: u32 = 100;
-
-/// What the engine must know of the model behind its [`Forward`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ModelLimits {
-    /// Ids the model knows.
-    pub vocab_size: u32,
-    /// Longest sequence the model takes.
-    pub max_model_len: u32,
-    /// Ids that end a sequence unless a request says `ignore_eos`.
-    pub eos_ids: Vec<u32>,
-    /// Names the model and all else that changes what a KV block holds; keys of the prefix cache begin with it.
-    pub fingerprint: u128,
-    /// Most rows of logits that the model may be asked for at once; what wants more is cut into several steps.
-    pub max_logit_rows: u32,
-}
-
-impl ModelLimits {
-    /// Limits of a model without end-of-sequence ids, whose runner has room for any number of logits.
-    #[must_use]
-    pub fn new(vocab_size: u32, max_model_len: u32) -> Self {
-        Self { vocab_size, max_model_len, eos_ids: Vec::new(), fingerprint: 0, max_logit_rows: u32::MAX }
-    }
-}
-
-/// Whether an engine lives and takes requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Health {
-    /// It runs and takes requests.
-    Ready,
-    /// It runs, but takes no request just now: the queue is full, or it is shutting down.
-    Live,
-    /// It does not run any more: it has failed or has been shut down.
-    Failed,
-}
-
-/// What one step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StepReport {
-    /// Sequences that had rows in the step; 0 if there was nothing to compute.
-    pub sequences: u32,
-    /// Rows computed.
-    pub rows: u32,
-    /// Tokens drawn.
-    pub drawn_tokens: u32,
-    /// Choices that ended on the step's own results.
-    pub finished: u32,
-    /// Sequences that lost their blocks and will be computed again.
-    pub preempted: u32,
-}
 
 /// What became of the plans made in one step, beside their rows.
 #[derive(Clone, Copy, Debug, Default)]

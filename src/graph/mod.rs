@@ -10,6 +10,7 @@
 
 mod attention_schedule;
 mod builder;
+mod compile;
 mod custom;
 mod op;
 mod op_signature;
@@ -19,13 +20,14 @@ mod plan;
 
 pub use attention_schedule::{AttentionSchedules, LoopOrder};
 pub use builder::GraphBuilder;
+pub use compile::compile;
 pub use custom::{CustomCall, CustomOp, CustomOpError, CustomSite, RegisteredOp};
 pub use op::{ActivationKind, ActivationType, AttentionShape, LinearPart, NormSpec, Op, RopeStyle};
 pub use options::{ArenaTooLarge, CompileError, CompileOptions, Numerics, OverflowPolicy, Precision};
 pub use plan::bucket::{Bucket, QUANT_BLOCK, QUANT_RECORD_BYTES, row_bytes};
 pub use plan::cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
 pub use plan::cost_rates::CostRates;
-pub use plan::{Operand, Plan, PlanValue, Step, Target, compile};
+pub use plan::{Operand, Plan, PlanValue, Step, Target};
 
 use crate::weights::DType;
 

@@ -92,3 +92,11 @@ impl ModelError {
         }
     }
 }
+
+pub(super) fn invalid(field: &str, value: impl ToString, expected: &str) -> ModelError {
+    ModelError::InvalidField { field: field.into(), value: value.to_string(), expected: expected.into() }
+}
+
+pub(super) fn unsupported(field: &str, value: impl ToString, expected: &str) -> ModelError {
+    ModelError::UnsupportedFeature { field: field.into(), value: value.to_string(), expected: expected.into() }
+}

@@ -8,7 +8,7 @@
 use std::f64::consts::TAU;
 
 use super::ModelError;
-use super::config::invalid;
+use super::error::invalid;
 
 /// How the frequencies are changed from `theta^(-2i / width)`.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]

@@ -1,6 +1,6 @@
 //! The graph of a Llama-shaped decoder: all architectures here differ from it by biases, head norms and windows only.
 
-use super::config::invalid;
+use super::error::invalid;
 use super::{ModelConfig, ModelError};
 use crate::graph::{
     AttentionShape, CustomSite, Graph, GraphBuilder, LinearPart, NormSpec, RegisteredOp, RopeFrequencies, ValueId,

@@ -14,7 +14,7 @@
 
 use std::sync::Arc;
 
-use super::model_runner::RunnerShape;
+use super::shape::RunnerShape;
 use super::sub_batch::{Part, place_in};
 use super::{ForwardInput, Ticket};
 use crate::device::{

@@ -11,9 +11,11 @@ mod io_buffers;
 mod model_runner;
 #[doc(hidden)]
 pub mod scripted;
+mod shape;
 mod sub_batch;
 
-pub use model_runner::{ModelRunner, Programs, RunnerShape};
+pub use model_runner::{ModelRunner, Programs};
+pub use shape::RunnerShape;
 
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{Cost, RowStatus};

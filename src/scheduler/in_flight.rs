@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::schedule::{Chunk, StepPlan};
+use super::plan::{Chunk, StepPlan};
 use crate::kv_cache::SeqId;
 
 /// Plans that have not been committed, oldest first. Lists are used again.

@@ -39,13 +39,14 @@
 #![forbid(unsafe_code)]
 
 mod in_flight;
+mod plan;
 mod preempt;
 mod queue;
 mod schedule;
 mod sequence;
 
+pub use plan::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
-pub use schedule::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 
 use crate::kv_cache::id_map::IdMap;
 use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};

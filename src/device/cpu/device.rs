@@ -7,7 +7,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::Isa;
-use super::executor::{IoBytes, Poison, Program};
+use super::executor::launch::IoBytes;
+use super::executor::{Poison, Program};
 use super::kernels::kv_cache;
 use super::measure::profile::StepTime;
 use super::measure::rapl::PackageEnergy;

@@ -9,6 +9,7 @@
 
 mod device;
 mod executor;
+mod isa;
 #[doc(hidden)]
 pub mod kernels;
 mod measure;
@@ -26,5 +27,5 @@ pub mod weights;
 pub use device::{CpuDevice, CpuOptions};
 #[doc(hidden)]
 pub use executor::Poison;
+pub use isa::Isa;
 pub use measure::profile::StepTime;
-pub use simd::Isa;

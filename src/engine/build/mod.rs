@@ -5,6 +5,8 @@ pub(super) mod programs;
 pub(super) mod text_assets;
 pub(super) mod warm_up;
 
+use crate::engine::info::{prompt_cost, to_u32};
+use crate::engine::{EngineInfo, LoadProgress};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,15 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::config::{EngineConfig, refuse};
-use super::core::{EngineCore, ModelLimits};
+use super::core::EngineCore;
 use super::error::BuildError;
+use super::info::ModelLimits;
 use super::step::stop::default_stop_ids;
 use super::{Clock, Engine, SystemClock};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
-use crate::graph::{
-    Cost, CostShape, CustomOp, CustomSite, Graph, Numerics, OverflowPolicy, Plan, RegisteredOp, Weight,
-};
+use crate::graph::{CostShape, CustomOp, CustomSite, Graph, Numerics, RegisteredOp, Weight};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::runner::ModelRunner;
@@ -30,85 +31,6 @@ use memory_fit::{Fitted, Fitting};
 use programs::{cut, settle_overflow, stored_heads};
 use text_assets::TextFiles;
 use warm_up::warm_up;
-
-/// How far loading has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LoadProgress {
-    /// Bytes of weights read so far.
-    pub done_bytes: u64,
-    /// Bytes of all weights, as often as there are ranks: each reads all and keeps its part.
-    pub total_bytes: u64,
-    /// Buckets of rows that have run a step, if the engine is warmed up.
-    pub warm_buckets: u32,
-    /// Buckets that are to run one.
-    pub total_buckets: u32,
-}
-
-/// What an engine runs, and on what.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct EngineInfo {
-    /// Architecture of the model.
-    pub architecture: String,
-    /// Parameters of the model.
-    pub parameters: u64,
-    /// Type most of its weights are stored in.
-    pub weight_dtype: String,
-    /// Ids the model knows.
-    pub vocab_size: u32,
-    /// Longest sequence, prompt and output together.
-    pub max_model_len: u32,
-    /// The device in words.
-    pub device: String,
-    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. What the device
-    /// says of itself is in [`Engine::device_notes`].
-    pub notes: Vec<String>,
-    /// Tokens a KV block.
-    pub block_size: u32,
-    /// Type of stored keys and values.
-    pub kv_dtype: String,
-    /// What happens to rows that overflow; none if no builder made the engine.
-    pub overflow: Option<OverflowPolicy>,
-    /// Blocks in the KV pool.
-    pub pool_blocks: u32,
-    /// Tokens the KV pool holds.
-    pub pool_tokens: u64,
-    /// Bytes of the KV pool, on each card if the device has several.
-    pub pool_bytes: u64,
-    /// Bytes of all plans' arenas.
-    pub arena_bytes: u64,
-    /// Steps of the plan for the largest batches: what is launched for each.
-    pub plan_steps: u32,
-    /// Groups of steps that may run side by side: as many barriers a batch meets.
-    pub plan_groups: u32,
-    /// One token of one sequence of `max_model_len` tokens.
-    pub decode_cost: Cost,
-    /// `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
-    pub prefill_cost: Cost,
-    /// The plans by the rows they are made for, ascending.
-    pub buckets: Vec<BucketInfo>,
-}
-
-/// The plan for batches of some numbers of rows.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BucketInfo {
-    /// Most rows it takes. A device with fixed shapes computes as many for every batch.
-    pub rows: u32,
-    /// Fewest rows it is used for: one more than the bucket before it takes.
-    pub fewest_rows: u32,
-    /// Steps, of all ranks.
-    pub launches: u32,
-    /// Groups of steps that may run side by side.
-    pub groups: u32,
-    /// Bytes of the arenas of all ranks.
-    pub arena_bytes: u64,
-    /// `rows` prompt tokens, of as few sequences as hold that many.
-    pub cost: Cost,
-    /// `fewest_rows` prompt tokens: what a device with fixed shapes adds to them by padding is the difference to `cost`.
-    pub fewest_rows_cost: Cost,
-}
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
 
@@ -310,22 +232,6 @@ fn main_dtype(graph: &Graph) -> String {
         .map(|weight| weight.dtype)
         .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>());
     most.map_or(String::new(), |dtype| dtype.name().to_owned())
-}
-
-/// What a step costs that has only rows of prompts in it, each from its beginning, of as few sequences as hold that many.
-pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: &KvGeometry) -> Cost {
-    let mut lens = Vec::new();
-    let mut left = rows;
-    while left > 0 && max_model_len > 0 && lens.len() < plan.bucket.seqs {
-        lens.push(left.min(max_model_len));
-        left -= left.min(max_model_len);
-    }
-    let costs = plan.batch_costs(&lens, &lens, lens.len() as u64, geometry.dtype.bytes() as u64);
-    costs.into_iter().sum()
-}
-
-pub(super) fn to_u32(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {

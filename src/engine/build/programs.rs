@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use super::{BucketInfo, to_u32};
 use crate::device::{Device, DeviceCaps, OwnedProgram, OwnedWeights};
 use crate::engine::config::{EngineConfig, refuse};
 use crate::engine::error::BuildError;
+use crate::engine::info::{BucketInfo, to_u32};
 use crate::graph::passes::shard;
 use crate::graph::{
     ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision, Rank,
@@ -127,7 +127,8 @@ impl Plans {
         let mut before = 0;
         let info = |ranks: &Vec<Plan>| {
             let rows = to_u32(ranks[0].bucket.tokens);
-            let cost = |rows| ranks.iter().map(|plan| super::prompt_cost(plan, rows, max_model_len, kv)).sum();
+            let cost =
+                |rows| ranks.iter().map(|plan| crate::engine::info::prompt_cost(plan, rows, max_model_len, kv)).sum();
             let fewest_rows = before + 1;
             before = rows;
             BucketInfo {

@@ -1,7 +1,7 @@
 //! Model configuration out of GGUF metadata (keys: the GGUF specification, ggml-org/ggml `docs/gguf.md`).
 
-use super::{invalid, unsupported};
 use crate::graph::{ActivationKind, RopeStyle};
+use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
 use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::weights::gguf::{Gguf, Metadata, Value};

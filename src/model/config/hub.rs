@@ -3,8 +3,8 @@
 
 use serde_json::{Map, Value};
 
-use super::{invalid, unsupported};
 use crate::graph::{ActivationKind, RopeStyle};
+use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
 use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 

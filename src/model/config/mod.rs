@@ -6,6 +6,7 @@ pub(super) mod hub;
 use super::rope::RopeScaling;
 use super::{Architecture, ModelError};
 use crate::graph::{ActivationKind, RopeStyle};
+use crate::model::error::invalid;
 
 /// How positions enter queries and keys.
 #[derive(Clone, Debug, PartialEq)]
@@ -127,12 +128,4 @@ impl ModelConfig {
         let tables = product([if self.tied_embeddings { 1 } else { 2 }, self.vocab_size, self.hidden_size]);
         layer.saturating_mul(self.layers as u64).saturating_add(tables).saturating_add(self.hidden_size as u64)
     }
-}
-
-pub(super) fn invalid(field: &str, value: impl ToString, expected: &str) -> ModelError {
-    ModelError::InvalidField { field: field.into(), value: value.to_string(), expected: expected.into() }
-}
-
-pub(super) fn unsupported(field: &str, value: impl ToString, expected: &str) -> ModelError {
-    ModelError::UnsupportedFeature { field: field.into(), value: value.to_string(), expected: expected.into() }
 }

@@ -2,9 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use ascend_sys::{AscendError, Op, Ops, TensorDesc};
-
-use crate::device::ascend::weights::layout::{GROUP_SIZE, Quantised};
+use ascend_sys::{AscendError, DeviceAddress, ElemType, Op, Ops, TensorDesc};
 
 /// One operation, ready to be made.
 #[derive(Clone, Debug)]
@@ -65,3 +63,30 @@ impl Recipe {
         }
     }
 }
+
+/// Rows rounded to int8, and a scale for each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Quantised {
+    pub rows: TensorDesc,
+    pub scales: TensorDesc,
+}
+
+impl Quantised {
+    /// Of rows like `x`.
+    pub(crate) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
+        let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
+        Self {
+            rows: TensorDesc::new(rows, ElemType::I8, &dims),
+            scales: TensorDesc::new(scales, ElemType::F32, &dims[..1]),
+        }
+    }
+
+    /// Rounds `x` to it.
+    pub(crate) fn recipe(&self, x: TensorDesc) -> Recipe {
+        Recipe::Quantise { x, rows: self.rows, scales: self.scales }
+    }
+}
+
+/// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
+/// `aclnnWeightQuantBatchMatmulV2` documents.
+pub(crate) const GROUP_SIZE: i32 = 32;

@@ -2,12 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use crate::device::ascend::program::Place;
 use std::cell::RefCell;
 use std::sync::Arc;
 
 use ascend_sys::{AscendError, Communicator, Context, DeviceAddress, DeviceBuffer, Event, EventKind, Op, Ops, Stream};
 
-use super::lower::{Meeting, Room};
 use super::stream::Streams;
 use crate::device::ascend::memory::constants::Constants;
 use crate::device::ascend::memory::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
@@ -279,4 +279,25 @@ impl Base {
             let _ = stream.abort();
         }
     }
+}
+
+/// Scratch that all programs of a card share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// Logits before they are widened.
+    pub logits: DeviceAddress,
+    /// All ranks' shares of the logits, one behind the other.
+    pub gathered: DeviceAddress,
+    /// A flag an element of the widest rows that are checked.
+    pub flags: DeviceAddress,
+}
+
+/// A collective: every card brings as many elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Meeting {
+    /// All ranks' elements side by side, or else their sum.
+    pub gathers: bool,
+    pub src: Place,
+    pub dst: Place,
+    pub elements: usize,
 }

@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+use crate::device::ascend::program::Room;
+use crate::device::ascend::program::context::Meeting;
 use std::sync::Arc;
 
 use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
@@ -12,8 +14,9 @@ use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
 use super::aclnn_op::Recipe;
 use crate::device::ascend::memory::constants::Constants;
 use crate::device::ascend::memory::{Pieces, Place};
+use crate::device::ascend::program::aclnn_op::Quantised;
 use crate::device::ascend::weights::WeightSet;
-use crate::device::ascend::weights::layout::{Matrix, Quantised};
+use crate::device::ascend::weights::layout::Matrix;
 use crate::graph::{ActivationKind, AttentionShape, Io, LinearPart, NormSpec, Op, Operand, Plan, Rank, Step};
 
 /// Rows that a launch computes.
@@ -29,27 +32,6 @@ pub(crate) struct Results {
     pub logits: DeviceAddress,
     pub best: DeviceAddress,
     pub status: DeviceAddress,
-}
-
-/// Scratch that all programs of a card share.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Room {
-    /// Logits before they are widened.
-    pub logits: DeviceAddress,
-    /// All ranks' shares of the logits, one behind the other.
-    pub gathered: DeviceAddress,
-    /// A flag an element of the widest rows that are checked.
-    pub flags: DeviceAddress,
-}
-
-/// A collective: every card brings as many elements.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Meeting {
-    /// All ranks' elements side by side, or else their sum.
-    pub gathers: bool,
-    pub src: Place,
-    pub dst: Place,
-    pub elements: usize,
 }
 
 /// What a step becomes.

@@ -28,8 +28,8 @@ use aclnn_op::Recipe;
 use attention::{Form, Layer, Lengths, probe};
 use capture::Captured;
 use check::{check_plan, join_gates, rope_styles};
-use context::{Base, Shared, SharedBytes};
-use lower::{Fixed, Item, Lowering, Results, Room, RopeTables, RowCounts, Sizes};
+use context::{Base, Room, Shared, SharedBytes};
+use lower::{Fixed, Item, Lowering, Results, RopeTables, RowCounts, Sizes};
 
 /// What a launch is given, with its buffers as addresses.
 #[derive(Clone, Copy, Debug)]

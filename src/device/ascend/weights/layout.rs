@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::device::ascend::program::aclnn_op::{GROUP_SIZE, Quantised};
 use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, ElemType, Ops, TensorDesc};
 
 use crate::device::ascend::memory::Place;
@@ -14,9 +15,6 @@ use crate::device::ascend::program::aclnn_op::Recipe;
 use crate::graph::{Weight, WeightRole};
 use crate::weights::DType;
 
-/// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
-/// `aclnnWeightQuantBatchMatmulV2` documents.
-pub(crate) const GROUP_SIZE: i32 = 32;
 /// The same, to count with.
 pub(crate) const GROUP: usize = GROUP_SIZE as usize;
 
@@ -204,29 +202,6 @@ pub(crate) fn choose(
         all.push((form, bytes));
     }
     Ok(Some(all))
-}
-
-/// Rows rounded to int8, and a scale for each.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Quantised {
-    pub rows: TensorDesc,
-    pub scales: TensorDesc,
-}
-
-impl Quantised {
-    /// Of rows like `x`.
-    pub(crate) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
-        let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
-        Self {
-            rows: TensorDesc::new(rows, ElemType::I8, &dims),
-            scales: TensorDesc::new(scales, ElemType::F32, &dims[..1]),
-        }
-    }
-
-    /// Rounds `x` to it.
-    pub(crate) fn recipe(&self, x: TensorDesc) -> Recipe {
-        Recipe::Quantise { x, rows: self.rows, scales: self.scales }
-    }
 }
 
 /// A matrix as products read it.

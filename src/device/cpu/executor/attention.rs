@@ -1,9 +1,9 @@
 //! Writing keys and values, and attention over them.
 
-use super::AttentionRoom;
-use super::group::{Frame, LaneScratch, MemberScratch, Then};
-use super::operands::{broken, floats, floats_mut, overlap};
+use super::group::Frame;
+use super::launch::{AttentionRoom, broken, floats, floats_mut, overlap};
 use super::row_ops::rotate;
+use super::scratch::{LaneScratch, MemberScratch, Then};
 use crate::device::DeviceError;
 use crate::device::cpu::kernels::attention::{Attention, AttentionScratch, AttentionShape};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond};

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::group::Frame;
-use super::operands::{broken, floats, floats_mut};
+use super::launch::{broken, floats, floats_mut};
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{CustomCall, Step};
 use crate::panic_message::panic_text;

@@ -4,58 +4,22 @@
 //! run one after the other by each member, with one barrier at the end of all. Operands are lent by [`Loans`], so two steps
 //! that would race are refused, whatever the plan says.
 
-use std::cell::RefCell;
+use crate::device::cpu::executor::scratch::{Then, Work};
+use crate::device::cpu::executor::{LaneScratch, MemberScratch, Scratch};
 
-use super::operands::broken;
+use super::launch::{Launch, broken};
 use super::row_status::Flags;
-use super::{AttentionRoom, Launch};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
-use crate::device::cpu::kernels::argmax::Best;
-use crate::device::cpu::kernels::attention::AttentionScratch;
 use crate::device::cpu::kernels::kv_cache::KvLayout;
 use crate::device::cpu::memory::{Loans, Parts};
 use crate::device::cpu::thread_pool::Member;
 use crate::device::cpu::weights::WeightSet;
 use crate::graph::{Op, Plan, Step};
-use std::sync::atomic::AtomicU64;
 
 /// Elements read and written up to which the caller does everybody's part: handing a run over and hearing of its end takes
 /// 2 to 3 µs, in which one thread norms or rotates about as many.
 const SMALL_ELEMENTS: usize = 8192;
-
-/// What one member does for a step.
-pub(super) type Work<'w> = dyn Fn(&Member<'_>, &mut MemberScratch) + Sync + 'w;
-
-/// What becomes of a step's work: it is run, alone or with others.
-pub(super) type Then<'t> = &'t mut dyn FnMut(&Work<'_>) -> Result<(), DeviceError>;
-
-/// Room of one member.
-#[derive(Debug)]
-pub(super) struct MemberScratch {
-    pub attention: Option<AttentionScratch>,
-    /// The widest row.
-    pub row: Vec<f32>,
-}
-
-/// Room of a step that shares a group with others, one a lane.
-#[derive(Debug, Default)]
-pub(super) struct LaneScratch {
-    /// A bit for each piece that members claim.
-    pub claims: Vec<AtomicU64>,
-    /// Where members' shares of several matrices begin.
-    pub bounds: Vec<Vec<usize>>,
-    /// The largest logit of each row in each member's columns.
-    pub bests: Vec<Best>,
-}
-
-/// Room that steps need besides the arena.
-#[derive(Debug)]
-pub(super) struct Scratch {
-    pub members: RefCell<Vec<MemberScratch>>,
-    pub lanes: Vec<RefCell<LaneScratch>>,
-    pub attention: RefCell<AttentionRoom>,
-}
 
 /// Everything a group of steps may touch, borrowed for its run.
 pub(super) struct Frame<'a> {

@@ -1,11 +1,13 @@
 //! Products with weights: members take whole panels of output columns.
 
-use super::group::{Frame, Then};
-use super::operands::{floats, floats_mut};
+use super::group::Frame;
+use super::launch::{floats, floats_mut};
+use super::scratch::Then;
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::kernels::argmax::{Best, NO_ID, arg_max};
-use crate::device::cpu::kernels::matmul::{FloatRows, matmul_bf16, matmul_f32, matmul_q8};
+use crate::device::cpu::kernels::float_rows::FloatRows;
+use crate::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
 use crate::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
 use crate::device::cpu::memory::{Parts, Tile};
 use crate::device::cpu::thread_pool::split;
@@ -114,7 +116,7 @@ impl<'a> Frame<'a> {
             [a, b] => self.linear_many(parts, step, [a, b], then),
             [a, b, c] => self.linear_many(parts, step, [a, b, c], then),
             [a, b, c, d] => self.linear_many(parts, step, [a, b, c, d], then),
-            _ => Err(super::operands::broken("more than 4 products of one input")),
+            _ => Err(super::launch::broken("more than 4 products of one input")),
         }
     }
 

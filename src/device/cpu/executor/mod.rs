@@ -10,13 +10,16 @@
 mod attention;
 mod custom;
 mod group;
+pub(crate) mod launch;
 mod linear;
 mod operands;
 mod poison;
 mod rank;
 mod row_ops;
 mod row_status;
+mod scratch;
 
+use crate::device::cpu::executor::launch::{AttentionRoom, IoBytes, Launch};
 pub use poison::Poison;
 
 use std::cell::RefCell;
@@ -34,10 +37,10 @@ use super::weights::WeightSet;
 use crate::device::{CustomFailure, DeviceError, LaunchShape, StepArgs};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, row_bytes};
 use crate::kv_cache::BlockId;
-use group::{LaneScratch, MemberScratch, Scratch};
 use poison::ArenaPoison;
 use rank::Rank;
 use row_status::Flags;
+use scratch::{LaneScratch, MemberScratch, Scratch};
 
 /// The plan's int8 rows and this device's are one layout.
 const _: () = {
@@ -47,19 +50,6 @@ const _: () = {
         cols += 1;
     }
 };
-
-/// Buffers of one launch.
-#[derive(Debug)]
-pub(super) struct IoBytes<'a> {
-    pub token_ids: &'a [u32],
-    pub positions: &'a [u32],
-    pub block_tables: &'a [u32],
-    pub logit_rows: &'a [u32],
-    pub logits: &'a mut [u8],
-    pub best: &'a mut [u8],
-    pub row_status: &'a mut [u8],
-    pub kv_pool: &'a mut [u8],
-}
 
 /// The plans of all ranks with their weights and arenas, and room for each member.
 #[derive(Debug)]
@@ -74,27 +64,6 @@ pub(super) struct Program {
     /// A bit for each block that the launch writes.
     written: Vec<u64>,
     times: Option<StepTimes>,
-}
-
-/// Room of attention's steps.
-#[derive(Debug)]
-struct AttentionRoom {
-    schedule: Schedule,
-    /// Partial sums over split segments.
-    partials: Vec<f32>,
-}
-
-/// What all steps of a launch know.
-struct Launch<'a> {
-    team: &'a Team,
-    isa: Isa,
-    token_ids: &'a [u32],
-    positions: &'a [u32],
-    logit_rows: &'a [u32],
-    pool_bytes: usize,
-    batch: Rows<'a>,
-    shape: LaunchShape,
-    flags: &'a Flags,
 }
 
 impl Program {

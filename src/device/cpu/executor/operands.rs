@@ -2,12 +2,9 @@
 
 use super::group::Frame;
 use crate::device::DeviceError;
+use crate::device::cpu::executor::launch::{broken, overlap};
 use crate::device::cpu::memory::Loans;
 use crate::graph::{Elem, Io, Operand, Rows};
-
-pub(super) fn broken(what: &str) -> DeviceError {
-    DeviceError::Invalid { what: format!("plan: {what}") }
-}
 
 impl<'a> Frame<'a> {
     /// Rows that a value has in this batch.
@@ -48,16 +45,4 @@ impl<'a> Frame<'a> {
             _ => Err(broken("an operand is in no buffer that steps read and write")),
         }
     }
-}
-
-pub(super) fn floats(bytes: &[u8]) -> &[f32] {
-    bytemuck::cast_slice(bytes)
-}
-
-pub(super) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
-    bytemuck::cast_slice_mut(bytes)
-}
-
-pub(super) fn overlap() -> DeviceError {
-    broken("operands overlap or lie outside the arena")
 }

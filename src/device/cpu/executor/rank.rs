@@ -4,11 +4,12 @@
 //! what is the same on all ranks, rank 0 writes. A collective adds or joins in the order of the ranks, so results are the
 //! same bits in every run.
 
-use super::group::{Frame, Scratch};
-use super::operands::{floats, floats_mut, overlap};
+use super::group::Frame;
+use super::launch::{IoBytes, Launch, floats, floats_mut, overlap};
+use super::scratch::Scratch;
 use super::{
-    AlignedBytes, Arc, ArenaPoison, CompileError, DeviceError, Instant, IoBytes, KvLayout, Launch, Loans, Op, Plan,
-    Poison, Range, StepTimes, WeightSet, no_arena,
+    AlignedBytes, Arc, ArenaPoison, CompileError, DeviceError, Instant, KvLayout, Loans, Op, Plan, Poison, Range,
+    StepTimes, WeightSet, no_arena,
 };
 use crate::device::cpu::memory::Parts;
 use crate::graph::{Io, Operand, PlanValue, Rows};

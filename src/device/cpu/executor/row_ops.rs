@@ -1,8 +1,9 @@
 //! Operations that work row by row: members take whole rows.
 
-use super::group::{Frame, MemberScratch, Then};
-use super::operands::{floats, floats_mut, overlap};
+use super::group::Frame;
+use super::launch::{floats, floats_mut, overlap};
 use super::row_status::Flags;
+use super::scratch::{MemberScratch, Then};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::kernels::activation::{
@@ -11,7 +12,8 @@ use crate::device::cpu::kernels::activation::{
 use crate::device::cpu::kernels::argmax::{NO_ID, arg_max, is_finite};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond, round_bf16_row, round_f16_row};
 use crate::device::cpu::kernels::norm::{qk_norm_row, rms_norm_row};
-use crate::device::cpu::kernels::q8_rows::{QuantLayout, quantise_row};
+use crate::device::cpu::kernels::q8_rows::QuantLayout;
+use crate::device::cpu::kernels::quantize::quantise_row;
 use crate::device::cpu::kernels::rope::{rope_angles, rope_row};
 use crate::device::cpu::memory::Parts;
 use crate::graph::{

@@ -7,64 +7,8 @@
 
 use super::exp::exp;
 use crate::device::cpu::Isa;
+use crate::device::cpu::simd::map::{Map, Zip, map_in_place, zip};
 use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
-
-/// A function of one vector. A trait and not a closure: a closure is a function of its own, without the instruction set of
-/// the kernel around it, and where the compiler does not inline it every operation in it becomes a call.
-pub(crate) trait Map {
-    /// `f(x)`.
-    fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32;
-}
-
-/// A function of two vectors; a trait for the same reason.
-pub(crate) trait Zip {
-    /// `f(x, y)`.
-    fn zip<L: Lanes>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
-}
-
-/// Calls `f` on each vector of `row` and puts the result back.
-#[inline(always)]
-pub(crate) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: &impl Map) {
-    let (chunks, tail) = row.as_chunks_mut::<16>();
-    for chunk in chunks {
-        let y = f.map(l, l.load(chunk));
-        l.store(y, chunk);
-    }
-    if !tail.is_empty() {
-        let mut padded = [0.0; 16];
-        padded[..tail.len()].copy_from_slice(tail);
-        let y = f.map(l, l.load(&padded));
-        l.store(y, &mut padded);
-        tail.copy_from_slice(&padded[..tail.len()]);
-    }
-}
-
-/// `out = f(a, b)` vector by vector; the three rows have the same length.
-#[inline(always)]
-fn zip<L: Lanes>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
-    debug_assert!(a.len() == out.len() && b.len() == out.len(), "rows of one operation have one length");
-    let (a_chunks, a_tail) = a.as_chunks::<16>();
-    let (b_chunks, b_tail) = b.as_chunks::<16>();
-    let (chunks, tail) = out.as_chunks_mut::<16>();
-    for ((x, y), chunk) in a_chunks.iter().zip(b_chunks).zip(chunks) {
-        let z = f.zip(l, l.load(x), l.load(y));
-        l.store(z, chunk);
-    }
-    if !tail.is_empty() {
-        let z = f.zip(l, l.load(&padded(a_tail)), l.load(&padded(b_tail)));
-        let mut last = [0.0; 16];
-        l.store(z, &mut last);
-        tail.copy_from_slice(&last[..tail.len()]);
-    }
-}
-
-/// Up to 16 elements, zeros behind them.
-#[inline(always)]
-pub(crate) fn padded(tail: &[f32]) -> [f32; 16] {
-    let mut out = [0.0; 16];
-    out[..tail.len()].copy_from_slice(tail);
-    out
-}
 
 /// `x / (1 + exp(-x))`.
 #[inline(always)]

@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::activation::padded;
 use crate::device::cpu::Isa;
+use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
 
 /// Largest magnitude of half precision.

@@ -5,8 +5,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::activation::{Map, map_in_place};
 use crate::device::cpu::Isa;
+use crate::device::cpu::simd::map::{Map, map_in_place};
 use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
 
 // exp(-110) rounds to 0 and exp(100) to infinity, so clamping there changes no result and keeps exponents in range.

@@ -18,9 +18,9 @@
 
 use std::ops::Range;
 
-use super::activation::padded;
 use super::q8_rows::TINY;
 use crate::device::cpu::Isa;
+use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 

@@ -5,7 +5,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::device::cpu::kernels::matmul::{Activation, FloatRows, columns_of};
+use crate::device::cpu::kernels::float_rows::{Activation, FloatRows, columns_of};
 use crate::device::cpu::memory::Tile;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use crate::weights::DType;

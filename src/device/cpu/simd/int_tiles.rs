@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use super::formats::Format;
-use crate::device::cpu::kernels::matmul::columns_of;
+use crate::device::cpu::kernels::float_rows::columns_of;
 use crate::device::cpu::kernels::q8_rows::{BLOCK, QuantRows, RECORD_BYTES};
 use crate::device::cpu::memory::Tile;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};

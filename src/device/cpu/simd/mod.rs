@@ -1,4 +1,4 @@
-//! Instruction sets: which there are, which this machine has, and the bodies written for them.
+//! Bodies written for instruction sets, and the choice among them.
 //!
 //! The functions here are safe: they check that the machine has what they are asked to use and that every pointer they hand
 //! down is covered by a slice. They answer that there is no fast body (`false`, 0 done) instead of falling back themselves;
@@ -16,38 +16,20 @@ mod float_tiles;
 mod formats;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod int_tiles;
+pub(crate) mod map;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod vector;
 
-use super::kernels::matmul::{Activation, FloatRows};
+use super::kernels::float_rows::{Activation, FloatRows};
 use super::kernels::q8_rows::QuantRows;
 use super::memory::Tile;
 use super::weights::pack::PackedMatrix;
+use crate::device::cpu::Isa;
 use std::ops::Range;
 use std::sync::OnceLock;
-
-/// An instruction-set path. Results are bit-equal within one, never promised across.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum Isa {
-    /// Plain Rust, for any machine.
-    Plain,
-    /// AVX2, FMA and F16C.
-    Avx2,
-    /// AVX-512 F, BW, DQ and VL; AVX2 for int8 dot products.
-    Avx512,
-    /// AVX-512 with VNNI: int8 dot products in one instruction.
-    Avx512Vnni,
-    /// The same with dot products of bfloat16 pairs.
-    Avx512Bf16,
-    /// NEON, which every aarch64 machine has; int8 products by widening multiplications.
-    Neon,
-    /// NEON with int8 dot products in one instruction (`sdot`).
-    NeonDot,
-}
 
 impl Isa {
     /// The fastest that this machine has. That is the last of [`available`](Self::available), but for dot products of
@@ -60,65 +42,6 @@ impl Isa {
             [.., before, Self::Avx512Bf16] if !unsafe { avx512::peak::pairs_beat_f32() } => *before,
             isas => isas.last().copied().unwrap_or(Self::Plain),
         })
-    }
-
-    /// All that this machine has, slowest first.
-    pub fn available() -> &'static [Self] {
-        static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
-        AVAILABLE.get_or_init(|| {
-            #[allow(unused_mut)] // on other architectures
-            let mut isas = vec![Self::Plain];
-            #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
-                isas.push(Self::Avx2);
-                if is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl")
-                {
-                    isas.push(Self::Avx512);
-                    if is_x86_feature_detected!("avx512vnni") {
-                        isas.push(Self::Avx512Vnni);
-                        if is_x86_feature_detected!("avx512bf16") {
-                            isas.push(Self::Avx512Bf16);
-                        }
-                    }
-                }
-            }
-            // Panels and rows are read as little-endian machines see them.
-            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-            if std::arch::is_aarch64_feature_detected!("neon") {
-                isas.push(Self::Neon);
-                if std::arch::is_aarch64_feature_detected!("dotprod") {
-                    isas.push(Self::NeonDot);
-                }
-            }
-            isas
-        })
-    }
-
-    /// The name used in settings, logs and plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-            Self::Avx512Vnni => "avx512_vnni",
-            Self::Avx512Bf16 => "avx512_bf16",
-            Self::Neon => "neon",
-            Self::NeonDot => "neon_dot",
-        }
-    }
-
-    /// Whether this machine has it.
-    pub fn is_available(self) -> bool {
-        Self::available().contains(&self)
-    }
-
-    /// # Panics
-    /// If this machine lacks it: running on would be undefined behaviour.
-    fn assert_available(self) {
-        assert!(Self::available().contains(&self), "this machine has no {}", self.name());
     }
 }
 

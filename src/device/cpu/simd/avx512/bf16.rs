@@ -13,7 +13,7 @@
 // One name for each instruction would fill a page.
 #![allow(clippy::wildcard_imports)]
 
-use crate::device::cpu::kernels::matmul::FloatRows;
+use crate::device::cpu::kernels::float_rows::FloatRows;
 use crate::device::cpu::memory::Tile;
 use crate::device::cpu::simd::float_tiles::{AllBodies, Bodies, Job, PIECES_FROM_ROWS, as_stored, halves};
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};

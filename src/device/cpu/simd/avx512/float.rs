@@ -11,7 +11,7 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::unpack::{minimum, scale, words};
-use crate::device::cpu::kernels::matmul::{Activation, FloatRows};
+use crate::device::cpu::kernels::float_rows::{Activation, FloatRows};
 use crate::device::cpu::kernels::q8_rows::BLOCK;
 use crate::device::cpu::memory::Tile;
 use crate::device::cpu::simd::float_tiles::{AllBodies, Bodies, Job, Kernels, Widen, multiply};

@@ -15,7 +15,7 @@
 
 use super::asm::{prefetch, widen_f16};
 use super::unpack::{QUARTER, minimum, over_part, scale, word};
-use crate::device::cpu::kernels::matmul::{Activation, FloatRows};
+use crate::device::cpu::kernels::float_rows::{Activation, FloatRows};
 use crate::device::cpu::kernels::q8_rows::BLOCK;
 use crate::device::cpu::memory::Tile;
 use crate::device::cpu::simd::float_tiles::{AllBodies, Bodies, Job, Kernels, Widen, multiply};

@@ -1,0 +1,57 @@
+//! What all steps of a launch know, and views of their operands.
+
+use crate::device::cpu::Isa;
+use crate::device::cpu::executor::Flags;
+use crate::device::cpu::kernels::attention::Schedule;
+use crate::device::cpu::kernels::kv_cache::Rows;
+use crate::device::cpu::thread_pool::Team;
+use crate::device::{DeviceError, LaunchShape};
+pub(super) fn broken(what: &str) -> DeviceError {
+    DeviceError::Invalid { what: format!("plan: {what}") }
+}
+
+pub(super) fn floats(bytes: &[u8]) -> &[f32] {
+    bytemuck::cast_slice(bytes)
+}
+
+pub(super) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
+    bytemuck::cast_slice_mut(bytes)
+}
+
+pub(super) fn overlap() -> DeviceError {
+    broken("operands overlap or lie outside the arena")
+}
+
+/// Buffers of one launch.
+#[derive(Debug)]
+pub(crate) struct IoBytes<'a> {
+    pub token_ids: &'a [u32],
+    pub positions: &'a [u32],
+    pub block_tables: &'a [u32],
+    pub logit_rows: &'a [u32],
+    pub logits: &'a mut [u8],
+    pub best: &'a mut [u8],
+    pub row_status: &'a mut [u8],
+    pub kv_pool: &'a mut [u8],
+}
+
+/// Room of attention's steps.
+#[derive(Debug)]
+pub(super) struct AttentionRoom {
+    pub schedule: Schedule,
+    /// Partial sums over split segments.
+    pub partials: Vec<f32>,
+}
+
+/// What all steps of a launch know.
+pub(super) struct Launch<'a> {
+    pub team: &'a Team,
+    pub isa: Isa,
+    pub token_ids: &'a [u32],
+    pub positions: &'a [u32],
+    pub logit_rows: &'a [u32],
+    pub pool_bytes: usize,
+    pub batch: Rows<'a>,
+    pub shape: LaunchShape,
+    pub flags: &'a Flags,
+}
