@@ -1,7 +1,6 @@
 //! Faults on demand, the call log, and complaints about use that the real runtime would let pass.
 
 use crate::codes::Fail;
-use crate::ffi::Note;
 use crate::registry::lock;
 use crate::settings::{self, Setting};
 use std::collections::{HashMap, VecDeque};
@@ -43,6 +42,15 @@ struct State {
     log: VecDeque<Entry>,
     complaints: Vec<String>,
     last_error: HashMap<std::thread::ThreadId, i32>,
+}
+
+/// What the call log keeps of a call beside its name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Note {
+    /// Direction of a copy, kind of a thing.
+    pub(crate) kind: &'static str,
+    /// Bytes moved or allocated.
+    pub(crate) bytes: u64,
 }
 
 /// A call in the log.

@@ -7,6 +7,7 @@
 
 use crate::codes::{Done, Fail, INTERNAL_ERROR, RT_PARAM_INVALID, rule};
 use crate::control;
+use crate::control::Note;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -128,15 +129,6 @@ pub(crate) fn recent_message() -> *const c_char {
     let shown = text.as_ref().map_or(ptr::null(), |text| text.as_ptr());
     SHOWN.set(text);
     shown
-}
-
-/// What the call log keeps of a call beside its name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Note {
-    /// Direction of a copy, kind of a thing.
-    pub(crate) kind: &'static str,
-    /// Bytes moved or allocated.
-    pub(crate) bytes: u64,
 }
 
 /// The frame around a call: counts it, logs it, fails it on demand, keeps the words of its failure.

@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use crate::ops::attention::RawAttention;
 use crate::ops::shim::{RawOp, Status};
 use crate::tensor::TensorDesc;
+use libc::c_char;
 use std::ffi::c_void;
 
 unsafe extern "C" {
@@ -247,4 +247,21 @@ unsafe extern "C" {
         out: *const TensorDesc,
         op: *mut *mut RawOp,
     ) -> Status;
+}
+
+/// `ascend_attention_shape`.
+#[repr(C)]
+pub(crate) struct RawAttention {
+    pub(crate) layout: *const c_char,
+    pub(crate) query_ends: *const i64,
+    pub(crate) kv_lens: *const i64,
+    pub(crate) seqs: u64,
+    pub(crate) heads: i64,
+    pub(crate) kv_heads: i64,
+    pub(crate) scale: f64,
+    pub(crate) sparse_mode: i64,
+    pub(crate) pre_tokens: i64,
+    pub(crate) next_tokens: i64,
+    pub(crate) inner_precise: i64,
+    pub(crate) block_size: i64,
 }

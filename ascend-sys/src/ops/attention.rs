@@ -6,32 +6,15 @@
 #![allow(unsafe_code)]
 
 use crate::error::AscendError;
-use crate::ffi::shim_ffi::ascend_attention;
+use crate::ffi::shim_ffi::{RawAttention, ascend_attention};
 use crate::ops::shim::Op;
 use crate::ops::{Ops, optional};
 use crate::tensor::TensorDesc;
-use std::ffi::{CStr, c_char};
+use std::ffi::CStr;
 use std::ptr;
 
 /// Rows and columns of the causal mask that attention takes for any length.
 pub const MASK_SIDE: usize = 2048;
-
-/// `ascend_attention_shape`.
-#[repr(C)]
-pub(crate) struct RawAttention {
-    layout: *const c_char,
-    query_ends: *const i64,
-    kv_lens: *const i64,
-    seqs: u64,
-    heads: i64,
-    kv_heads: i64,
-    scale: f64,
-    sparse_mode: i64,
-    pre_tokens: i64,
-    next_tokens: i64,
-    inner_precise: i64,
-    block_size: i64,
-}
 
 /// How queries lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

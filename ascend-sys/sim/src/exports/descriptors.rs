@@ -4,8 +4,9 @@
 
 use crate::codes::OP_INVALID;
 use crate::control;
+use crate::control::Note;
 use crate::executor::{self, Place};
-use crate::ffi::{In, Note, call, plain};
+use crate::ffi::{In, call, plain};
 use crate::registry::Handle;
 use crate::tensor::{self, Elem, INT_ARRAYS, LISTS, SCALARS, TENSORS};
 use half::{bf16, f16};

@@ -3,7 +3,9 @@
 #![allow(unsafe_code, non_snake_case)]
 
 use crate::codes::{Done, fail, rule};
-use crate::ffi::{self, In, Note, Out};
+use crate::control::Note;
+use crate::ffi;
+use crate::ffi::{In, Out};
 use crate::registry::Handle;
 use crate::runtime::collective::{COMMUNICATORS, Plan, Reduce, What};
 use crate::runtime::stream::Stream;

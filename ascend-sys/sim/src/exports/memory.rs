@@ -4,7 +4,8 @@
 
 use crate::codes::{Done, Fail, RT_CAPTURE_MODE, RT_FEATURE_NOT_SUPPORTED, RT_PARAM_INVALID, rule};
 use crate::control;
-use crate::ffi::{HostBytes, Note, Out, call, plain};
+use crate::control::Note;
+use crate::ffi::{HostBytes, Out, call, plain};
 use crate::registry::Handle;
 use crate::runtime::memory::{DeviceMemory, memory};
 use crate::runtime::stream::{Stream, Work};
