@@ -169,7 +169,8 @@ impl EngineCore {
 
     /// Whether there is nothing to do: no request waits or runs and no step is in flight, or the engine has failed.
     pub fn is_idle(&self) -> bool {
-        self.failed.is_some() || (self.roster.is_empty() && self.pipeline.is_empty() && !self.intake.is_rung())
+        self.failed.is_some()
+            || (self.roster.is_empty() && self.pipeline.is_empty() && !self.intake.doorbell().has_notification())
     }
 
     pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
@@ -265,7 +266,7 @@ impl EngineCore {
 
     /// Takes in what callers have asked for since the last step, and what the clock brings.
     fn attend(&mut self, now: Tick) {
-        if self.intake.answer() {
+        if self.intake.doorbell().take_notification() {
             let mut arrivals = std::mem::take(&mut self.arrivals);
             self.intake.fetch(&mut arrivals);
             for arrival in arrivals.drain(..) {

@@ -71,7 +71,7 @@ fn run(mut core: EngineCore) {
     loop {
         let idle = core.is_idle();
         match intake.stage() {
-            Stage::Open if idle => intake.wait(),
+            Stage::Open if idle => intake.doorbell().wait(),
             Stage::Draining(_) if idle => break,
             Stage::Draining(Some(until)) if clock.now() >= until => break,
             Stage::Open | Stage::Draining(_) => match catch_unwind(AssertUnwindSafe(|| core.step())) {

@@ -1,18 +1,19 @@
 //! The engine's front door: checks requests on the caller's thread and hands them to the loop.
 //!
 //! Shared by the loop, every `Engine` clone and every handle. It owns the gate (whether requests are taken, and the ones
-//! not fetched yet), the count of requests that wait, and the bell by which callers get the loop's attention. It never
+//! not fetched yet) and the count of requests that wait. It never
 //! touches the device, the scheduler or a running request.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
 use crate::text::Vocabulary;
 
+use super::doorbell::Doorbell;
 use super::handle::RequestHandle;
 use super::mailbox::Slot;
 use super::{Prompt, Request, RequestId};
@@ -72,9 +73,7 @@ pub(crate) struct Intake {
     chat: Option<Arc<dyn ChatRender>>,
     clock: Arc<dyn Clock>,
     gate: Mutex<Gate>,
-    bell: Condvar,
-    /// Something changed that the loop has not looked at: an arrival, a cancellation, the stage.
-    rung: AtomicBool,
+    doorbell: Arc<Doorbell>,
     /// Requests that wait for their first step.
     queued: AtomicU32,
     next_id: AtomicU64,
@@ -99,15 +98,19 @@ impl Intake {
             chat,
             clock,
             gate: Mutex::new(Gate { stage: Stage::Open, arrivals: Vec::new() }),
-            bell: Condvar::new(),
-            rung: AtomicBool::new(false),
+            doorbell: Arc::default(),
             queued: AtomicU32::new(0),
             next_id: AtomicU64::new(0),
         }
     }
 
+    /// By which the loop is woken.
+    pub fn doorbell(&self) -> &Arc<Doorbell> {
+        &self.doorbell
+    }
+
     /// Checks a request and puts it where the loop will find it.
-    pub fn submit(self: &Arc<Self>, request: Request) -> Result<RequestHandle, SubmitError> {
+    pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
         if let Some(refusal) = closed(&self.gate.lock().stage) {
             return Err(refusal.of(request));
         }
@@ -129,7 +132,8 @@ impl Intake {
         let choices = request.sampling.n;
         let slot = Arc::new(Slot::new(choices as usize, request.sampling.logprobs.is_some()));
         let arrived = self.clock.now();
-        let handle = RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(self));
+        let handle =
+            RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(&self.doorbell));
         gate.arrivals.push(Arrival {
             id,
             slot,
@@ -144,34 +148,8 @@ impl Intake {
             deadline: request.deadline.map(|after| Tick(arrived.0.saturating_add(micros(after)))),
         });
         drop(gate);
-        self.ring();
+        self.doorbell.notify();
         Ok(handle)
-    }
-
-    /// Gets the loop's attention.
-    pub fn ring(&self) {
-        self.rung.store(true, Ordering::Release);
-        // Taking the gate orders this ring against a loop that is just about to wait.
-        drop(self.gate.lock());
-        self.bell.notify_all();
-    }
-
-    /// Whether the bell has rung since the last call.
-    pub fn answer(&self) -> bool {
-        self.rung.load(Ordering::Acquire) && self.rung.swap(false, Ordering::AcqRel)
-    }
-
-    /// Whether the bell has rung and nobody has answered.
-    pub fn is_rung(&self) -> bool {
-        self.rung.load(Ordering::Acquire)
-    }
-
-    /// Waits for the bell.
-    pub fn wait(&self) {
-        let mut gate = self.gate.lock();
-        while !self.rung.load(Ordering::Acquire) {
-            self.bell.wait(&mut gate);
-        }
     }
 
     /// Moves the requests not fetched yet to `into`, in the order they came.
@@ -203,7 +181,7 @@ impl Intake {
             gate.stage = to;
         }
         drop(gate);
-        self.ring();
+        self.doorbell.notify();
     }
 
     fn check(&self, request: &Request) -> Result<Checked, SubmitError> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::RequestId;
-use super::admission::Intake;
+use super::doorbell::Doorbell;
 use super::mailbox::{Found, Slot, after};
 use super::output::{Choice, Delta, FinishReason, Output, Usage};
 use crate::engine::error::RequestError;
@@ -20,7 +20,7 @@ pub struct RequestHandle {
     id: RequestId,
     prompt: Arc<[u32]>,
     slot: Arc<Slot>,
-    intake: Arc<Intake>,
+    doorbell: Arc<Doorbell>,
     ended: bool,
     /// What has been read of how it ended, for a collection that begins late.
     reasons: Vec<Option<FinishReason>>,
@@ -28,9 +28,15 @@ pub struct RequestHandle {
 }
 
 impl RequestHandle {
-    pub(crate) fn new(id: RequestId, prompt: Arc<[u32]>, choices: u32, slot: Arc<Slot>, intake: Arc<Intake>) -> Self {
+    pub(crate) fn new(
+        id: RequestId,
+        prompt: Arc<[u32]>,
+        choices: u32,
+        slot: Arc<Slot>,
+        doorbell: Arc<Doorbell>,
+    ) -> Self {
         let reasons = vec![None; choices as usize];
-        Self { id, prompt, slot, intake, ended: false, reasons, failure: None }
+        Self { id, prompt, slot, doorbell, ended: false, reasons, failure: None }
     }
 
     /// The request's number.
@@ -83,7 +89,7 @@ impl RequestHandle {
     /// delta of each open choice says [`FinishReason::Cancelled`]. No effect on a request that has ended.
     pub fn cancel(&self) {
         self.slot.cancel();
-        self.intake.ring();
+        self.doorbell.notify();
     }
 
     /// Lets the request run to its end unread (for example to fill the prefix cache).

@@ -3,6 +3,7 @@
 //! A [`Request`] is plain data and may be built anywhere; it is checked when it is submitted.
 
 pub(super) mod admission;
+pub(super) mod doorbell;
 pub(super) mod handle;
 pub(super) mod mailbox;
 pub(super) mod output;
