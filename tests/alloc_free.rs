@@ -7,9 +7,10 @@
 //! allocations are counted.
 #![cfg(feature = "text")]
 
-#[path = "support/counting.rs"]
-mod counting;
-mod story;
+#[path = "common/counting_allocator.rs"]
+mod counting_allocator;
+
+mod common;
 
 use std::cell::Cell;
 use std::path::Path;
@@ -18,7 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request};
 use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
-use story::{assert_at_rest, core, drain, float, plain_config, quantised};
+use common::fable::{assert_at_rest, core, drain, float, plain_config, quantised};
 
 /// Threads are numbered in the order of their first allocation; the test runner's own is the first of all.
 const THREADS: usize = 64;

@@ -1,9 +1,10 @@
 //! Promise: a step in which nothing is admitted, ends or is preempted allocates nothing, whether anybody reads or not.
 #![allow(clippy::cast_possible_truncation)]
 
-#[path = "support/counting.rs"]
-mod counting;
-mod rig;
+#[path = "common/counting_allocator.rs"]
+mod counting_allocator;
+
+mod common;
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use ascend_llm::engine::Request;
 use ascend_llm::runner::scripted::Pieces;
 use ascend_llm::sampler::SamplingParams;
-use rig::{Rig, drain};
+use common::scripted_engine::{Rig, drain};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };

@@ -1,8 +1,8 @@
 //! Promise: a step without admission, finish or preemption allocates nothing in scheduler and block allocator.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
-#[path = "support/counting.rs"]
-mod counting;
+#[path = "common/counting_allocator.rs"]
+mod counting_allocator;
 
 use std::cell::Cell;
 

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-mod rig;
+mod common;
 
 use ascend_sys::{
     AscendError, Context, DeviceBuffer, ElemType, Event, EventKind, Library, Ops, Pages, PinnedBuffer, Runtime, Stream,
@@ -62,8 +62,8 @@ fn small_work(runtime: &Runtime, ops: &Ops, limit: Duration) -> Result<(), Ascen
 #[test]
 #[cfg(target_os = "linux")]
 fn three_hundred_lives_with_faults_leave_nothing() {
-    let _turn = rig::turn();
-    let sim = rig::simulator();
+    let _turn = common::turn();
+    let sim = common::simulator();
     let library = Library::open(Some(sim.path())).expect("opens");
     let runtime = Runtime::load(&library).expect("loads");
     let ops = Ops::load(&library, &runtime);
@@ -115,7 +115,7 @@ fn three_hundred_lives_with_faults_leave_nothing() {
 
 #[test]
 fn what_a_lost_run_forgets_a_reset_finds() {
-    let rig = rig::Rig::new();
+    let rig = common::Rig::new();
     let context = rig.context.clone();
     let stream = Stream::new(&context).expect("stream");
     let buffer = DeviceBuffer::new(&context, 64, Pages::default()).expect("memory");
@@ -137,8 +137,8 @@ fn what_a_lost_run_forgets_a_reset_finds() {
 #[cfg(target_os = "linux")]
 fn a_model_of_seventy_billion_weights_needs_no_memory() {
     const DEVICES: u32 = 8;
-    let _turn = rig::turn();
-    let sim = rig::simulator();
+    let _turn = common::turn();
+    let sim = common::simulator();
     sim.set("devices", i64::from(DEVICES));
     sim.set("hbm_bytes", 64 << 30);
     sim.set("compute", 0);
@@ -175,8 +175,8 @@ fn a_model_of_seventy_billion_weights_needs_no_memory() {
 /// What was set can be asked for, and goes back to where it began.
 #[test]
 fn settings_can_be_asked_for() {
-    let _turn = rig::turn();
-    let sim = rig::simulator();
+    let _turn = common::turn();
+    let sim = common::simulator();
     let before = sim.setting("task_ns");
     sim.set("task_ns", before + 5);
     assert_eq!(sim.setting("task_ns"), before + 5);

@@ -1,0 +1,13 @@
+//! Tests of the CPU device: kernels against their definitions, the contract of a device.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attention;
+mod caps;
+mod contract;
+mod matmul;
+mod poisoned_arena;
+mod ranks;
+mod reference;
+mod row_functions;

@@ -1,0 +1,102 @@
+//! No byte of the arena is read outside the life of what was put there: answers are the same when all that is dead is
+//! filled with NaN before every step.
+
+#![allow(missing_docs, clippy::cast_possible_truncation)]
+
+#[allow(dead_code)]
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::common::model::{Model, small_config};
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Poison};
+use ascend_llm::engine::Engine;
+use ascend_llm::graph::{CompileOptions, Numerics, RowStatus};
+
+/// Uneven chunks: a prompt, a shorter run, single tokens, so that rows of an earlier launch lie behind those of a later.
+const CHUNKS: [usize; 5] = [21, 6, 1, 1, 17];
+
+fn models() -> Vec<PathBuf> {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let conformance = std::fs::read_dir(data.join("conformance")).unwrap().map(|entry| entry.unwrap().path());
+    let fable = ["fable", "fable/gguf/fable-q8_0.gguf", "fable/gguf/fable-Q4_1.gguf"].map(|path| data.join(path));
+    let mut models: Vec<PathBuf> = conformance.chain(fable).collect();
+    models.sort();
+    assert_eq!(models.len(), 13);
+    models
+}
+
+fn device(threads: usize, poison: Poison) -> Arc<CpuDevice> {
+    let mut options = CpuOptions::default();
+    (options.threads, options.poison) = (Some(threads), poison);
+    Arc::new(CpuDevice::new(options).unwrap())
+}
+
+fn model(path: &Path, device: &Arc<CpuDevice>, numerics: Numerics, options: &CompileOptions) -> Model {
+    let mut config = small_config();
+    (config.max_num_batched_tokens, config.max_num_seqs) = (64, 8);
+    (config.numerics, config.compile) = (numerics, options.clone());
+    Model::new(Engine::builder(path).config(config).device(device.clone()))
+}
+
+/// Every chunk's last rows (one, or all of a short chunk), with their status.
+fn run(mut model: Model) -> (Vec<Vec<f32>>, Vec<u8>) {
+    let (mut logits, mut status, mut id) = (Vec::new(), Vec::new(), 7);
+    for chunk in CHUNKS {
+        let ids: Vec<u32> = (0..chunk)
+            .map(|_| {
+                id = (id * 31 + 17) % 64;
+                id
+            })
+            .collect();
+        let (rows, states) = model.forward_unchecked(&ids, chunk.min(6));
+        logits.extend(rows);
+        status.extend(states);
+    }
+    (logits, status)
+}
+
+fn levels() -> Vec<CompileOptions> {
+    let reuse = (0..=CompileOptions::MAX_FUSION).flat_map(|level| [(level, true), (level, false)]);
+    let with = |(level, memory_reuse)| {
+        let mut options = CompileOptions::default();
+        (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
+        options
+    };
+    let mut lanes = CompileOptions::preset(3);
+    lanes.parallel_ops = Some(4);
+    let mut plain_lanes = CompileOptions::preset(1);
+    (plain_lanes.fusion, plain_lanes.parallel_ops) = (Some(0), Some(4));
+    reuse.map(with).chain([lanes, plain_lanes]).collect()
+}
+
+#[test]
+fn nothing_reads_what_is_dead() {
+    let clean = device(1, Poison::Off);
+    let poisoned = [device(1, Poison::Dead), device(2, Poison::Dead)];
+    for path in models() {
+        for numerics in [Numerics::Exact, Numerics::Fast] {
+            let (expected, _) = run(model(&path, &clean, numerics, &levels()[0]));
+            for options in levels() {
+                for device in &poisoned {
+                    let (logits, status) = run(model(&path, device, numerics, &options));
+                    let label = format!("{}, {numerics:?}, {options:?}, {} threads", path.display(), device.threads());
+                    assert!(status.iter().all(|status| *status == RowStatus::Ok as u8), "{label}: {status:?}");
+                    assert!(logits == expected, "{label}");
+                }
+            }
+        }
+    }
+}
+
+/// Were the fill blind, what is alive could be filled as well.
+#[test]
+fn filling_what_is_alive_shows() {
+    let device = device(1, Poison::All);
+    for path in models() {
+        for options in levels() {
+            let (_, status) = run(model(&path, &device, Numerics::Fast, &options));
+            let all = status.iter().all(|status| *status == RowStatus::NonFinite as u8);
+            assert!(all, "{}, {options:?}: {status:?}", path.display());
+        }
+    }
+}

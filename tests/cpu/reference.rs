@@ -1,0 +1,696 @@
+//! The CPU device computes what the reference interpreter says: every operation by itself (a fused one against its parts),
+//! and whole models, on the plain and on the fastest instruction-set path.
+
+#![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
+
+#[allow(dead_code)] // this file uses a part
+#[cfg(feature = "ascend")]
+use crate::common::sim_npu;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::common::model::{Model, small_config};
+use ascend_llm::device::cpu::reference::model::ReferenceModel;
+use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
+use ascend_llm::device::{Bindings, BufferId, Device, LaunchShape, MemKind, Span, StepArgs};
+use ascend_llm::engine::Engine;
+use ascend_llm::graph::passes::{OpSet, PrecisionPolicy, apply_precision, fuse};
+use ascend_llm::graph::{
+    ActivationKind, ActivationType, AttentionSchedules, AttentionShape, Bucket, CompileOptions, CustomCall, CustomOp,
+    CustomOpError, CustomSite, Elem, Graph, LinearPart, Node, NormSpec, Numerics, Op, Precision, RegisteredOp,
+    RopeFrequencies, RopeStyle, RowStatus, Rows, Value, ValueId, Weight, WeightId, WeightRole, compile,
+};
+use ascend_llm::kv_cache::{KvDType, KvGeometry};
+use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
+
+/// Of one operation: sums of up to 200 products in another order, in f32, relative to 1 + the largest value.
+const OP_BOUND: f32 = 2e-6;
+/// What the Ascend device adds: inputs, weights and results in f16, some operations one behind the other.
+#[cfg(feature = "ascend")]
+const ASCEND_ROUNDING: f32 = 5e-3;
+/// Of a whole model in exact numerics, relative likewise: some tens of operations one behind the other.
+const MODEL_BOUND: f32 = 1e-5;
+/// Of a whole model in fast numerics: a difference in the last bit may round an activation to the next of its 127 steps.
+const FAST_BOUND: f32 = 1e-2;
+/// f32 activations over keys and values in int8: an element whose last bit puts it on the other side of a tie moves by a
+/// whole step.
+const INT8_KV_BOUND: f32 = 1e-3;
+
+fn data(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
+}
+
+/// A device as cases run on it.
+struct Machine {
+    label: String,
+    device: Arc<dyn Device>,
+    numerics: Numerics,
+    kv_dtype: KvDType,
+    block_size: usize,
+    /// What its own rounding adds to a case's bound.
+    rounding: f32,
+}
+
+fn machines() -> Vec<Machine> {
+    let machine = |device: Arc<CpuDevice>| Machine {
+        label: format!("{:?}", device.isa()),
+        device,
+        numerics: Numerics::Exact,
+        kv_dtype: KvDType::F32,
+        block_size: 16,
+        rounding: 0.0,
+    };
+    devices().into_iter().map(machine).collect()
+}
+
+fn devices() -> Vec<Arc<CpuDevice>> {
+    let device = |isa| {
+        let mut options = CpuOptions::default();
+        (options.isa, options.threads) = (Some(isa), Some(2));
+        Arc::new(CpuDevice::new(options).unwrap())
+    };
+    Isa::available().iter().copied().map(device).collect()
+}
+
+/// Largest difference, relative to 1 + the largest value.
+fn error(got: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(got.len(), expected.len());
+    let largest = expected.iter().fold(1.0f32, |most, x| most.max(1.0 + x.abs()));
+    got.iter()
+        .zip(expected)
+        .map(|(a, b)| (a - b).abs() / largest)
+        .fold(0.0, |most, e| if e > most || e.is_nan() { e } else { most })
+}
+
+// ------------------------------------------------------------------------------------------------- operations
+
+const TOKENS: usize = 37;
+
+/// A graph around one operation: inputs are rows of embedding tables, outputs leave through an identity matrix.
+struct Case {
+    graph: Graph,
+    source: MemorySource,
+    noise: u64,
+}
+
+impl Case {
+    fn new(seed: u64) -> Self {
+        Self { graph: Graph::default(), source: MemorySource::new(), noise: seed }
+    }
+
+    /// Numbers of about a unit, the same for the same seed.
+    fn numbers(&mut self, count: usize) -> Vec<f32> {
+        let mut next = || {
+            self.noise = self.noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.noise >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..count).map(|_| 2.0 * next()).collect()
+    }
+
+    fn weight(&mut self, dtype: DType, shape: &[usize]) -> WeightId {
+        let values = self.numbers(shape.iter().product());
+        self.weight_of(dtype, shape, &values)
+    }
+
+    fn weight_of(&mut self, dtype: DType, shape: &[usize], values: &[f32]) -> WeightId {
+        let name = format!("w{}", self.graph.weights.len());
+        self.source.insert_f32(name.clone(), dtype, shape, values).unwrap();
+        let role = if shape.len() == 2 { WeightRole::Matrix } else { WeightRole::Vector };
+        self.graph.weights.push(Weight { name, shape: shape.to_vec(), dtype, role, slice: None });
+        WeightId(self.graph.weights.len() as u32 - 1)
+    }
+
+    fn push(&mut self, op: Op, inputs: &[ValueId], rows: Rows, outputs: &[(usize, Elem)]) -> Vec<ValueId> {
+        if let Op::Embed { table, .. } = &op {
+            self.graph.weights[table.0 as usize].role = WeightRole::Table;
+        }
+        let first = self.graph.values.len() as u32;
+        let ids: Vec<ValueId> = (first..first + outputs.len() as u32).map(ValueId).collect();
+        for (id, &(cols, elem)) in ids.iter().zip(outputs) {
+            self.graph.values.push(Value { name: format!("v{}", id.0), rows, cols, elem });
+        }
+        self.graph.nodes.push(Node { op, inputs: inputs.to_vec(), outputs: ids.clone(), layer: None });
+        ids
+    }
+
+    /// One f32 output of rows of tokens.
+    fn one(&mut self, op: Op, inputs: &[ValueId], cols: usize) -> ValueId {
+        self.push(op, inputs, Rows::Tokens, &[(cols, Elem::F32)])[0]
+    }
+
+    /// Rows of a table of its own: token `i` of the launch reads row `i`.
+    fn input(&mut self, cols: usize) -> ValueId {
+        let table = self.weight(DType::F32, &[TOKENS, cols]);
+        self.one(Op::Embed { table, first_id: 0 }, &[], cols)
+    }
+
+    fn angles(&mut self, pairs: usize) -> ValueId {
+        let inv_freq = (0..pairs).map(|i| 1.0 / 100f32.powf(i as f32 / pairs as f32)).collect();
+        self.graph.ropes.push(RopeFrequencies { inv_freq, attention_factor: 1.25 });
+        let rope = self.graph.ropes.len() - 1;
+        self.one(Op::RopeAngles { rope }, &[], 2 * pairs)
+    }
+
+    fn norm(&mut self, group: usize) -> NormSpec {
+        NormSpec { weight: self.weight(DType::F32, &[group]), eps: 1e-5, group }
+    }
+
+    fn part(&mut self, dtype: DType, n: usize, k: usize, bias: bool) -> LinearPart {
+        let weight = self.weight(dtype, &[n, k]);
+        LinearPart { weight, bias: bias.then(|| self.weight(DType::F32, &[n])) }
+    }
+
+    /// Makes `out` the logits of every row: for int8 rows through an integer identity, whose 1 is 127 steps of an f16
+    /// that is nearly 1/127, for bf16 rows through a float one; then the rows asked for; then through a float identity, which changes nothing.
+    fn observe(&mut self, out: ValueId, fused_head: bool) {
+        let Value { cols, elem, .. } = *self.graph.value(out);
+        let mut identity = vec![0.0; cols * cols];
+        (0..cols).for_each(|i| identity[i * cols + i] = 1.0);
+        let mut x = out;
+        if elem == Elem::Q8 {
+            let weight = self.weight_of(DType::Q8_0, &[cols, cols], &identity);
+            x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
+        }
+        if elem == Elem::BF16 {
+            let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
+            x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
+        }
+        let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
+        let wanted = self.push(Op::GatherRows, &[x], Rows::LogitRows, &[(cols, Elem::F32)])[0];
+        let head = LinearPart { weight, bias: None };
+        let (logits, best) = ((cols, Elem::F32), (1, Elem::U32));
+        let best = if fused_head {
+            self.push(Op::LinearArgMax(head), &[wanted], Rows::LogitRows, &[logits, best])[1]
+        } else {
+            let logits = self.push(Op::Linear(head), &[wanted], Rows::LogitRows, &[logits])[0];
+            self.push(Op::ArgMax, &[logits], Rows::LogitRows, &[best])[0]
+        };
+        self.graph.vocab_size = cols;
+        self.push(Op::RowStatus, &[x, best], Rows::LogitRows, &[]);
+    }
+
+    /// Runs with `out` as logits on every machine and by the interpreter; gives the names of the operations that ran and
+    /// the largest error.
+    fn agrees(
+        mut self,
+        out: ValueId,
+        label: &str,
+        fused_head: bool,
+        machines: &[Machine],
+    ) -> (BTreeSet<&'static str>, f32) {
+        self.observe(out, fused_head);
+        let (graph, source) = (self.graph, self.source);
+        let geometry = geometry_of(&graph);
+        let rows: Vec<u32> = [3, 0, 36, 35, 20].into_iter().chain(4..20).collect();
+        let tokens: Vec<u32> = (0..TOKENS as u32).collect();
+        let expected = ReferenceModel::new(&graph, &source, geometry.dtype).unwrap().forward(&tokens, &rows);
+        assert!(expected.logits.iter().any(|x| *x != 0.0) && expected.logits.iter().all(|x| x.is_finite()), "{label}");
+        let bound = graph.nodes.iter().map(|node| bound_of(&node.op)).fold(OP_BOUND, f32::max);
+        let mut worst = 0.0f32;
+        for machine in machines {
+            let (got, status) = launch(machine, &graph, &source, geometry, &tokens, &rows);
+            let error = error(&got, &expected.logits);
+            let (name, bound) = (&machine.label, bound + machine.rounding);
+            assert!(error <= bound, "{label} on {name}: off by {error}, at most {bound} is right");
+            assert_eq!(status, vec![RowStatus::Ok as u8; tokens.len()], "{label}");
+            worst = worst.max(error);
+        }
+        (graph.nodes.iter().map(|node| node.op.name()).collect(), worst)
+    }
+}
+
+/// Where a value is rounded behind other arithmetic, the last bit of an f32 may decide which way: one step of the type.
+fn bound_of(op: &Op) -> f32 {
+    match op {
+        Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => match to {
+            ActivationType::BF16 => 2f32.powi(-8),
+            ActivationType::F16 => 2f32.powi(-11),
+            _ => OP_BOUND,
+        },
+        _ => OP_BOUND,
+    }
+}
+
+/// The pool that a graph's attention needs; any, if it has none.
+fn geometry_of(graph: &Graph) -> KvGeometry {
+    let shape = graph.nodes.iter().find_map(|node| match &node.op {
+        Op::Attention(shape) => Some((shape.kv_heads, shape.head_dim)),
+        _ => None,
+    });
+    let (kv_heads, head_dim) = shape.unwrap_or((1, 16));
+    KvGeometry { layers: 1, kv_heads, head_dim, block_size: 16, dtype: KvDType::F32 }
+}
+
+/// Compiles as it stands (no pass changes it) and launches once: one sequence, blocks in falling order.
+fn launch(
+    machine: &Machine,
+    graph: &Graph,
+    source: &MemorySource,
+    geometry: KvGeometry,
+    tokens: &[u32],
+    rows: &[u32],
+) -> (Vec<f32>, Vec<u8>) {
+    let (device, geometry) =
+        (machine.device.as_ref(), KvGeometry { block_size: machine.block_size, dtype: machine.kv_dtype, ..geometry });
+    let mut options = CompileOptions::default();
+    options.fusion = Some(0);
+    let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len(), seqs: 1, kv_tokens: TOKENS };
+    let plan = compile(graph, device.caps().target, machine.numerics, &options, bucket).unwrap();
+    let weights = device.upload(source, &graph.weights, 0).unwrap();
+    let program = device.load(&[plan], &[weights], &geometry).unwrap();
+    let stream = device.stream().unwrap();
+    let words = |words: &[u32]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let span = buffer(device, bytes.len());
+        device.write(span, &bytes, stream).unwrap();
+        span
+    };
+    let blocks = tokens.len().div_ceil(geometry.block_size) as u32;
+    let layout = device.kv_layout(&geometry).unwrap();
+    let pool_bytes = (u64::from(blocks) + layout.reserved_blocks) * layout.bytes_per_block;
+    let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+    let table: Vec<u32> = (0..blocks).rev().collect();
+    let io = Bindings {
+        token_ids: words(tokens),
+        positions: words(&positions),
+        block_tables: words(&table),
+        logit_rows: words(rows),
+        logits: buffer(device, rows.len() * graph.vocab_size * 4),
+        best: buffer(device, rows.len() * 4),
+        row_status: buffer(device, tokens.len()),
+        kv_pool: buffer(device, pool_bytes as usize),
+    };
+    let shape = LaunchShape { tokens: tokens.len(), seqs: 1, logit_rows: rows.len(), table_stride: blocks as usize };
+    let lens = [tokens.len() as u32];
+    device.launch(program, &StepArgs { io, shape, q_lens: &lens, kv_lens: &lens }, stream).unwrap();
+    let (mut logits, mut status) = (vec![0; rows.len() * graph.vocab_size * 4], vec![9; tokens.len()]);
+    device.read(io.logits, &mut logits, None).unwrap();
+    device.read(io.row_status, &mut status, None).unwrap();
+    let logits = logits.as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
+    (logits, status)
+}
+
+fn buffer(device: &dyn Device, bytes: usize) -> Span {
+    let buffer: BufferId = device.alloc(bytes as u64, MemKind::Device).unwrap();
+    Span { buffer, offset: 0, bytes: bytes as u64 }
+}
+
+/// A custom operation that halves every element.
+#[derive(Debug)]
+struct Halve;
+
+impl CustomOp for Halve {
+    fn name(&self) -> &'static str {
+        "halve"
+    }
+
+    fn run(&self, _: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
+        out.iter_mut().zip(x).for_each(|(y, x)| *y = x / 2.0);
+        Ok(())
+    }
+}
+
+/// The graph with int8 activations in front of integer weights, perhaps bf16 ones in front of bf16 weights.
+fn mixed(graph: &Graph, bf16_activations: bool) -> Graph {
+    let policy = PrecisionPolicy {
+        default: Precision::Mix,
+        overrides: &BTreeMap::new(),
+        int8_activations: true,
+        bf16_activations,
+    };
+    apply_precision(graph, &policy).unwrap()
+}
+
+/// Keys, values and queries as inputs, then attention behind `write`.
+fn attention(
+    case: &mut Case,
+    (heads, kv_heads, head_dim): (usize, usize, usize),
+    window: Option<u32>,
+    write: impl FnOnce(&mut Case, ValueId, ValueId) -> (Op, Vec<ValueId>),
+) -> ValueId {
+    let (q, k) = (case.input(heads * head_dim), case.input(kv_heads * head_dim));
+    let v = case.input(kv_heads * head_dim);
+    let (op, inputs) = write(case, k, v);
+    let stored = case.push(op, &inputs, Rows::Tokens, &[(0, Elem::Effect)])[0];
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let shape = AttentionShape { layer: 0, heads, kv_heads, head_dim, scale, window, schedules: None };
+    case.one(Op::Attention(shape), &[q, stored], heads * head_dim)
+}
+
+const ACTIVATIONS: [ActivationKind; 2] = [ActivationKind::Silu, ActivationKind::GeluTanh];
+const STYLES: [RopeStyle; 2] = [RopeStyle::Half, RopeStyle::Interleaved];
+const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
+
+#[test]
+fn every_operation_agrees_with_its_reference() {
+    let ran = all_cases_agree(&machines(), |_| true);
+    // Collectives need ranks: tests/ranks.rs.
+    let of_ranks = |name: &&str| matches!(*name, "all_reduce" | "all_gather");
+    let all: BTreeSet<&str> = Op::NAMES.into_iter().filter(|name| !of_ranks(name)).collect();
+    assert_eq!(ran, all, "operations that no case runs");
+}
+
+/// The simulated Ascend card computes in 16 bits.
+#[cfg(feature = "ascend")]
+#[test]
+fn every_operation_agrees_with_its_reference_on_the_simulated_ascend_card() {
+    // Attention over blocks of 16 tokens, and of heads that are no multiple of 64, needs a late CANN.
+    let npu = sim_npu::Npu::with(&[("cann", 90_100_000)]);
+    let machine = Machine {
+        label: "ascend".to_owned(),
+        device: npu.device(),
+        numerics: Numerics::Fast,
+        kv_dtype: KvDType::F16,
+        block_size: 128,
+        rounding: ASCEND_ROUNDING,
+    };
+    let runs = |graph: &Graph| {
+        // Its angles lie in another layout, which only its rotations know.
+        let shows_angles = matches!(graph.nodes.last(), Some(Node { op: Op::RopeAngles { .. }, .. }));
+        !shows_angles
+            && graph.nodes.iter().all(|node| match &node.op {
+                Op::Custom(_) => false,
+                Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
+                    *to == ActivationType::F32
+                }
+                Op::Attention(shape) => shape.head_dim % 16 == 0,
+                // Heads that rotate in part are refused by name.
+                Op::Rope { head_dim, .. } | Op::QkNormRope { head_dim, .. } | Op::RopeKvWrite { head_dim, .. } => {
+                    graph.ropes.iter().all(|rope| 2 * rope.inv_freq.len() == *head_dim)
+                }
+                _ => true,
+            })
+    };
+    let ran = all_cases_agree(&[machine], runs);
+    // Casts go with precisions that it refuses, custom operations and collectives are not its own.
+    let not_its_own = ["all_gather", "all_reduce", "cast", "custom", "norm_cast"];
+    let all: BTreeSet<&str> = Op::NAMES.into_iter().filter(|name| !not_its_own.contains(name)).collect();
+    assert_eq!(ran, all, "operations that no case runs");
+    npu.assert_clean();
+}
+
+/// Runs the cases whose graphs are `wanted` on all machines; gives the names of the operations that ran.
+fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTreeSet<&'static str> {
+    let mut ran = BTreeSet::new();
+    let (mut seed, mut worst) = (0, 0.0f32);
+    let mut check = |label: &str, build: &dyn Fn(&mut Case) -> ValueId| {
+        seed += 1;
+        let mut case = Case::new(seed);
+        let out = build(&mut case);
+        if wanted(&case.graph) {
+            let (names, error) = case.agrees(out, label, seed % 2 == 0, machines);
+            ran.extend(names);
+            worst = worst.max(error);
+        }
+    };
+
+    // Widths that are whole vectors, and widths that are not.
+    for cols in [1, 48, 77] {
+        check("embed and gather_rows", &|case| case.input(cols));
+        check("rms_norm", &|case| {
+            let (x, norm) = (case.input(cols), case.norm(cols));
+            case.one(Op::RmsNorm(norm), &[x], cols)
+        });
+        for op in [Op::Add, Op::Mul, Op::ActMul(ACTIVATIONS[0]), Op::ActMul(ACTIVATIONS[1])] {
+            check(op.name(), &|case| {
+                let inputs = [case.input(cols), case.input(cols)];
+                case.one(op.clone(), &inputs, cols)
+            });
+        }
+        for kind in ACTIVATIONS {
+            check("activation", &|case| {
+                let x = case.input(cols);
+                case.one(Op::Activation(kind), &[x], cols)
+            });
+        }
+        for output in 0..2 {
+            check("add_rms_norm", &|case| {
+                let (inputs, norm) = ([case.input(cols), case.input(cols)], case.norm(cols));
+                let op = Op::AddRmsNorm { norm, to: ActivationType::F32 };
+                case.push(op, &inputs, Rows::Tokens, &[(cols, Elem::F32); 2])[output]
+            });
+        }
+    }
+    check("rope_angles", &|case| case.angles(12));
+    check("rms_norm by head", &|case| {
+        let (x, norm) = (case.input(60), case.norm(20));
+        case.one(Op::RmsNorm(norm), &[x], 60)
+    });
+
+    for cols in [32, 96] {
+        for to in [ActivationType::Int8, ActivationType::BF16, ActivationType::F16] {
+            check("cast", &|case| {
+                let x = case.input(cols);
+                case.push(Op::Cast(to), &[x], Rows::Tokens, &[(cols, to.elem())])[0]
+            });
+            check("norm_cast", &|case| {
+                let (x, norm) = (case.input(cols), case.norm(cols));
+                case.push(Op::NormCast { norm, to }, &[x], Rows::Tokens, &[(cols, to.elem())])[0]
+            });
+            for output in 0..2 {
+                check("add_rms_norm, rounded", &|case| {
+                    let (inputs, norm) = ([case.input(cols), case.input(cols)], case.norm(cols));
+                    let op = Op::AddRmsNorm { norm, to };
+                    case.push(op, &inputs, Rows::Tokens, &[(cols, Elem::F32), (cols, to.elem())])[output]
+                });
+            }
+        }
+        check("custom", &|case| {
+            let x = case.input(cols);
+            case.graph.customs.push(RegisteredOp { site: CustomSite::AfterEmbedding, op: Arc::new(Halve) });
+            case.one(Op::Custom(0), &[x], cols)
+        });
+    }
+
+    for dtype in DTYPES {
+        for (n, bias) in [(16, false), (50, true)] {
+            check("linear", &|case| {
+                let (x, part) = (case.input(64), case.part(dtype, n, 64, bias));
+                case.one(Op::Linear(part), &[x], n)
+            });
+            for output in 0..3 {
+                check("linear_multi", &|case| {
+                    let x = case.input(64);
+                    let widths = [n, 16, 33];
+                    let parts = widths.map(|n| case.part(dtype, n, 64, bias)).to_vec();
+                    case.push(Op::LinearMulti(parts), &[x], Rows::Tokens, &widths.map(|n| (n, Elem::F32)))[output]
+                });
+            }
+            for to in [ActivationType::F32, ActivationType::BF16, ActivationType::F16, ActivationType::Int8] {
+                if to == ActivationType::Int8 && !dtype.is_quantised() {
+                    continue;
+                }
+                check("swiglu_linear", &|case| {
+                    let (inputs, part) = ([case.input(96), case.input(96)], case.part(dtype, n, 96, bias));
+                    case.one(Op::SwigluLinear { activation: ActivationKind::Silu, part, to }, &inputs, n)
+                });
+                if to != ActivationType::F32 {
+                    check("linear over rounded rows", &|case| {
+                        let (x, part) = (case.input(96), case.part(dtype, n, 96, bias));
+                        let x = case.push(Op::Cast(to), &[x], Rows::Tokens, &[(96, to.elem())])[0];
+                        case.one(Op::Linear(part), &[x], n)
+                    });
+                }
+            }
+        }
+    }
+
+    for style in STYLES {
+        // Whole heads and a part of them.
+        for pairs in [8, 5] {
+            check("rope", &|case| {
+                let inputs = [case.input(48), case.angles(pairs)];
+                case.one(Op::Rope { head_dim: 16, style }, &inputs, 48)
+            });
+            check("qk_norm_rope", &|case| {
+                let (inputs, norm) = ([case.input(48), case.angles(pairs)], case.norm(16));
+                case.one(Op::QkNormRope { norm, head_dim: 16, style }, &inputs, 48)
+            });
+            for normed in [false, true] {
+                check("rope_kv_write", &|case| {
+                    attention(case, (4, 2, 16), None, |case, k, v| {
+                        let norm = normed.then(|| case.norm(16));
+                        let angles = case.angles(pairs);
+                        (Op::RopeKvWrite { layer: 0, head_dim: 16, style, norm }, vec![k, angles, v])
+                    })
+                });
+            }
+        }
+    }
+    for shape in [(4, 2, 16), (3, 1, 20), (2, 2, 64)] {
+        for window in [None, Some(1), Some(5), Some(16), Some(100)] {
+            check("kv_write and attention", &|case| {
+                attention(case, shape, window, |_, k, v| (Op::KvWrite { layer: 0 }, vec![k, v]))
+            });
+        }
+    }
+    println!("{seed} cases; largest error {worst}");
+    ran
+}
+
+#[test]
+fn rows_that_are_not_finite_say_so() {
+    let mut case = Case::new(1);
+    let mut values = case.numbers(TOKENS * 80);
+    for (row, bad) in [(3, f32::NAN), (20, f32::INFINITY), (35, f32::NEG_INFINITY)] {
+        values[row * 80 + 70 + row % 10] = bad;
+    }
+    let table = case.weight_of(DType::F32, &[TOKENS, 80], &values);
+    let x = case.one(Op::Embed { table, first_id: 0 }, &[], 80);
+    case.observe(x, false);
+    let tokens: Vec<u32> = (0..TOKENS as u32).collect();
+    let geometry = geometry_of(&case.graph);
+    let expected = ReferenceModel::new(&case.graph, &case.source, KvDType::F32).unwrap().forward(&tokens, &tokens);
+    let bad: Vec<usize> = (0..TOKENS).filter(|&row| expected.status[row] == RowStatus::NonFinite).collect();
+    assert_eq!(bad, [3, 20, 35]);
+    for machine in machines() {
+        let (_, status) = launch(&machine, &case.graph, &case.source, geometry, &tokens, &tokens);
+        let expected: Vec<u8> = expected.status.iter().map(|status| *status as u8).collect();
+        assert_eq!(status, expected, "{}", machine.label);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- models
+
+fn models() -> Vec<PathBuf> {
+    let conformance = std::fs::read_dir(data("conformance")).unwrap();
+    let mut models: Vec<PathBuf> = conformance.map(|entry| entry.unwrap().path()).collect();
+    models.sort();
+    assert_eq!(models.len(), 10);
+    models.push(data("fable"));
+    models.extend(["q8_0", "Q4_K_M"].map(|kind| data(&format!("fable/gguf/fable-{kind}.gguf"))));
+    models
+}
+
+fn graph(path: &Path) -> (Graph, weights::ModelFiles) {
+    let files = weights::open(path).unwrap();
+    let config = match &files.kind {
+        ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
+        ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),
+        other => panic!("{other:?}"),
+    };
+    (decoder_graph(&config, files.source.as_ref()).unwrap(), files)
+}
+
+fn on_device(path: &Path, device: &Arc<CpuDevice>, numerics: Numerics, fusion: u8) -> Model {
+    let mut config = small_config();
+    config.numerics = numerics;
+    config.compile.fusion = Some(fusion);
+    config.max_num_batched_tokens = 512;
+    Model::new(Engine::builder(path).config(config).device(device.clone()))
+}
+
+/// Ids that mean nothing, all over the vocabulary.
+fn prompt(graph: &Graph, len: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * i * 31 + i * 17 + 5) % graph.vocab_size) as u32).collect()
+}
+
+#[test]
+fn models_agree_with_the_interpreter() {
+    let devices = devices();
+    let mut worst = 0.0f32;
+    for path in models() {
+        let (graph, files) = graph(&path);
+        let prompt = prompt(&graph, 39);
+        let rows: Vec<u32> = (0..prompt.len() as u32).collect();
+        let mut reference = ReferenceModel::new(&graph, files.source.as_ref(), KvDType::F32).unwrap();
+        let expected = reference.forward(&prompt, &rows);
+        assert!(expected.status.iter().all(|status| *status == RowStatus::Ok));
+        for device in &devices {
+            for fusion in [0, 3] {
+                let label = format!("{} on {:?}, fusion {fusion}", path.display(), device.isa());
+                let mut model = on_device(&path, device, Numerics::Exact, fusion);
+                // A chunk, a shorter one, single tokens: the interpreter had them all at once.
+                let got: Vec<f32> = [&prompt[..20], &prompt[20..37], &prompt[37..38], &prompt[38..]]
+                    .into_iter()
+                    .flat_map(|chunk| model.forward(chunk, chunk.len()))
+                    .flatten()
+                    .collect();
+                let error = error(&got, &expected.logits);
+                assert!(error <= MODEL_BOUND, "{label}: off by {error}");
+                worst = worst.max(error);
+            }
+        }
+    }
+    println!("largest error {worst}");
+}
+
+/// The interpreter itself does not care for chunks, nor for what the passes did.
+#[test]
+fn the_interpreter_runs_fused_graphs_and_chunks_alike() {
+    for path in models() {
+        let (graph, files) = graph(&path);
+        let prompt = prompt(&graph, 12);
+        let rows: Vec<u32> = (0..12).collect();
+        let run = |graph: &Graph, chunk: usize| {
+            let mut model = ReferenceModel::new(graph, files.source.as_ref(), KvDType::F32).unwrap();
+            let mut logits = Vec::new();
+            for _ in 0..2 {
+                model.restart();
+                let chunks = prompt.chunks(chunk).flat_map(|ids| model.forward(ids, &rows[..ids.len()]).logits);
+                logits = chunks.collect();
+            }
+            logits
+        };
+        for graph in [graph.clone(), mixed(&graph, false)] {
+            let expected = run(&graph, 12);
+            for (level, chunk) in [(0, 5), (1, 12), (2, 12), (3, 12), (3, 1)] {
+                assert!(
+                    run(&fuse(&graph, level, OpSet::ALL, AttentionSchedules::default()).0, chunk) == expected,
+                    "{}: level {level}",
+                    path.display()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn int8_activations_and_half_keys_agree_with_the_interpreter() {
+    let mut worst = 0.0f32;
+    for path in models() {
+        let (graph, files) = graph(&path);
+        let prompt = prompt(&graph, 24);
+        let rows: Vec<u32> = (0..24).collect();
+        let [without, with] = [false, true].map(|bf16_activations| {
+            let graph = mixed(&graph, bf16_activations);
+            let mut reference = ReferenceModel::new(&graph, files.source.as_ref(), KvDType::F16).unwrap();
+            reference.forward(&prompt, &rows)
+        });
+        for device in devices() {
+            let expected = if device.caps().target.bf16_activations { &with } else { &without };
+            let got = on_device(&path, &device, Numerics::Fast, 2).forward(&prompt, 24).concat();
+            let error = error(&got, &expected.logits);
+            assert!(error <= FAST_BOUND, "{} on {:?}: off by {error}", path.display(), device.isa());
+            worst = worst.max(error);
+        }
+    }
+    println!("largest error {worst}");
+}
+
+/// Stored keys and values are all that is rounded here, so they must be rounded alike.
+#[test]
+fn int8_keys_agree_with_the_interpreter() {
+    let mut worst = 0.0f32;
+    for path in models() {
+        let (graph, files) = graph(&path);
+        let prompt = prompt(&graph, 24);
+        let rows: Vec<u32> = (0..24).collect();
+        let run = |kv| ReferenceModel::new(&graph, files.source.as_ref(), kv).unwrap().forward(&prompt, &rows).logits;
+        let [expected, in_f32] = [KvDType::I8, KvDType::F32].map(run);
+        for device in devices() {
+            let label = format!("{} on {:?}", path.display(), device.isa());
+            let mut config = small_config();
+            (config.numerics, config.kv_dtype) = (Numerics::Fast, Some(KvDType::I8));
+            config.compile.precision = Some(Precision::F32);
+            let got = Model::new(Engine::builder(&path).config(config).device(device)).forward(&prompt, 24).concat();
+            let error_of = error(&got, &expected);
+            assert!(error(&got, &in_f32) > 2.0 * INT8_KV_BOUND, "{label}: as near to what is not rounded");
+            assert!(error_of <= INT8_KV_BOUND, "{label}: off by {error_of}");
+            worst = worst.max(error_of);
+        }
+    }
+    println!("largest error {worst}");
+}

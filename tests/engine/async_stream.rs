@@ -1,0 +1,135 @@
+//! A handle as a stream: what is not there yet keeps the waker, what comes wakes it, on any thread.
+
+#![cfg(feature = "async")]
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+use crate::common::scripted_engine::{Rig, drain};
+use ascend_llm::engine::{Engine, Request, RequestError, RequestHandle};
+use ascend_llm::sampler::SamplingParams;
+use futures_core::Stream as _;
+use futures_core::stream::FusedStream as _;
+
+/// Counts wakes and unparks the thread that made it.
+struct Bell {
+    wakes: AtomicUsize,
+    thread: std::thread::Thread,
+}
+
+impl Bell {
+    fn here() -> Arc<Self> {
+        Arc::new(Self { wakes: AtomicUsize::new(0), thread: std::thread::current() })
+    }
+
+    fn wakes(&self) -> usize {
+        self.wakes.load(Ordering::SeqCst)
+    }
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.wakes.fetch_add(1, Ordering::SeqCst);
+        self.thread.unpark();
+    }
+}
+
+fn poll(handle: &mut RequestHandle, waker: &Waker) -> Poll<Option<Result<ascend_llm::engine::Delta, RequestError>>> {
+    Pin::new(handle).poll_next(&mut Context::from_waker(waker))
+}
+
+fn request(max_tokens: u32) -> Request {
+    let mut params = SamplingParams::greedy();
+    params.max_tokens = Some(max_tokens);
+    Request::tokens(vec![1, 2, 3]).sampling(params)
+}
+
+#[test]
+fn f28_pending_keeps_the_waker_and_news_wake_it_once() {
+    let rig = Rig::new(50, 16);
+    let mut core = rig.core(rig.hashed());
+    let mut handle = core.submit(request(3)).unwrap();
+    let (first, second) = (Bell::here(), Bell::here());
+    let (first_waker, second_waker) = (Waker::from(Arc::clone(&first)), Waker::from(Arc::clone(&second)));
+    assert!(poll(&mut handle, &first_waker).is_pending());
+    assert!(poll(&mut handle, &second_waker).is_pending());
+    core.step().unwrap();
+    assert_eq!((first.wakes(), second.wakes()), (0, 1), "the last waker counts");
+    core.step().unwrap();
+    assert_eq!(second.wakes(), 1, "not polled, not woken again");
+    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("nothing there") };
+    assert_eq!(delta.token_ids.len(), 2, "two steps, merged");
+    assert!(poll(&mut handle, &second_waker).is_pending());
+    drain(&mut core);
+    assert_eq!(second.wakes(), 2);
+    assert!(!handle.is_terminated());
+    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("no last delta") };
+    assert!(delta.finish_reason.is_some());
+    assert!(matches!(poll(&mut handle, &second_waker), Poll::Ready(None)));
+    assert!(matches!(poll(&mut handle, &second_waker), Poll::Ready(None)));
+    assert!(handle.is_terminated());
+}
+
+#[test]
+fn an_error_wakes_too() {
+    let rig = Rig::new(50, 16);
+    let core = rig.core(rig.hashed());
+    let mut handle = core.submit(request(3)).unwrap();
+    let bell = Bell::here();
+    let waker = Waker::from(Arc::clone(&bell));
+    assert!(poll(&mut handle, &waker).is_pending());
+    drop(core);
+    assert_eq!(bell.wakes(), 1);
+    assert!(matches!(poll(&mut handle, &waker), Poll::Ready(Some(Err(RequestError::Closed)))));
+    assert!(matches!(poll(&mut handle, &waker), Poll::Ready(None)));
+}
+
+#[test]
+fn f27_a_stream_moves_between_threads() {
+    let rig = Rig::new(50, 16);
+    let engine = Engine::spawn(rig.core(rig.hashed())).unwrap();
+    let mut handle = engine.submit(request(40)).unwrap();
+    let first = {
+        let waker = Waker::from(Bell::here());
+        poll(&mut handle, &waker)
+    };
+    let taken = match first {
+        Poll::Ready(Some(Ok(delta))) => delta.token_ids.len(),
+        Poll::Pending => 0,
+        other @ Poll::Ready(_) => panic!("{other:?}"),
+    };
+    // Another thread goes on, with a waker of its own, sleeping whenever there is nothing.
+    let rest = std::thread::spawn(move || {
+        let waker = Waker::from(Bell::here());
+        let mut tokens = 0;
+        loop {
+            match poll(&mut handle, &waker) {
+                Poll::Ready(Some(Ok(delta))) => tokens += delta.token_ids.len(),
+                Poll::Ready(None) => return tokens,
+                Poll::Ready(Some(Err(error))) => panic!("{error}"),
+                Poll::Pending => std::thread::park(),
+            }
+        }
+    });
+    assert_eq!(taken + rest.join().unwrap(), 40);
+}
+
+#[test]
+fn a_waker_that_panics_hurts_nobody() {
+    struct Broken;
+    impl Wake for Broken {
+        fn wake(self: Arc<Self>) {
+            panic!("broken waker");
+        }
+    }
+    let rig = Rig::new(50, 16);
+    let mut core = rig.core(rig.hashed());
+    let mut broken = core.submit(request(3)).unwrap();
+    let other = core.submit(request(3)).unwrap();
+    assert!(poll(&mut broken, &Waker::from(Arc::new(Broken))).is_pending());
+    drain(&mut core);
+    assert_eq!(other.collect_output().unwrap().choices[0].token_ids.len(), 3);
+    assert_eq!(broken.collect_output().unwrap().choices[0].token_ids.len(), 3);
+}

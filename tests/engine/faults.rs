@@ -1,0 +1,110 @@
+//! A model that fails at its n-th call, whatever it was doing: every handle hears it once, and nothing hangs.
+
+use std::time::Duration;
+
+use crate::common::scripted_engine::Rig;
+use ascend_llm::device::DeviceError;
+use ascend_llm::engine::{Engine, EngineError, Health, Request, RequestError, SubmitError};
+use ascend_llm::runner::scripted::ScriptedForward;
+use ascend_llm::sampler::SamplingParams;
+
+const VOCAB: u32 = 50;
+const LONG: Duration = Duration::from_secs(60);
+
+fn faults() -> [DeviceError; 3] {
+    [
+        DeviceError::Lost,
+        DeviceError::OutOfMemory { kind: "device", asked_bytes: 64, free_bytes: 0 },
+        DeviceError::Call { call: "launch", code: 507_011, message: "time-out".to_owned() },
+    ]
+}
+
+fn failing(rig: &Rig, at_call: usize, fault: DeviceError) -> ScriptedForward {
+    let mut call = 0;
+    rig.hashed().watched(Box::new(move |_| {
+        call += 1;
+        if call == at_call { Err(fault.clone()) } else { Ok(()) }
+    }))
+}
+
+fn request(prompt_tokens: usize) -> Request {
+    let mut params = SamplingParams::default();
+    (params.max_tokens, params.seed, params.n) = (Some(4), Some(1), 2);
+    Request::tokens(vec![1; prompt_tokens]).sampling(params)
+}
+
+#[test]
+fn every_handle_hears_of_a_failure_at_any_call() {
+    for at_call in 1..12 {
+        for fault in faults() {
+            let mut rig = Rig::new(VOCAB, 20);
+            rig.config.max_num_seqs = 3;
+            let mut core = rig.core(failing(&rig, at_call, fault.clone()));
+            let handles: Vec<_> = (1..8).map(|at| core.submit(request(at * 13)).unwrap()).collect();
+            let mut steps = 0;
+            let error = loop {
+                if let Err(error) = core.step() {
+                    break error;
+                }
+                steps += 1;
+                assert!(steps < 100, "call {at_call} never came");
+            };
+            assert_eq!(error, EngineError::Device(fault.clone()));
+            let late = core.submit(request(3));
+            assert!(matches!(&late, Err(SubmitError::Failed { source, .. }) if *source == error), "{late:?}");
+            assert_eq!(core.step(), Err(error.clone()), "each further step repeats it");
+            assert_eq!(core.health(), Health::Failed);
+            assert!(core.is_idle());
+            let mut heard = 0;
+            for handle in handles {
+                let items: Vec<_> = handle.collect();
+                let errors = items.iter().filter(|item| item.is_err()).count();
+                let finished = items.iter().flatten().filter(|delta| delta.finish_reason.is_some()).count();
+                match items.last() {
+                    Some(Err(RequestError::Engine(got))) => assert_eq!((got, errors), (&error, 1)),
+                    last => assert_eq!((finished, errors), (2, 0), "{last:?}"),
+                }
+                heard += errors;
+            }
+            assert!(heard > 0);
+        }
+    }
+}
+
+#[test]
+fn the_thread_tells_of_a_failure_and_ends() {
+    let rig = Rig::new(VOCAB, 20);
+    let engine = Engine::spawn(rig.core(failing(&rig, 3, DeviceError::Lost))).unwrap();
+    let handles: Vec<_> = (1..4).filter_map(|at| engine.submit(request(at * 40)).ok()).collect();
+    assert!(!handles.is_empty());
+    for handle in handles {
+        assert!(matches!(handle.last(), Some(Err(RequestError::Engine(EngineError::Device(DeviceError::Lost))))));
+    }
+    assert_eq!(engine.health(), Health::Failed);
+    assert_eq!(engine.shutdown(LONG), Err(EngineError::Device(DeviceError::Lost)));
+}
+
+#[test]
+fn a_panic_in_the_model_is_a_failure_like_any_other() {
+    let rig = Rig::new(VOCAB, 20);
+    let forward = rig.hashed().watched(Box::new(|input| {
+        assert!(input.kv_lens[0] < 5, "five tokens are too many");
+        Ok(())
+    }));
+    let engine = Engine::spawn(rig.core(forward)).unwrap();
+    let handle = engine.submit(request(3)).unwrap();
+    let Some(Err(RequestError::Engine(EngineError::Panicked { message }))) = handle.last() else {
+        panic!("no word of the panic")
+    };
+    assert_eq!(message, "five tokens are too many");
+    assert!(matches!(engine.submit(request(3)), Err(SubmitError::Failed { .. })));
+    assert!(matches!(engine.shutdown(LONG), Err(EngineError::Panicked { .. })));
+}
+
+#[test]
+fn errors_name_their_cause() {
+    let error = RequestError::Engine(EngineError::Device(DeviceError::Lost));
+    let source = std::error::Error::source(&error).unwrap();
+    assert_eq!(source.to_string(), "device failed");
+    assert_eq!(source.source().unwrap().to_string(), "device lost");
+}

@@ -1,0 +1,7 @@
+//! Tests of the block allocator and the prefix cache.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod allocator;
+mod prefix_cache;

@@ -1,0 +1,13 @@
+//! Tests of model files: configurations, weights, golden values of whole models.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bad_model_files;
+mod configs;
+mod conformance;
+mod dequantise;
+mod gguf_format;
+mod golden;
+mod rope;
+mod weight_files;

@@ -1,0 +1,98 @@
+#![allow(clippy::explicit_write)]
+//! The library writes nothing to stdout or stderr, whatever happens in it.
+//!
+//! The test runs itself as a child process, which marks where the library's work begins and ends; between the marks both
+//! streams must be empty. Marks and library share the raw streams (`--nocapture`), so nothing can hide from the parent.
+#![cfg(feature = "text")]
+
+mod common;
+
+use std::io::Write as _;
+use std::process::Command;
+
+use ascend_llm::engine::{Engine, Request};
+use ascend_llm::sampler::SamplingParams;
+use ascend_llm::text::ChatMessage;
+use common::fable::{builder, core, finish, float, plain_config, quantised};
+
+const ROLE: &str = "ASCEND_LLM_SILENCE_CHILD";
+const BEGIN: &str = "<<library begins>>";
+const END: &str = "<<library ends>>";
+
+fn mark(mark: &str) {
+    print!("{mark}");
+    eprint!("{mark}");
+    std::io::stdout().flush().unwrap();
+}
+
+/// Loads, answers, refuses, cancels, fails and shuts down.
+fn work() {
+    for model in [float(), quantised()] {
+        let engine = builder(&model, plain_config()).on_progress(|_| {}).build().unwrap();
+        let mut params = SamplingParams::greedy();
+        params.max_tokens = Some(8);
+        assert!(!engine.generate("Once upon a time", &params).unwrap().is_empty());
+        engine.chat(&[ChatMessage::new("user", "Who are you?")], &params).unwrap();
+        drop(engine.submit(Request::text("The")).unwrap());
+        params.temperature = f32::NAN;
+        engine.generate("Once", &params).unwrap_err();
+        engine.submit(Request::tokens(vec![])).unwrap_err();
+        let _ = engine.stats();
+        engine.shutdown(std::time::Duration::MAX).unwrap();
+
+        let mut core = core(&model, plain_config());
+        let handle = core.submit(Request::text("One day").sampling({
+            let mut params = SamplingParams::default();
+            (params.n, params.seed, params.max_tokens, params.logprobs) = (2, Some(1), Some(6), Some(2));
+            params
+        }));
+        finish(&mut core, handle.unwrap());
+    }
+    Engine::builder("/nowhere/at/all").build().unwrap_err();
+    Engine::builder(file!()).build().unwrap_err();
+    let mut config = plain_config();
+    config.max_num_seqs = 0;
+    builder(&float(), config).build().unwrap_err();
+}
+
+/// What a child in this role wrote between the marks, on stdout and on stderr.
+fn written(role: &str) -> [String; 2] {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+        .env(ROLE, role)
+        .output()
+        .unwrap();
+    let streams = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert!(output.status.success(), "the child failed: {streams:?}");
+    streams.map(|stream| {
+        let (_, rest) = stream.split_once(BEGIN).unwrap_or_else(|| panic!("no beginning in {stream:?}"));
+        let (between, _) = rest.split_once(END).unwrap_or_else(|| panic!("no end in {stream:?}"));
+        between.to_owned()
+    })
+}
+
+/// The child; does nothing when the tests are run by a person.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    mark(BEGIN);
+    match role.as_str() {
+        "library" => work(),
+        "loud" => {
+            print!("out");
+            eprint!("err");
+        }
+        other => panic!("unknown role {other}"),
+    }
+    mark(END);
+}
+
+#[test]
+fn the_library_writes_nothing() {
+    assert_eq!(written("library"), ["", ""]);
+}
+
+#[test]
+fn a_loud_child_would_be_heard() {
+    assert_eq!(written("loud"), ["out", "err"]);
+}

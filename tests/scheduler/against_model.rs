@@ -1,0 +1,632 @@
+//! Promise: whatever arrives and leaves, each step keeps to its budget and every request gets through.
+#![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
+
+use std::collections::BTreeMap;
+
+use crate::common::digest_model::{End, Rig, oracle_output};
+use ascend_llm::kv_cache::{BlockAllocator, SeqId};
+use ascend_llm::scheduler::{
+    PRIORITY_STEP_US, ScheduleError, SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick,
+};
+use proptest::prelude::*;
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Scenarios {
+    cases: Vec<Scenario>,
+}
+
+#[derive(Clone, Deserialize)]
+struct Scenario {
+    id: String,
+    pool_blocks: Option<u32>,
+    block: Option<u32>,
+    max_model_len: Option<u32>,
+    max_batched_tokens: Option<u32>,
+    max_seqs: Option<u32>,
+    #[serde(default)]
+    arrivals: Vec<Arrival>,
+}
+
+#[derive(Clone, Deserialize)]
+struct Arrival {
+    at: Option<u64>,
+    every: Option<u64>,
+    until: Option<u64>,
+    count: Option<u32>,
+    prompt: u32,
+    max_tokens: u32,
+}
+
+fn scenario(id: &str) -> Scenario {
+    let all: Scenarios = serde_json::from_str(include_str!("../data/cases/scheduler_scenarios.json")).unwrap();
+    all.cases.iter().find(|case| case.id == id).unwrap().clone()
+}
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        max_num_batched_tokens: 512,
+        max_num_seqs: 8,
+        max_model_len: 100_000,
+        watermark_blocks: 0,
+        max_logit_rows: u32::MAX,
+        policy: SchedulePolicy::Fcfs,
+    }
+}
+
+impl Scenario {
+    fn rig(&self, prefix_cache: bool, watermark_blocks: u32) -> Rig {
+        let budget = self.max_batched_tokens.unwrap_or(512);
+        let config = SchedulerConfig {
+            max_num_batched_tokens: budget,
+            max_num_seqs: self.max_seqs.unwrap_or(16).min(budget),
+            max_model_len: self.max_model_len.unwrap_or(100_000),
+            watermark_blocks,
+            ..config()
+        };
+        let mut blocks = BlockAllocator::new(self.pool_blocks.unwrap(), self.block.unwrap());
+        if prefix_cache {
+            blocks = blocks.with_prefix_cache(1);
+        }
+        let mut rig = Rig::new(Scheduler::new(config).unwrap(), blocks);
+        rig.constant_token = Some(1);
+        rig
+    }
+
+    /// Adds what arrives before the current step; ids count arrivals over all steps.
+    fn arrive(&self, rig: &mut Rig, next_id: &mut u64) -> Vec<ScheduleError> {
+        let mut refused = Vec::new();
+        for arrival in &self.arrivals {
+            let now = match (arrival.at, arrival.every) {
+                (Some(at), _) => at == rig.step,
+                (None, Some(every)) => rig.step.is_multiple_of(every) && rig.step < arrival.until.unwrap(),
+                (None, None) => panic!("{} has an arrival without a time", self.id),
+            };
+            for _ in 0..if now { arrival.count.unwrap_or(1) } else { 0 } {
+                // Prompts differ from their first token on, so that no prefix is shared.
+                let prompt = (0..arrival.prompt).map(|i| (*next_id as u32) << 16 | i).collect();
+                let meta = SeqMeta { prompt, max_tokens: arrival.max_tokens, ..SeqMeta::default() };
+                refused.extend(rig.add(*next_id, meta).err());
+                *next_id += 1;
+            }
+        }
+        refused
+    }
+
+    fn last_arrival(&self) -> u64 {
+        self.arrivals.iter().map(|arrival| arrival.at.unwrap_or(0).max(arrival.until.unwrap_or(0))).max().unwrap()
+    }
+
+    /// Runs it to the end; properties of every step are checked by the rig.
+    fn run(&self, rig: &mut Rig) -> Vec<ScheduleError> {
+        let (mut refused, mut next_id) = (Vec::new(), 0);
+        while rig.step <= self.last_arrival() || !rig.scheduler.is_idle() {
+            refused.extend(self.arrive(rig, &mut next_id));
+            rig.step();
+            assert!(rig.step < 10_000, "{} does not end", self.id);
+        }
+        rig.assert_empty();
+        refused
+    }
+}
+
+/// Cache off and on, watermark 0 and 1: the promises are the same.
+fn each_setting(id: &str, check: impl Fn(Scenario, Rig)) {
+    for (prefix_cache, watermark) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
+        let scenario = scenario(id);
+        let rig = scenario.rig(prefix_cache, watermark);
+        check(scenario, rig);
+    }
+}
+
+#[test]
+fn d01_what_can_never_fit_is_refused_with_the_sizes() {
+    each_setting("d01", |scenario, mut rig| {
+        let refused = scenario.run(&mut rig);
+        let expected = ScheduleError::NeverFits { prompt_tokens: 40, needed_blocks: 10, pool_blocks: 8, block_size: 4 };
+        assert_eq!(refused, std::slice::from_ref(&expected));
+        let text = "the prompt has 40 tokens and needs 10 blocks of 4, the whole pool has 8";
+        assert_eq!(expected.to_string(), text);
+        assert!(*rig.finished(1).token_steps.last().unwrap() < 6);
+    });
+}
+
+#[test]
+fn d02_output_that_outgrows_the_pool_ends_with_length() {
+    each_setting("d02", |scenario, mut rig| {
+        scenario.run(&mut rig);
+        let (twin, end) = &rig.done[&SeqId(0)];
+        // 16 slots: 12 of the prompt, 4 output tokens computed, and one sampled that needs no slot.
+        assert_eq!((*end, twin.output.len()), (End::Exhausted, 5));
+        assert!(rig.step < 10);
+    });
+}
+
+#[test]
+fn d03_a_prompt_above_the_step_budget_is_chunked() {
+    each_setting("d03", |scenario, mut rig| {
+        scenario.run(&mut rig);
+        // Steps count from 0: the 7th gives the first token, the 8th the second.
+        assert_eq!(rig.finished(0).token_steps, [6, 7]);
+    });
+}
+
+#[test]
+fn d04_a_long_prompt_never_stalls_the_streams() {
+    each_setting("d04", |scenario, mut rig| {
+        scenario.run(&mut rig);
+        for id in 0..8 {
+            let steps = &rig.finished(id).token_steps;
+            assert_eq!(steps.len(), 200);
+            assert!(steps.windows(2).all(|pair| pair[1] - pair[0] == 1), "sequence {id} stalls: {steps:?}");
+        }
+        assert_eq!(rig.finished(8).output.len(), 1);
+        assert!(rig.finished(8).token_steps[0] < 60, "2000 rows at 56 a step");
+    });
+}
+
+#[test]
+fn d05_a_long_prompt_gets_through_a_stream_of_short_ones() {
+    each_setting("d05", |scenario, mut rig| {
+        scenario.run(&mut rig);
+        assert!(*rig.finished(0).token_steps.last().unwrap() < 150);
+        assert_eq!(rig.done.len(), 401);
+    });
+}
+
+#[test]
+fn d05_also_when_the_long_one_comes_late_and_the_pool_is_busy() {
+    each_setting("d05", |mut scenario, mut rig| {
+        scenario.arrivals[0].at = Some(20);
+        scenario.arrivals[0].prompt = 250;
+        // Its id: one short a step before it, and the short of step 20 comes after it.
+        scenario.run(&mut rig);
+        let long = rig.done.values().find(|(twin, _)| twin.prompt.len() == 250).unwrap();
+        assert_eq!(long.0.added_at, 20);
+        assert!(*long.0.token_steps.last().unwrap() < 20 + 150);
+    });
+}
+
+#[test]
+fn d06_preempted_sequences_finish_with_every_token_once() {
+    each_setting("d06", |scenario, mut rig| {
+        scenario.run(&mut rig);
+        for id in 0..4 {
+            assert_eq!(rig.finished(id).output.len(), 24);
+        }
+        assert!(rig.scheduler.preemptions() > 0);
+        assert!(!rig.preempted.contains(&SeqId(0)), "the oldest never gives way");
+        let mut ends: Vec<_> = (0..4).map(|id| *rig.finished(id).token_steps.last().unwrap()).collect();
+        assert!(ends.is_sorted(), "first come, first served: {ends:?}");
+        ends.dedup();
+        assert_eq!(rig.blocks.available(), 10);
+    });
+}
+
+#[test]
+fn d07_a_prompt_of_exactly_the_pool_fits() {
+    each_setting("d07", |scenario, mut rig| {
+        assert_eq!(scenario.run(&mut rig), []);
+        assert_eq!((rig.finished(0).output.len(), rig.finished(1).output.len()), (1, 1));
+        let one_more = SeqMeta { prompt: vec![1; 17], max_tokens: 1, ..SeqMeta::default() };
+        assert!(matches!(rig.add(9, one_more), Err(ScheduleError::NeverFits { needed_blocks: 5, pool_blocks: 4, .. })));
+    });
+}
+
+#[test]
+fn d28_the_live_gauge_is_zero_when_idle() {
+    assert_eq!(scenario("d28").pool_blocks, None);
+    for id in ["d04", "d05", "d06"] {
+        let scenario = scenario(id);
+        let mut rig = scenario.rig(true, 0);
+        scenario.run(&mut rig);
+        let stats = rig.blocks.stats();
+        assert_eq!(stats.live_blocks, 0);
+        assert!(stats.cached_blocks > 0, "{id}");
+    }
+}
+
+fn rig(config: SchedulerConfig, pool: u32, block_size: u32) -> Rig {
+    Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(pool, block_size))
+}
+
+fn meta(prompt: usize, max_tokens: u32) -> SeqMeta {
+    SeqMeta { prompt: vec![3; prompt], max_tokens, ..SeqMeta::default() }
+}
+
+#[test]
+fn configs_that_cannot_work_are_refused() {
+    let zero = |field| Err::<(), _>(ScheduleError::Zero { field });
+    let try_new = |config| Scheduler::new(config).map(|_| ());
+    assert_eq!(try_new(SchedulerConfig { max_num_batched_tokens: 0, ..config() }), zero("max_num_batched_tokens"));
+    assert_eq!(try_new(SchedulerConfig { max_num_seqs: 0, ..config() }), zero("max_num_seqs"));
+    assert_eq!(try_new(SchedulerConfig { max_model_len: 0, ..config() }), zero("max_model_len"));
+    let below = ScheduleError::BudgetBelowSeqs { max_num_batched_tokens: 7, max_num_seqs: 8 };
+    assert_eq!(try_new(SchedulerConfig { max_num_batched_tokens: 7, ..config() }), Err(below));
+}
+
+#[test]
+fn sequences_that_cannot_work_are_refused() {
+    let mut rig = rig(SchedulerConfig { max_model_len: 20, ..config() }, 64, 4);
+    assert_eq!(rig.add(0, meta(0, 1)), Err(ScheduleError::EmptyPrompt(SeqId(0))));
+    let too_long = ScheduleError::PromptTooLong { prompt_tokens: 20, max_model_len: 20 };
+    assert_eq!(rig.add(0, meta(20, 1)), Err(too_long));
+    rig.add(0, meta(19, 9)).unwrap();
+    assert_eq!(rig.add(0, meta(1, 1)), Err(ScheduleError::SeqExists(SeqId(0))));
+    rig.drain();
+    let (twin, end) = &rig.done[&SeqId(0)];
+    assert_eq!((twin.output.len(), *end), (1, End::Exhausted), "max_model_len is reached at one token");
+}
+
+#[test]
+fn unknown_sequences_are_harmless() {
+    let mut rig = rig(config(), 8, 4);
+    assert!(!rig.abort(5));
+    assert!(rig.scheduler.tokens(SeqId(5)).is_empty());
+    rig.add(0, meta(3, 1)).unwrap();
+    let foreign = SeqResult { seq: SeqId(77), token: Some(1), finished: true };
+    rig.scheduler.commit(&StepOutput { results: vec![foreign] }, &mut rig.blocks);
+    rig.drain();
+    assert!(!rig.abort(0), "it has finished");
+}
+
+#[test]
+fn an_id_aborted_and_added_again_in_flight_starts_fresh() {
+    let mut rig = rig(config(), 8, 4);
+    rig.add(0, meta(6, 3)).unwrap();
+    rig.step_with(|rig| {
+        rig.abort(0);
+        rig.scheduler.add(SeqId(0), meta(5, 2), Tick(0), &rig.blocks).unwrap();
+    });
+    assert_eq!(rig.scheduler.tokens(SeqId(0)), [3; 5]);
+    assert_eq!((rig.scheduler.running(), rig.scheduler.waiting()), (0, 1));
+}
+
+#[test]
+fn a_failed_row_runs_again_and_a_missing_result_counts_as_not_run() {
+    let mut blocks = BlockAllocator::new(8, 4).with_prefix_cache(1);
+    let mut scheduler = Scheduler::new(config()).unwrap();
+    scheduler.add(SeqId(0), meta(8, 4), Tick(0), &blocks).unwrap();
+    let result = |token, finished| StepOutput { results: vec![SeqResult { seq: SeqId(0), token, finished }] };
+
+    let first = scheduler.schedule(Tick(0), &mut blocks).chunks.clone();
+    assert_eq!((first[0].start, first[0].len, first[0].samples), (0, 8, true));
+    scheduler.commit(&StepOutput::default(), &mut blocks);
+    assert_eq!(scheduler.schedule(Tick(1), &mut blocks).chunks, first);
+    scheduler.commit(&result(None, false), &mut blocks);
+    assert_eq!(blocks.lookup(&[3; 9], b"").tokens(), 4, "the failed row's block is not offered");
+    let again = scheduler.schedule(Tick(2), &mut blocks).chunks[0];
+    assert_eq!((again.start, again.len, again.samples), (7, 1, true));
+    scheduler.commit(&result(None, true), &mut blocks);
+    assert_eq!(blocks.lookup(&[3; 9], b"").tokens(), 4);
+    assert!(scheduler.is_idle());
+    scheduler.check(&blocks).unwrap();
+    assert_eq!(blocks.stats().live_blocks, 0);
+}
+
+#[test]
+fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
+    let policy = SchedulePolicy::Priority;
+    let mut rig = rig(SchedulerConfig { policy, max_num_seqs: 3, ..config() }, 6, 4);
+    for (id, priority) in [(0, 1), (1, 0), (2, 0), (3, 0)] {
+        rig.add(id, SeqMeta { priority, ..meta(7, 9) }).unwrap();
+    }
+    // 7 rows + 1 fill two blocks each; the ninth token of each needs a third.
+    while rig.preempted.is_empty() {
+        rig.step();
+    }
+    assert_eq!(rig.preempted, [SeqId(2)]);
+    assert_eq!(rig.scheduler.waiting(), 2);
+    while rig.live[&SeqId(2)].admissions < 2 {
+        assert_eq!(rig.live[&SeqId(3)].admissions, 0, "the preempted one is first of its class");
+        rig.step();
+    }
+    let planned: Vec<_> = rig.scheduler.plan().chunks.iter().map(|chunk| chunk.seq.0).collect();
+    assert!(!planned.contains(&3) || planned.ends_with(&[2, 3]), "{planned:?}");
+    rig.drain();
+    for id in 0..4 {
+        assert_eq!(rig.finished(id).output, oracle_output(&[3; 7], b"", 9));
+    }
+}
+
+#[test]
+fn admission_leaves_the_watermark_unless_it_is_alone() {
+    for (watermark_blocks, admitted) in [(0, 2), (2, 2), (3, 1)] {
+        let mut rig = rig(SchedulerConfig { watermark_blocks, ..config() }, 6, 4);
+        rig.add(0, meta(8, 1)).unwrap();
+        rig.add(1, meta(8, 1)).unwrap();
+        rig.step();
+        assert_eq!(rig.scheduler.plan().chunks.len(), admitted, "watermark {watermark_blocks}");
+        rig.drain();
+    }
+    let mut rig = rig(SchedulerConfig { watermark_blocks: 3, ..config() }, 6, 4);
+    rig.add(0, meta(24, 1)).unwrap();
+    assert_eq!(rig.step(), 1, "alone it may have the whole pool");
+}
+
+#[test]
+fn waiting_outweighs_priority_in_bounded_time() {
+    let policy = SchedulePolicy::Priority;
+    let config = SchedulerConfig { policy, max_num_seqs: 1, ..config() };
+    let mut blocks = BlockAllocator::new(8, 4);
+    let mut scheduler = Scheduler::new(config).unwrap();
+    let add = |scheduler: &mut Scheduler, blocks: &BlockAllocator, id, priority, now| {
+        let meta = SeqMeta { priority, ..meta(2, 1) };
+        scheduler.add(SeqId(id), meta, now, blocks).unwrap();
+    };
+    add(&mut scheduler, &blocks, 0, 0, Tick(0));
+    // A request of priority 3 comes four times a second, and one is served four times a second.
+    let mut served_at = None;
+    for step in 0..40u64 {
+        let now = Tick(step * PRIORITY_STEP_US / 4);
+        add(&mut scheduler, &blocks, step + 1, 3, now);
+        let seq = scheduler.schedule(now, &mut blocks).chunks[0].seq;
+        if seq == SeqId(0) {
+            served_at = served_at.or(Some(step));
+        }
+        let results = vec![SeqResult { seq, token: Some(1), finished: true }];
+        scheduler.commit(&StepOutput { results }, &mut blocks);
+    }
+    assert_eq!(served_at, Some(12), "three levels are worth three seconds");
+}
+
+#[test]
+fn a_fork_shares_until_somebody_writes() {
+    let mut rig = rig(config(), 16, 4);
+    rig.add(0, meta(6, 8)).unwrap();
+    rig.step();
+    let live = rig.blocks.stats().live_blocks;
+    for child in 1..4u64 {
+        rig.scheduler.fork(SeqId(0), SeqId(child), child as u32, &mut rig.blocks).unwrap();
+        let mut twin = rig.live[&SeqId(0)].clone();
+        twin.output[0] = child as u32;
+        rig.live.insert(SeqId(child), twin);
+    }
+    rig.check();
+    assert_eq!(rig.blocks.stats().live_blocks, live);
+    let unknown = rig.scheduler.fork(SeqId(9), SeqId(10), 1, &mut rig.blocks);
+    assert_eq!(unknown, Err(ScheduleError::NotRunning(SeqId(9))));
+    let taken = rig.scheduler.fork(SeqId(0), SeqId(1), 1, &mut rig.blocks);
+    assert_eq!(taken, Err(ScheduleError::SeqExists(SeqId(1))));
+    rig.step();
+    assert_eq!(rig.scheduler.plan().copies.len(), 3, "three copy, the last keeps the original");
+    rig.drain();
+    for id in 0..4 {
+        let twin = rig.finished(id);
+        let continued = [&twin.prompt[..], &twin.output[..1]].concat();
+        assert_eq!(twin.output[1..], oracle_output(&continued, b"", 7));
+    }
+}
+
+#[test]
+fn a_lowered_step_budget_holds_at_once() {
+    let mut rig = rig(config(), 64, 4);
+    let refused = ScheduleError::StepBudget { tokens: 513, max_num_batched_tokens: 512 };
+    assert_eq!(rig.scheduler.set_step_budget_tokens(513), Err(refused));
+    assert!(rig.scheduler.set_step_budget_tokens(0).is_err());
+    for id in 0..8 {
+        rig.add(id, meta(10, 6)).unwrap();
+    }
+    rig.step();
+    rig.scheduler.set_step_budget_tokens(3).unwrap();
+    rig.drain();
+    for id in 0..8 {
+        assert_eq!(rig.finished(id).output.len(), 6);
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Add { prompt: usize, max_tokens: u32, priority: i32, kind: u32, cached: bool, prompt_logits: bool },
+    Abort { nth: usize },
+    AbortInFlight { nth: usize },
+    Fork { nth: usize },
+    Step,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let flags = (prop::bool::weighted(0.8), prop::bool::weighted(0.3));
+    let add = (1usize..40, 1u32..16, -2i32..3, 0u32..3, flags).prop_map(
+        |(prompt, max_tokens, priority, kind, (cached, prompt_logits))| Event::Add {
+            prompt,
+            max_tokens,
+            priority,
+            kind,
+            cached,
+            prompt_logits,
+        },
+    );
+    prop_oneof![
+        4 => add,
+        1 => (0usize..8).prop_map(|nth| Event::Abort { nth }),
+        1 => (0usize..8).prop_map(|nth| Event::AbortInFlight { nth }),
+        1 => (0usize..8).prop_map(|nth| Event::Fork { nth }),
+        6 => Just(Event::Step),
+    ]
+}
+
+#[derive(Clone, Debug)]
+struct Setting {
+    pool: u32,
+    block_size: u32,
+    max_num_seqs: u32,
+    spare_budget: u32,
+    watermark_blocks: u32,
+    max_logit_rows: u32,
+    priority: bool,
+    prefix_cache: bool,
+}
+
+fn setting() -> impl Strategy<Value = Setting> {
+    let rows = (0u32..20, prop_oneof![Just(u32::MAX), 1u32..8]);
+    (4u32..30, 1u32..6, 1u32..6, rows, 0u32..3, any::<bool>(), any::<bool>()).prop_map(
+        |(pool, block_size, max_num_seqs, (spare_budget, max_logit_rows), watermark_blocks, priority, prefix_cache)| {
+            Setting {
+                pool,
+                block_size,
+                max_num_seqs,
+                spare_budget,
+                watermark_blocks,
+                max_logit_rows,
+                priority,
+                prefix_cache,
+            }
+        },
+    )
+}
+
+impl Setting {
+    fn rig(&self) -> Rig {
+        let config = SchedulerConfig {
+            max_num_batched_tokens: self.max_num_seqs + self.spare_budget,
+            max_num_seqs: self.max_num_seqs,
+            max_model_len: 64,
+            watermark_blocks: self.watermark_blocks,
+            max_logit_rows: self.max_logit_rows,
+            policy: if self.priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs },
+        };
+        let mut blocks = BlockAllocator::new(self.pool, self.block_size);
+        if self.prefix_cache {
+            blocks = blocks.with_prefix_cache(4);
+        }
+        Rig::new(Scheduler::new(config).unwrap(), blocks)
+    }
+
+    fn slots(&self) -> u32 {
+        self.pool * self.block_size
+    }
+}
+
+fn nth_live(rig: &Rig, nth: usize) -> Option<u64> {
+    let ids: Vec<_> = rig.live.keys().collect();
+    (!ids.is_empty()).then(|| ids[nth % ids.len()].0)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    /// The rig checks every step; here: everything ends, with the tokens it would have had alone, in bounded time.
+    #[test]
+    fn random_traffic(setting in setting(), events in prop::collection::vec(event(), 1..60)) {
+        let mut rig = setting.rig();
+        let (mut next_id, mut forks) = (0u64, BTreeMap::new());
+        let mut work_rows = 0u64;
+        for event in events {
+            match event {
+                Event::Add { prompt, max_tokens, priority, kind, cached, prompt_logits } => {
+                    let tokens = (0..prompt as u32).map(|i| if i < 6 { kind } else { kind + i % 2 }).collect();
+                    let salt = vec![(kind % 2) as u8].into();
+                    let read_prefix_cache = cached && !prompt_logits;
+                    let meta =
+                        SeqMeta { prompt: tokens, max_tokens, priority, salt, read_prefix_cache, prompt_logits, ..SeqMeta::default() };
+                    let fits = (prompt as u32).div_ceil(setting.block_size) <= setting.pool;
+                    let added = rig.add(next_id, meta);
+                    prop_assert_eq!(added.is_ok(), fits);
+                    if fits {
+                        work_rows += prompt as u64 + u64::from(max_tokens);
+                    }
+                    next_id += 1;
+                }
+                Event::Abort { nth } => {
+                    if let Some(id) = nth_live(&rig, nth) {
+                        rig.abort(id);
+                    }
+                }
+                Event::AbortInFlight { nth } => {
+                    rig.step_with(|rig| {
+                        if let Some(id) = nth_live(rig, nth) {
+                            rig.abort(id);
+                        }
+                    });
+                }
+                Event::Fork { nth } => {
+                    let Some(parent) = nth_live(&rig, nth) else { continue };
+                    if rig.scheduler.fork(SeqId(parent), SeqId(next_id), 9, &mut rig.blocks).is_ok() {
+                        let mut twin = rig.live[&SeqId(parent)].clone();
+                        prop_assert!(!twin.output.is_empty() || twin.prompt.len() as u32 == twin.computed + 1);
+                        if let Some(last) = twin.output.last_mut() {
+                            *last = 9;
+                        } else {
+                            *twin.prompt.last_mut().unwrap() = 9;
+                        }
+                        if rig.blocks.table(SeqId(next_id)).is_empty() {
+                            twin.computed = 0;
+                        }
+                        work_rows += u64::from(twin.prompt.len() as u32 + twin.max_tokens);
+                        forks.insert(SeqId(next_id), twin.output.len());
+                        rig.live.insert(SeqId(next_id), twin);
+                        rig.check();
+                        next_id += 1;
+                    }
+                }
+                Event::Step => {
+                    rig.step();
+                }
+            }
+        }
+        // Bounded waiting: a step without preemption computes at least one row that stays, and each preemption is paid by a
+        // decode of somebody older; so the square of the work is a safe bound, and a livelock exceeds it.
+        let bound = rig.step + 100 + work_rows * work_rows;
+        while !rig.scheduler.is_idle() {
+            let ended = rig.done.len();
+            prop_assert!(rig.step() > 0 || rig.done.len() > ended, "an empty step with work left");
+            prop_assert!(rig.step < bound, "no end in sight");
+        }
+        rig.assert_empty();
+        for (seq, (twin, end)) in &rig.done {
+            let from = forks.get(seq).copied().unwrap_or(0);
+            let known = [&twin.prompt[..], &twin.output[..from]].concat();
+            let room = setting.slots() + 1 - twin.prompt.len() as u32;
+            let limit = twin.max_tokens.min(64 - twin.prompt.len() as u32);
+            let said = match end {
+                End::Aborted => twin.output.len(),
+                End::Finished => twin.max_tokens as usize,
+                End::Exhausted => room.min(limit) as usize,
+            };
+            prop_assert_eq!(twin.output.len(), said, "{:?} {:?}", seq, end);
+            let expected = oracle_output(&known, &twin.salt, (said - from) as u32);
+            prop_assert_eq!(&twin.output[from..], &expected);
+        }
+    }
+
+    /// The same calls give the same plans.
+    #[test]
+    fn plans_are_a_function_of_the_calls(setting in setting(), prompts in prop::collection::vec(1usize..30, 1..10)) {
+        let run = || {
+            let (mut rig, mut plans) = (setting.rig(), Vec::new());
+            for (id, &prompt) in prompts.iter().enumerate() {
+                let added = rig.add(id as u64, meta(prompt, 7)).is_ok();
+                plans.push((added, String::new()));
+            }
+            while !rig.scheduler.is_idle() {
+                rig.step();
+                let tables: Vec<_> = rig.live.keys().map(|seq| rig.blocks.table(*seq).to_vec()).collect();
+                plans.push((true, format!("{:?} {tables:?}", rig.scheduler.plan())));
+            }
+            plans
+        };
+        prop_assert_eq!(run(), run());
+    }
+
+    /// First come, first served: nobody is admitted for the first time before an older one.
+    #[test]
+    fn fcfs_admits_in_order_of_arrival(setting in setting(), prompts in prop::collection::vec(1usize..30, 1..12)) {
+        let mut rig = Setting { priority: false, ..setting }.rig();
+        let mut added = Vec::new();
+        for (id, &prompt) in prompts.iter().enumerate() {
+            if rig.add(id as u64, meta(prompt, 5)).is_ok() {
+                added.push(SeqId(id as u64));
+            }
+        }
+        let mut admitted = Vec::new();
+        while !rig.scheduler.is_idle() {
+            rig.step();
+            for chunk in &rig.scheduler.plan().chunks {
+                if !admitted.contains(&chunk.seq) {
+                    admitted.push(chunk.seq);
+                }
+            }
+        }
+        prop_assert_eq!(admitted, added);
+    }
+}

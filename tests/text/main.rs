@@ -1,0 +1,8 @@
+//! Tests of tokenizers, detokenisers and chat templates.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod chat_template;
+mod detokenizer;
+mod tokenizer;
