@@ -7,8 +7,7 @@ use std::hint::black_box;
 use ascend_llm::kv_cache::{BlockAllocator, PrefixHit, SeqId};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, bench_aging};
+use ascend_llm_benches::{Noise, bench_aging};
 
 const BLOCK_SIZE: u32 = 16;
 const PROMPT_TOKENS: u32 = 1024;
@@ -109,5 +108,5 @@ fn grow(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = come_and_go, grow);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = come_and_go, grow);
 criterion_main!(benches);

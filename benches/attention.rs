@@ -24,8 +24,7 @@ use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::Noise;
+use ascend_llm_benches::Noise;
 
 const SHAPE: AttentionShape =
     AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None, schedules: None };
@@ -96,7 +95,7 @@ impl Inputs {
         // Blocks as a pool hands them out after a while: in no order.
         let mut tables: Vec<BlockId> = (0..count(blocks)).map(BlockId).collect();
         let mut order = Noise(2);
-        tables.sort_by_cached_key(|_| order.next());
+        tables.sort_by_cached_key(|_| order.bits());
         Self {
             layout,
             pool,
@@ -244,5 +243,5 @@ fn attention(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = attention);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = attention);
 criterion_main!(benches);

@@ -16,8 +16,7 @@ use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::DType;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, print_peaks};
+use ascend_llm_benches::{Noise, print_peaks};
 
 /// Rows, outputs, inputs.
 const SHAPES: [(usize, usize, usize); 5] =
@@ -28,7 +27,7 @@ fn products(c: &mut Criterion) {
     let (isa, team) = (Isa::detect(), Team::new(Some(1)).expect("a team"));
     let mut group = c.benchmark_group("gemm_f32");
     for (m, n, k) in SHAPES {
-        if support::is_smoke() && m * n * k > 1 << 24 {
+        if ascend_llm_benches::is_smoke() && m * n * k > 1 << 24 {
             continue;
         }
         let (x, w) = (Noise(1).floats(m * k), Noise(2).floats(n * k));
@@ -82,5 +81,5 @@ fn multiply_with_gemm(m: usize, n: usize, k: usize, x: &[f32], w: &[f32], out: &
     }
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = products);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = products);
 criterion_main!(benches);

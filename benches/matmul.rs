@@ -20,8 +20,7 @@ use ascend_llm::weights::DType;
 use ascend_llm::weights::convert::quantise;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, is_smoke};
+use ascend_llm_benches::{Noise, is_smoke};
 
 /// Bytes of weights between two uses of the same one: the size of `SmolLM2` 135M in 8 bits.
 const WALK_BYTES: usize = 128 << 20;
@@ -209,5 +208,5 @@ fn quantise_activations(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = int8, float, quantise_activations);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = int8, float, quantise_activations);
 criterion_main!(benches);

@@ -17,8 +17,7 @@ use ascend_llm::device::cpu::kernels::rope::{rope_angles, rope_row};
 use ascend_llm::graph::RopeStyle;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, print_peaks};
+use ascend_llm_benches::{Noise, print_peaks};
 
 const ROWS: usize = 512;
 const HIDDEN: usize = 576;
@@ -79,5 +78,5 @@ fn rows(c: &mut Criterion) {
     });
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = rows);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = rows);
 criterion_main!(benches);

@@ -9,8 +9,7 @@ use ascend_llm::runner::LogitRows;
 use ascend_llm::sampler::{SampleRow, Sampler, SamplingParams};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::Noise;
+use ascend_llm_benches::Noise;
 
 const VOCABULARIES: [u32; 2] = [49_152, 151_936];
 /// Tokens before the draw; penalties look at all of them.
@@ -90,5 +89,5 @@ fn sample(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = sample);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = sample);
 criterion_main!(benches);

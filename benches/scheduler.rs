@@ -6,8 +6,7 @@ use ascend_llm::kv_cache::{BlockAllocator, SeqId};
 use ascend_llm::scheduler::{SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, bench_aging};
+use ascend_llm_benches::{Noise, bench_aging};
 
 const BLOCK_SIZE: u32 = 16;
 const SEQS: u32 = 64;
@@ -102,5 +101,5 @@ fn steps(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = steps);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = steps);
 criterion_main!(benches);

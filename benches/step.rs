@@ -4,14 +4,12 @@
 //! reads the handles: deltas merge in their slots.
 
 use std::cell::RefCell;
-use std::path::Path;
 
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, EngineCore, Request, RequestHandle};
 use ascend_llm::sampler::SamplingParams;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-mod support;
-use support::{Noise, bench_aging};
+use ascend_llm_benches::{Noise, bench_aging};
 
 const PROMPT_TOKENS: u32 = 16;
 /// Steps for which every sequence decodes: what the model's 512 positions leave, with some room.
@@ -25,7 +23,7 @@ fn core(seqs: u32) -> EngineCore {
     config.block_size = Some(BLOCK_SIZE);
     // A share more than the sequences take, for the watermark that holds admissions back.
     config.kv_cache = CacheBudget::Blocks(seqs * (512 / BLOCK_SIZE + 1));
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf");
+    let model = ascend_llm_benches::story_model();
     Engine::builder(model).config(config).build_core().expect("the story model")
 }
 
@@ -66,5 +64,5 @@ fn decode(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(name = benches; config = support::criterion(); targets = decode);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = decode);
 criterion_main!(benches);

@@ -1,6 +1,6 @@
 //! What the benches share: noise, the settings of criterion, and the timing of state that ages.
-#![allow(dead_code)] // each bench uses its own part
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ascend_llm::device::Device as _;
@@ -12,7 +12,8 @@ use criterion::{Bencher, Criterion};
 pub struct Noise(pub u64);
 
 impl Noise {
-    pub fn next(&mut self) -> u64 {
+    /// 64 even bits.
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -21,9 +22,10 @@ impl Noise {
 
     /// Even in -1..1.
     pub fn float(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
+    /// `n` of them.
     pub fn floats(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.float()).collect()
     }
@@ -34,9 +36,15 @@ impl Noise {
         (0..12).map(|_| self.float() / 2.0).sum()
     }
 
+    /// `n` numbers below a bound.
     pub fn ids(&mut self, n: usize, below: u32) -> Vec<u32> {
-        (0..n).map(|_| u32::try_from(self.next() % u64::from(below)).unwrap_or(0)).collect()
+        (0..n).map(|_| u32::try_from(self.bits() % u64::from(below)).unwrap_or(0)).collect()
     }
+}
+
+/// The small story model that comes with the crate.
+pub fn story_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/fable-f16.gguf")
 }
 
 /// Shorter than criterion's defaults: the benches together take minutes, and what they time is far above a clock's grain.
