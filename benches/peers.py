@@ -1,5 +1,5 @@
 """Runs one peer on one model, or reports what all have measured. Called by peers.sh; figures are JSON lines with the
-fields of `examples/bench.rs --json`."""
+fields of `examples/tools/bench.rs --json`."""
 
 import argparse
 import json

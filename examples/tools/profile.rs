@@ -22,6 +22,7 @@ use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
 use clap::Parser;
 use serde_json::{Value, json};
 
+#[path = "../terminal/mod.rs"]
 mod terminal;
 use terminal::compile_args::CompileArgs;
 use terminal::op_table::{OpTable, Rates};

@@ -17,6 +17,7 @@ use ascend_llm::graph::{
 use ascend_llm::model::ModelConfig;
 use clap::Parser;
 
+#[path = "../terminal/mod.rs"]
 mod terminal;
 use terminal::compile_args::CompileArgs;
 use terminal::{ModelArgs, Result};

@@ -12,6 +12,7 @@ use ascend_llm::engine::{EngineConfig, Request};
 use ascend_llm::sampler::SamplingParams;
 use clap::Parser;
 
+#[path = "../terminal/mod.rs"]
 mod terminal;
 use terminal::{ModelArgs, Result};
 

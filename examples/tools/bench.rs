@@ -23,6 +23,7 @@ use ascend_llm::sampler::SamplingParams;
 use clap::Parser;
 use serde_json::json;
 
+#[path = "../terminal/mod.rs"]
 mod terminal;
 use terminal::plot::{Line, chart};
 use terminal::{ModelArgs, Result, peak_memory_bytes, reset_peak_memory};

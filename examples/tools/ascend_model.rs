@@ -30,6 +30,7 @@ use ascend_sim::Simulator;
 use clap::{Parser, ValueEnum};
 use memmap2::MmapMut;
 
+#[path = "../terminal/mod.rs"]
 mod terminal;
 use terminal::Result;
 
