@@ -39,7 +39,7 @@ fn refill(core: &mut EngineCore, handles: &mut Vec<RequestHandle>, seqs: u32) {
         handles.push(core.submit(Request::tokens(prompt).sampling(params.clone())).expect("a request"));
     }
     let report = core.step().expect("a step");
-    assert_eq!(report.drawn_tokens, seqs, "every sequence has its first token");
+    assert_eq!(report.sampled_tokens, seqs, "every sequence has its first token");
 }
 
 fn decode(c: &mut Criterion) {
@@ -56,7 +56,7 @@ fn decode(c: &mut Criterion) {
                 || refill(&mut core.borrow_mut(), &mut handles, seqs),
                 |()| {
                     let report = core.borrow_mut().step().expect("a step");
-                    assert_eq!(report.drawn_tokens, seqs);
+                    assert_eq!(report.sampled_tokens, seqs);
                 },
             );
         });

@@ -129,7 +129,7 @@ impl EngineConfig {
         {
             return Err(refuse("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
         }
-        self.compile.validate(self.numerics).map_err(|error| of_compile(&error))?;
+        self.compile.validate(self.numerics).map_err(|error| from_compile_error(&error))?;
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)?;
         at_least("max_queue", self.max_queue, 1)?;
         if let Some(depth) = self.pipeline_depth
@@ -149,7 +149,7 @@ fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamErro
 }
 
 /// A refused option of the compiler, as a field of this configuration.
-fn of_compile(error: &CompileError) -> ParamError {
+fn from_compile_error(error: &CompileError) -> ParamError {
     let CompileError::Option { option, value, expected } = error else {
         return refuse("compile", error, "options that can be compiled with".to_owned());
     };

@@ -21,15 +21,15 @@ use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
 use super::info::EngineInfo;
-use super::metrics::utilization::{RecentSteps, Window};
+use super::metrics::utilization::{UtilizationWindow, Utilization};
 use super::metrics::{Counters, Stats};
-use super::request::admission::{Arrival, Intake, Limits, Stage};
+use super::request::admission::{AdmittedRequest, Admission, AdmissionLimits, Lifecycle};
 use super::request::handle::RequestHandle;
 use super::request::output::FinishReason;
 use super::request::{Request, RequestId};
-use super::step::active_requests::Roster;
-use super::step::pipeline::{Pipeline, Step};
-use super::step::sampling::{Draw, Fork};
+use super::step::active_requests::ActiveRequests;
+use super::step::pipeline::{Pipeline, InFlightStep};
+use super::step::sampling::{StepSampler, Fork};
 use crate::runner::{Forward, Forwarded, LogitRows, Outcome};
 
 /// Tokens a KV block if the configuration leaves it open: attention's tile.
@@ -40,7 +40,7 @@ const WATERMARK_SHARE: u32 = 100;
 
 /// What became of the plans made in one step, beside their rows.
 #[derive(Clone, Copy, Debug, Default)]
-struct Planned {
+struct PlanCounts {
     preempted: usize,
     exhausted: usize,
 }
@@ -49,22 +49,22 @@ struct Planned {
 pub struct EngineCore {
     config: Arc<EngineConfig>,
     info: Arc<EngineInfo>,
-    intake: Arc<Intake>,
+    admission: Arc<Admission>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
-    forward: Box<dyn Forward>,
+    executor: Box<dyn Forward>,
     /// Where a builder put the model.
     device: Option<Arc<dyn Device>>,
     scheduler: Scheduler,
     blocks: BlockAllocator,
-    roster: Roster,
+    requests: ActiveRequests,
     pipeline: Pipeline,
-    draw: Draw,
-    arrivals: Vec<Arrival>,
-    recent: RecentSteps,
-    window: Window,
+    sampler: StepSampler,
+    admitted: Vec<AdmittedRequest>,
+    recent_steps: UtilizationWindow,
+    utilization: Utilization,
     /// When the model gave its last results: it works on one step at a time.
-    collected: Tick,
+    last_completed: Tick,
     /// Plans in a row that held nothing although there was work.
     empty_plans: u32,
     failed: Option<EngineError>,
@@ -82,7 +82,7 @@ impl EngineCore {
         chat: Option<Arc<dyn ChatRender>>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BuildError> {
-        let config = settle(config, &model, forward.max_in_flight())?;
+        let config = resolve_config(config, &model, forward.max_in_flight())?;
         if forward.vocab_size() != model.vocab_size as usize {
             return Err(BuildError::VocabSize { model: model.vocab_size, runner: forward.vocab_size() });
         }
@@ -115,7 +115,7 @@ impl EngineCore {
             max_logprobs: config.max_logprobs,
             has_vocabulary: vocabulary.is_some(),
         };
-        let limits = Limits {
+        let limits = AdmissionLimits {
             params,
             block_size,
             pool_blocks,
@@ -140,37 +140,37 @@ impl EngineCore {
                 pool_blocks,
                 model.max_logit_rows,
             ),
-            draw: Draw::new(model.vocab_size as usize, config.max_num_seqs as usize),
-            roster: Roster::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
-            intake: Arc::new(Intake::new(limits, vocabulary, chat, Arc::clone(&clock))),
+            sampler: StepSampler::new(model.vocab_size as usize, config.max_num_seqs as usize),
+            requests: ActiveRequests::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
+            admission: Arc::new(Admission::new(limits, vocabulary, chat, Arc::clone(&clock))),
             config: Arc::new(config),
             info,
             counters,
             clock,
-            forward,
+            executor: forward,
             device: None,
             scheduler,
             blocks,
-            arrivals: Vec::new(),
-            recent: RecentSteps::default(),
-            window: Window::default(),
-            collected: Tick(0),
+            admitted: Vec::new(),
+            recent_steps: UtilizationWindow::default(),
+            utilization: Utilization::default(),
+            last_completed: Tick(0),
             empty_plans: 0,
             failed: None,
         };
-        core.show_gauges();
+        core.publish_metrics();
         Ok(core)
     }
 
     /// Checks a request and takes it in; it joins the next step that has room. Never runs the model.
     pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
-        self.intake.submit(request)
+        self.admission.submit(request)
     }
 
     /// Whether there is nothing to do: no request waits or runs and no step is in flight, or the engine has failed.
     pub fn is_idle(&self) -> bool {
         self.failed.is_some()
-            || (self.roster.is_empty() && self.pipeline.is_empty() && !self.intake.doorbell().has_notification())
+            || (self.requests.is_empty() && self.pipeline.is_empty() && !self.admission.doorbell().has_notification())
     }
 
     pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
@@ -203,7 +203,7 @@ impl EngineCore {
 
     /// The counters as they stand.
     pub fn stats(&self) -> Stats {
-        self.counters.snapshot(self.intake.queued())
+        self.counters.snapshot(self.admission.queued())
     }
 
     /// What the device can do at most, where a builder put the engine on one that knows; see
@@ -226,7 +226,7 @@ impl EngineCore {
 
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
-        health(&self.intake)
+        health(&self.admission)
     }
 
     /// Plans and launches what may be in flight, and takes the oldest step out. An error has ended the engine: every open handle has heard it, and each further call repeats it.
@@ -241,9 +241,9 @@ impl EngineCore {
     pub fn check(&self) -> Result<(), String> {
         self.blocks.check()?;
         self.scheduler.check(&self.blocks)?;
-        self.roster.check()?;
+        self.requests.check()?;
         let scheduled = self.scheduler.running() + self.scheduler.waiting();
-        let expected = self.roster.sequences() - self.roster.unscheduled();
+        let expected = self.requests.choices() - self.requests.unscheduled();
         if self.failed.is_none() && scheduled != expected {
             return Err(format!("{scheduled} sequences are scheduled, {expected} should be"));
         }
@@ -251,97 +251,97 @@ impl EngineCore {
     }
 
     fn run_step(&mut self) -> Result<StepReport, EngineError> {
-        self.attend(self.clock.now());
-        let mut planned = Planned::default();
+        self.poll_requests(self.clock.now());
+        let mut planned = PlanCounts::default();
         while self.pipeline.has_room() && self.launch(&mut planned)? {}
         let mut report = match self.pipeline.pop() {
-            Some(step) => self.take_out(step)?,
+            Some(step) => self.complete_step(step)?,
             None => StepReport::default(),
         };
         report.preempted = u32::try_from(planned.preempted).unwrap_or(u32::MAX);
-        self.require_progress(report.sequences > 0 || planned.exhausted > 0)?;
-        self.show_gauges();
+        self.detect_stall(report.sequences > 0 || planned.exhausted > 0)?;
+        self.publish_metrics();
         Ok(report)
     }
 
     /// Takes in what callers have asked for since the last step, and what the clock brings.
-    fn attend(&mut self, now: Tick) {
-        if self.intake.doorbell().take_notification() {
-            let mut arrivals = std::mem::take(&mut self.arrivals);
-            self.intake.fetch(&mut arrivals);
-            for arrival in arrivals.drain(..) {
-                self.enter(arrival, now);
+    fn poll_requests(&mut self, now: Tick) {
+        if self.admission.doorbell().take_notification() {
+            let mut arrivals = std::mem::take(&mut self.admitted);
+            self.admission.take_admitted(&mut arrivals);
+            for admitted in arrivals.drain(..) {
+                self.admit(admitted, now);
             }
-            self.arrivals = arrivals;
-            while let Some(request) = self.roster.next_cancelled() {
-                self.end(request, &FinishReason::Cancelled);
+            self.admitted = arrivals;
+            while let Some(request) = self.requests.next_cancelled() {
+                self.finish_request(request, &FinishReason::Cancelled);
             }
         }
-        while let Some(request) = self.roster.next_expired(now) {
-            self.end(request, &FinishReason::Deadline);
+        while let Some(request) = self.requests.next_expired(now) {
+            self.finish_request(request, &FinishReason::Deadline);
         }
     }
 
-    fn enter(&mut self, arrival: Arrival, now: Tick) {
-        let request = arrival.id;
+    fn admit(&mut self, admitted: AdmittedRequest, now: Tick) {
+        let request = admitted.id;
         let meta = SeqMeta {
-            prompt: arrival.prompt.to_vec(),
-            max_tokens: arrival.max_tokens,
-            priority: arrival.priority,
-            salt: arrival.salt.clone(),
+            prompt: admitted.prompt.to_vec(),
+            max_tokens: admitted.max_tokens,
+            priority: admitted.priority,
+            salt: admitted.salt.clone(),
             // Cached rows have no logits.
-            read_prefix_cache: arrival.params.prompt_logprobs.is_none(),
-            prompt_logits: arrival.params.prompt_logprobs.is_some(),
-            runs_ahead: self.roster.takes_best(&arrival),
+            read_prefix_cache: admitted.params.prompt_logprobs.is_none(),
+            prompt_logits: admitted.params.prompt_logprobs.is_some(),
+            runs_ahead: self.requests.is_argmax_only(&admitted),
         };
-        let twin =
-            (arrival.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, prompt_logits: false, ..meta.clone() });
-        let seq = self.roster.enter(arrival, twin);
+        let sibling =
+            (admitted.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, prompt_logits: false, ..meta.clone() });
+        let seq = self.requests.admit(admitted, sibling);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
-            self.roster.fail(request, RequestError::Schedule(error));
-            self.intake.leave_queue();
-            self.dismiss_failed();
+            self.requests.fail(request, RequestError::Schedule(error));
+            self.admission.leave_queue();
+            self.remove_failed();
         }
     }
 
     /// Schedules the choices whose choice 0 has just drawn its first token.
     fn fork_choices(&mut self, now: Tick) {
-        for index in 0..self.draw.forks().len() {
-            let fork = self.draw.forks()[index];
+        for index in 0..self.sampler.forks().len() {
+            let fork = self.sampler.forks()[index];
             let forked = match fork {
                 Fork::Shared { parent, child, token } => {
                     self.scheduler.fork(parent, child, token, &mut self.blocks).map_err(|error| (child, error))
                 }
-                Fork::Alone { request } => self.roster.take_unforked(request).map_or(Ok(()), |(choices, meta)| {
+                Fork::Alone { request } => self.requests.take_unforked(request).map_or(Ok(()), |(choices, meta)| {
                     choices.into_iter().try_for_each(|seq| {
                         self.scheduler.add(seq, meta.clone(), now, &self.blocks).map_err(|error| (seq, error))
                     })
                 }),
             };
             if let Err((seq, error)) = forked
-                && let Some((sequence, _)) = self.roster.get(seq)
+                && let Some((sequence, _)) = self.requests.get(seq)
             {
                 let request = sequence.request;
-                self.roster.fail(request, RequestError::Schedule(error));
+                self.requests.fail(request, RequestError::Schedule(error));
             }
         }
     }
 
     /// Ends a request from outside, with all its choices and their blocks.
-    fn end(&mut self, request: RequestId, reason: &FinishReason) {
-        let (open, queued) = self.roster.open_of(request);
+    fn finish_request(&mut self, request: RequestId, reason: &FinishReason) {
+        let (open, queued) = self.requests.open_choices(request);
         if queued {
-            self.intake.leave_queue();
+            self.admission.leave_queue();
         }
         for seq in open {
             self.scheduler.abort(seq, &mut self.blocks);
-            self.roster.end_choice(seq, reason.clone());
+            self.requests.end_choice(seq, reason.clone());
         }
     }
 
     /// Plans a step and launches it; false if there is nothing to compute.
-    fn launch(&mut self, planned: &mut Planned) -> Result<bool, EngineError> {
+    fn launch(&mut self, planned: &mut PlanCounts) -> Result<bool, EngineError> {
         let now = self.clock.now();
         self.scheduler.schedule(now, &mut self.blocks);
         let plan = self.scheduler.plan();
@@ -349,72 +349,72 @@ impl EngineCore {
         planned.exhausted += plan.exhausted.len();
         Counters::add(&self.counters.preemptions, plan.preempted.len() as u64);
         for &seq in &plan.exhausted {
-            self.roster.end_choice(seq, FinishReason::Length);
+            self.requests.end_choice(seq, FinishReason::Length);
         }
         for chunk in &plan.chunks {
-            if self.roster.start(chunk.seq) {
-                self.intake.leave_queue();
+            if self.requests.mark_started(chunk.seq) {
+                self.admission.leave_queue();
             }
         }
         if !plan.copies.is_empty() {
-            self.forward.copy_blocks(&plan.copies)?;
+            self.executor.copy_blocks(&plan.copies)?;
         }
         if plan.chunks.is_empty() {
             return Ok(false);
         }
-        let mut step = self.pipeline.prepare(now, &self.scheduler, &self.blocks, &self.roster);
-        step.cost = self.forward.cost(&step.batch.input);
-        step.launched = self.clock.now();
-        step.ticket = self.forward.launch(&step.batch.input)?;
+        let mut step = self.pipeline.prepare(now, &self.scheduler, &self.blocks, &self.requests);
+        step.cost = self.executor.cost(&step.batch.input);
+        step.launched_at = self.clock.now();
+        step.batch_id = self.executor.launch(&step.batch.input)?;
         self.pipeline.push(step);
         Ok(true)
     }
 
     /// Waits for the oldest step in flight, draws its tokens, publishes and commits them.
-    fn take_out(&mut self, mut step: Step) -> Result<StepReport, EngineError> {
-        let Self { scheduler, blocks, roster, draw, forward, clock, counters, .. } = self;
-        step.open(scheduler);
-        let Forwarded { logits, outcomes } = forward.collect(step.ticket, &step.void)?;
+    fn complete_step(&mut self, mut step: InFlightStep) -> Result<StepReport, EngineError> {
+        let Self { scheduler, blocks, requests, sampler, executor, clock, counters, .. } = self;
+        step.mark_stale(scheduler);
+        let Forwarded { logits, outcomes } = executor.collect(step.batch_id, &step.stale)?;
         let end = clock.now();
-        let Step { batch, chunks, output, .. } = &mut step;
-        check_shape(&logits, batch.wanted.len())?;
+        let InFlightStep { batch, chunks, output, .. } = &mut step;
+        check_shape(&logits, batch.logit_requests.len())?;
         for outcome in outcomes {
             let Some(chunk) = chunks.get(outcome.sequence) else { continue };
             if outcome.outcome == Outcome::Retried {
                 scheduler.set_f32_from(chunk.seq, outcome.position);
                 Counters::add(&counters.retried_sequences, 1);
             } else {
-                roster.fail_at(chunk.seq, outcome);
+                requests.fail_sequence(chunk.seq, outcome);
             }
         }
-        draw.begin();
-        draw.digest(logits, &batch.wanted, scheduler, roster, end, output);
-        step.discard_failed(roster);
+        sampler.begin();
+        sampler.process_logits(logits, &batch.logit_requests, scheduler, requests, end, output);
+        step.discard_failed(requests);
         scheduler.commit(&step.output, blocks);
 
-        let mut work = Window::default();
-        work.add_call(&step.cost, elapsed_us(step.launched.max(self.collected), end));
-        self.window = self.recent.push(work);
-        self.collected = end;
+        let mut work = Utilization::default();
+        work.add_call(&step.cost, elapsed_us(step.launched_at.max(self.last_completed), end));
+        self.utilization = self.recent_steps.push(work);
+        self.last_completed = end;
         let report = StepReport {
             sequences: u32::try_from(step.chunks.len()).unwrap_or(u32::MAX),
             rows: step.rows(),
-            drawn_tokens: draw.drawn_tokens(),
+            sampled_tokens: sampler.sampled_tokens(),
             finished: step.finished(),
             preempted: 0,
         };
-        self.fork_choices(step.planned);
-        self.dismiss_failed();
+        self.fork_choices(step.planned_at);
+        self.remove_failed();
         Counters::add(&self.counters.computed_rows, u64::from(report.rows));
         Counters::add(&self.counters.steps, 1);
-        self.counters.step_time.record(elapsed_us(step.planned, self.clock.now()));
-        self.pipeline.recycle(step);
+        self.counters.step_time.record(elapsed_us(step.planned_at, self.clock.now()));
+        self.pipeline.reuse(step);
         Ok(report)
     }
 
     /// Lets requests go that failed in this step.
-    fn dismiss_failed(&mut self) {
-        while let Some(open) = self.roster.next_failed() {
+    fn remove_failed(&mut self) {
+        while let Some(open) = self.requests.next_failed() {
             for seq in open {
                 self.scheduler.abort(seq, &mut self.blocks);
             }
@@ -422,7 +422,7 @@ impl EngineCore {
     }
 
     /// A plan may be empty once, when its room went to ending or preempting sequences; not twice with work to do.
-    fn require_progress(&mut self, moved: bool) -> Result<(), EngineError> {
+    fn detect_stall(&mut self, moved: bool) -> Result<(), EngineError> {
         let idle = self.scheduler.is_idle();
         self.empty_plans = if moved || idle { 0 } else { self.empty_plans + 1 };
         if self.empty_plans < 2 {
@@ -431,7 +431,7 @@ impl EngineCore {
         Err(EngineError::Stalled { waiting: self.scheduler.waiting(), running: self.scheduler.running() })
     }
 
-    fn show_gauges(&mut self) {
+    fn publish_metrics(&mut self) {
         let (stats, counters) = (self.blocks.stats(), &self.counters);
         Counters::set(&counters.running, self.scheduler.running() as u64);
         Counters::set(&counters.waiting, self.scheduler.waiting() as u64);
@@ -441,22 +441,22 @@ impl EngineCore {
         Counters::set(&counters.wasted_rows, self.scheduler.wasted_rows());
         Counters::set(&counters.prefix_queries, stats.queried_tokens);
         Counters::set(&counters.prefix_hits, stats.hit_tokens);
-        Counters::set(&counters.padded_rows, self.forward.padded_rows());
-        for (op, count) in self.forward.overflows() {
-            counters.show_overflow(op, count);
+        Counters::set(&counters.padded_rows, self.executor.padded_rows());
+        for (op, count) in self.executor.overflows() {
+            counters.set_overflow(op, count);
         }
-        counters.show_window(self.window);
+        counters.set_utilization(self.utilization);
     }
 
     /// Ends the engine: no more requests are taken, and every open handle hears the error.
     pub(crate) fn fail(&mut self, error: &EngineError) {
         self.failed = Some(error.clone());
-        self.intake.advance(Stage::Ended(Some(error.clone())));
-        self.end_all(&RequestError::Engine(error.clone()));
+        self.admission.advance(Lifecycle::Ended(Some(error.clone())));
+        self.fail_all(&RequestError::Engine(error.clone()));
     }
 
-    pub(crate) fn intake(&self) -> &Arc<Intake> {
-        &self.intake
+    pub(crate) fn admission(&self) -> &Arc<Admission> {
+        &self.admission
     }
 
     pub(crate) fn counters(&self) -> &Arc<Counters> {
@@ -471,20 +471,20 @@ impl EngineCore {
         &self.clock
     }
 
-    fn end_all(&mut self, error: &RequestError) {
-        self.intake.fetch(&mut self.arrivals);
-        for arrival in self.arrivals.drain(..) {
-            arrival.slot.fail(error.clone());
+    fn fail_all(&mut self, error: &RequestError) {
+        self.admission.take_admitted(&mut self.admitted);
+        for admitted in self.admitted.drain(..) {
+            admitted.mailbox.fail(error.clone());
         }
-        self.roster.clear(error);
+        self.requests.clear(error);
     }
 }
 
 /// Handles that are still open hear that the engine is gone.
 impl Drop for EngineCore {
     fn drop(&mut self) {
-        self.intake.advance(Stage::Ended(None));
-        self.end_all(&RequestError::Closed);
+        self.admission.advance(Lifecycle::Ended(None));
+        self.fail_all(&RequestError::Closed);
     }
 }
 
@@ -500,7 +500,7 @@ impl std::fmt::Debug for EngineCore {
 }
 
 /// Checks the configuration and fills in what the model settles.
-fn settle(mut config: EngineConfig, model: &ModelLimits, max_in_flight: u32) -> Result<EngineConfig, BuildError> {
+fn resolve_config(mut config: EngineConfig, model: &ModelLimits, max_in_flight: u32) -> Result<EngineConfig, BuildError> {
     config.validate()?;
     if model.max_logit_rows == 0 {
         return Err(refuse("max_logit_rows", 0, "at least 1".to_owned()).into());
@@ -520,11 +520,11 @@ fn settle(mut config: EngineConfig, model: &ModelLimits, max_in_flight: u32) -> 
     Ok(config)
 }
 
-pub(crate) fn health(intake: &Intake) -> Health {
-    match intake.stage() {
-        Stage::Open if !intake.is_full() => Health::Ready,
-        Stage::Open | Stage::Draining(_) | Stage::Stopping => Health::Live,
-        Stage::Ended(_) => Health::Failed,
+pub(crate) fn health(admission: &Admission) -> Health {
+    match admission.lifecycle() {
+        Lifecycle::Open if !admission.is_full() => Health::Ready,
+        Lifecycle::Open | Lifecycle::Draining(_) | Lifecycle::Stopping => Health::NotAccepting,
+        Lifecycle::Ended(_) => Health::Stopped,
     }
 }
 

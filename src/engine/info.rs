@@ -129,9 +129,9 @@ pub enum Health {
     /// It runs and takes requests.
     Ready,
     /// It runs, but takes no request just now: the queue is full, or it is shutting down.
-    Live,
+    NotAccepting,
     /// It does not run any more: it has failed or has been shut down.
-    Failed,
+    Stopped,
 }
 
 /// What one step did.
@@ -143,7 +143,7 @@ pub struct StepReport {
     /// Rows computed.
     pub rows: u32,
     /// Tokens drawn.
-    pub drawn_tokens: u32,
+    pub sampled_tokens: u32,
     /// Choices that ended on the step's own results.
     pub finished: u32,
     /// Sequences that lost their blocks and will be computed again.

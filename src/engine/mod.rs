@@ -33,7 +33,7 @@ pub use config::{CacheBudget, EngineConfig};
 pub use core::EngineCore;
 pub use error::{BuildError, EngineError, GenerateError, RequestError, SubmitError};
 pub use info::{BucketInfo, EngineInfo, Health, LoadProgress, ModelLimits, StepReport};
-pub use metrics::utilization::Window;
+pub use metrics::utilization::Utilization;
 pub use metrics::{Stats, TimeHistogram};
 pub use request::handle::RequestHandle;
 pub use request::output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Output, PromptInfo, StopMatch, Usage};
@@ -46,8 +46,8 @@ use crate::scheduler::Tick;
 use crate::text::ChatMessage;
 use clock::micros;
 use metrics::Counters;
-use request::admission::{Intake, Stage};
-use thread::Worker;
+use request::admission::{Admission, Lifecycle};
+use thread::EngineThread;
 
 /// How long dropping the last clone waits for the step that runs. A longer step (a device that hangs) is left to its
 /// thread, so that a drop never blocks for good.
@@ -66,32 +66,32 @@ pub struct Engine {
 struct Inner {
     config: Arc<EngineConfig>,
     info: Arc<EngineInfo>,
-    intake: Arc<Intake>,
+    admission: Arc<Admission>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
     device: Option<Arc<dyn Device>>,
-    worker: Worker,
+    thread: EngineThread,
 }
 
 impl Engine {
     /// Moves a core to a thread of its own.
     pub fn spawn(core: EngineCore) -> Result<Self, BuildError> {
-        let (config, info, intake, counters, clock, device) = (
+        let (config, info, admission, counters, clock, device) = (
             Arc::clone(core.shared_config()),
             Arc::clone(core.shared_info()),
-            Arc::clone(core.intake()),
+            Arc::clone(core.admission()),
             Arc::clone(core.counters()),
             Arc::clone(core.clock()),
             core.device().cloned(),
         );
-        let worker = Worker::spawn(core).map_err(BuildError::Thread)?;
-        Ok(Self { inner: Arc::new(Inner { config, info, intake, counters, clock, device, worker }) })
+        let worker = EngineThread::spawn(core).map_err(BuildError::Thread)?;
+        Ok(Self { inner: Arc::new(Inner { config, info, admission: admission, counters, clock, device, thread: worker }) })
     }
 
     /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
     /// the caller's thread.
     pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
-        self.inner.intake.submit(request)
+        self.inner.admission.submit(request)
     }
 
     /// Continues a text and waits for all of it. For one answer: `n` must be 1.
@@ -111,7 +111,7 @@ impl Engine {
 
     /// The counters as they stand.
     pub fn stats(&self) -> Stats {
-        self.inner.counters.snapshot(self.inner.intake.queued())
+        self.inner.counters.snapshot(self.inner.admission.queued())
     }
 
     /// What the device can do at most, where that is known; with the [`Window`] in [`stats`](Self::stats) it says how well the
@@ -164,7 +164,7 @@ impl Engine {
 
     /// Whether the engine lives and takes requests.
     pub fn health(&self) -> Health {
-        core::health(&self.inner.intake)
+        core::health(&self.inner.admission)
     }
 
     /// What the engine runs, and on what.
@@ -182,10 +182,10 @@ impl Engine {
     /// that ended the engine, if it failed.
     pub fn shutdown(self, grace: Duration) -> Result<(), EngineError> {
         let until = self.inner.clock.now().0.saturating_add(micros(grace));
-        self.inner.intake.advance(Stage::Draining(Some(Tick(until))));
-        self.inner.worker.join(None);
-        match self.inner.intake.stage() {
-            Stage::Ended(Some(error)) => Err(error),
+        self.inner.admission.advance(Lifecycle::Draining(Some(Tick(until))));
+        self.inner.thread.join(None);
+        match self.inner.admission.lifecycle() {
+            Lifecycle::Ended(Some(error)) => Err(error),
             _ => Ok(()),
         }
     }
@@ -193,7 +193,7 @@ impl Engine {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.intake.advance(Stage::Stopping);
-        self.worker.join(Some(DROP_WAIT));
+        self.admission.advance(Lifecycle::Stopping);
+        self.thread.join(Some(DROP_WAIT));
     }
 }

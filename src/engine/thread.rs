@@ -14,31 +14,31 @@ use crate::panic_message::panic_text;
 
 use super::core::EngineCore;
 use super::error::EngineError;
-use super::request::admission::Stage;
+use super::request::admission::Lifecycle;
 
 /// Says when the thread has let go of everything it owned.
 #[derive(Debug, Default)]
 struct Finished {
-    flag: Mutex<bool>,
-    told: Condvar,
+    is_done: Mutex<bool>,
+    done: Condvar,
 }
 
 #[derive(Debug)]
-pub(crate) struct Worker {
+pub(crate) struct EngineThread {
     thread: Mutex<Option<JoinHandle<()>>>,
     id: ThreadId,
     finished: Arc<Finished>,
 }
 
-impl Worker {
+impl EngineThread {
     /// Starts the thread.
     pub fn spawn(core: EngineCore) -> std::io::Result<Self> {
         let finished = Arc::new(Finished::default());
         let told = Arc::clone(&finished);
         let thread = std::thread::Builder::new().name("ascend-llm".to_owned()).spawn(move || {
             run(core);
-            *told.flag.lock() = true;
-            told.told.notify_all();
+            *told.is_done.lock() = true;
+            told.done.notify_all();
         })?;
         Ok(Self { id: thread.thread().id(), thread: Mutex::new(Some(thread)), finished })
     }
@@ -51,9 +51,9 @@ impl Worker {
         }
         if let Some(timeout) = timeout {
             let until = Instant::now() + timeout;
-            let mut flag = self.finished.flag.lock();
+            let mut flag = self.finished.is_done.lock();
             while !*flag {
-                if self.finished.told.wait_until(&mut flag, until).timed_out() {
+                if self.finished.done.wait_until(&mut flag, until).timed_out() {
                     return;
                 }
             }
@@ -66,15 +66,15 @@ impl Worker {
 }
 
 fn run(mut core: EngineCore) {
-    let intake = Arc::clone(core.intake());
+    let admission = Arc::clone(core.admission());
     let clock = Arc::clone(core.clock());
     loop {
         let idle = core.is_idle();
-        match intake.stage() {
-            Stage::Open if idle => intake.doorbell().wait(),
-            Stage::Draining(_) if idle => break,
-            Stage::Draining(Some(until)) if clock.now() >= until => break,
-            Stage::Open | Stage::Draining(_) => match catch_unwind(AssertUnwindSafe(|| core.step())) {
+        match admission.lifecycle() {
+            Lifecycle::Open if idle => admission.doorbell().wait(),
+            Lifecycle::Draining(_) if idle => break,
+            Lifecycle::Draining(Some(until)) if clock.now() >= until => break,
+            Lifecycle::Open | Lifecycle::Draining(_) => match catch_unwind(AssertUnwindSafe(|| core.step())) {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,
                 Err(panic) => {
@@ -82,7 +82,7 @@ fn run(mut core: EngineCore) {
                     break;
                 }
             },
-            Stage::Stopping | Stage::Ended(_) => break,
+            Lifecycle::Stopping | Lifecycle::Ended(_) => break,
         }
     }
 }

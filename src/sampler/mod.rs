@@ -48,7 +48,7 @@ pub struct SampleRow<'a> {
 
 /// Whether every token of a request is the one with the largest logit, the lowest id of equals, and nothing else of its rows
 /// is looked at: greedy, and neither edited nor asked for log-probabilities, whatever has been put out.
-pub(crate) fn takes_best(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
+pub(crate) fn is_argmax_only(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
     params.is_greedy() && params.logprobs.is_none() && Penalties::never_wanted(params, eos_ids, bad_words)
 }
 

@@ -257,7 +257,7 @@ fn a_crash_is_told_with_its_call_code_and_words() {
         assert!(call.starts_with("acl") && *code == 507_015, "{call} {code} {message}");
         assert!(message.contains("aclnnFusedInferAttentionScoreV3"), "{call} {code} {message}");
     }
-    assert_eq!(engine.health(), Health::Failed);
+    assert_eq!(engine.health(), Health::Stopped);
     let refused = engine.submit(Request::tokens(vec![1]).sampling(params)).unwrap_err();
     assert!(matches!(refused, SubmitError::Failed { .. }), "{refused:?}");
     // Two steps may have been in flight.

@@ -383,7 +383,7 @@ fn a_device_goes_on_after_a_refused_step() {
                     Err(error) => assert!(matches!(error, RequestError::Engine(_)), "{call} {nth}: {error:?}"),
                 }
             }
-            ended += u32::from(core.health() == Health::Failed);
+            ended += u32::from(core.health() == Health::Stopped);
             drop(core);
             assert_eq!(answers(&mut core_on(device.clone(), config())), expected, "{call} {nth}");
             drop(device);

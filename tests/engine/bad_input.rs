@@ -182,7 +182,7 @@ fn a_request_that_masks_everything_fails_alone() {
 fn a_full_queue_gives_the_request_back() {
     let mut core = core(&float(), small_config());
     let handles: Vec<_> = (0..4).map(|_| core.submit(good()).unwrap()).collect();
-    assert_eq!(core.health(), Health::Live);
+    assert_eq!(core.health(), Health::NotAccepting);
     let error = core.submit(good()).unwrap_err();
     assert_eq!(chain(&error), "queue is full");
     let SubmitError::QueueFull(request) = error else { panic!("{error:?}") };

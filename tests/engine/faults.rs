@@ -53,7 +53,7 @@ fn every_handle_hears_of_a_failure_at_any_call() {
             let late = core.submit(request(3));
             assert!(matches!(&late, Err(SubmitError::Failed { source, .. }) if *source == error), "{late:?}");
             assert_eq!(core.step(), Err(error.clone()), "each further step repeats it");
-            assert_eq!(core.health(), Health::Failed);
+            assert_eq!(core.health(), Health::Stopped);
             assert!(core.is_idle());
             let mut heard = 0;
             for handle in handles {
@@ -80,7 +80,7 @@ fn the_thread_tells_of_a_failure_and_ends() {
     for handle in handles {
         assert!(matches!(handle.last(), Some(Err(RequestError::Engine(EngineError::Device(DeviceError::Lost))))));
     }
-    assert_eq!(engine.health(), Health::Failed);
+    assert_eq!(engine.health(), Health::Stopped);
     assert_eq!(engine.shutdown(LONG), Err(EngineError::Device(DeviceError::Lost)));
 }
 

@@ -254,7 +254,7 @@ fn sch07_a_full_queue_refuses_at_once_and_gives_the_request_back() {
         let Err(SubmitError::QueueFull(request)) = refusal else { panic!("{refusal:?}") };
         assert_eq!(*request, asked);
     }
-    assert_eq!(core.health(), Health::Live);
+    assert_eq!(core.health(), Health::NotAccepting);
     drain(&mut core);
     assert_eq!(core.health(), Health::Ready);
     drop(taken);
@@ -273,7 +273,7 @@ fn sch08_ready_busy_and_failed_are_three_answers() {
     steps.recv_timeout(LONG).unwrap();
     assert_eq!(engine.health(), Health::Ready, "busy, with room in the queue");
     let waiting: Vec<_> = (0..4).map(|_| engine.submit(request(3, 2)).unwrap()).collect();
-    assert_eq!(engine.health(), Health::Live);
+    assert_eq!(engine.health(), Health::NotAccepting);
     assert!(matches!(engine.submit(request(3, 2)), Err(SubmitError::QueueFull(_))));
     drop(permit);
     for handle in waiting.into_iter().chain([running]) {
@@ -286,7 +286,7 @@ fn sch08_ready_busy_and_failed_are_three_answers() {
     let engine = Engine::spawn(rig.core(lost)).unwrap();
     let handle = engine.submit(request(3, 2)).unwrap();
     assert!(matches!(handle.collect_output(), Err(RequestError::Engine(EngineError::Device(DeviceError::Lost)))));
-    assert_eq!(engine.health(), Health::Failed);
+    assert_eq!(engine.health(), Health::Stopped);
     assert!(matches!(engine.submit(request(3, 2)), Err(SubmitError::Failed { .. })));
     assert_eq!(engine.shutdown(LONG), Err(EngineError::Device(DeviceError::Lost)));
 }
@@ -307,7 +307,7 @@ fn shutdown_lets_requests_finish_and_takes_no_more() {
     drop(permit);
     assert_eq!(closing.join().unwrap(), Ok(()));
     assert_eq!(handle.collect_output().unwrap().choices[0].token_ids.len(), 5);
-    assert_eq!(clone.health(), Health::Failed);
+    assert_eq!(clone.health(), Health::Stopped);
     assert!(matches!(clone.submit(asked), Err(SubmitError::Closed(_))));
 }
 

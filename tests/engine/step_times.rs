@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::common::scripted_engine::{Rig, drain};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{Device as _, DeviceError, Peaks, ProgramId};
-use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, ManualClock, Request, Window};
+use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, ManualClock, Request, Utilization};
 use ascend_llm::graph::Cost;
 use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::scripted::ScriptedForward;
@@ -130,7 +130,7 @@ impl Forward for Timed {
 fn a_window_has_the_shares_that_one_counts_by_hand() {
     let rig = Rig::new(50, 64);
     let mut core = rig.core(Timed { model: rig.hashed(), clock: rig.clock.clone() });
-    assert_eq!(core.stats().window, Window::default());
+    assert_eq!(core.stats().window, Utilization::default());
     assert_eq!((core.stats().window.mfu(&PEAKS), core.peaks()), (None, None));
 
     let mut params = SamplingParams::greedy();

@@ -28,7 +28,7 @@ const RESERVED_SHARE: u64 = 10;
 
 /// What stays as it is, however small the rest becomes.
 #[derive(Debug)]
-pub(crate) struct Fitting<'a> {
+pub(crate) struct MemoryFit<'a> {
     pub device: &'a Arc<dyn Device>,
     pub graphs: &'a [Graph],
     pub geometry: KvGeometry,
@@ -41,7 +41,7 @@ pub(crate) struct Fitting<'a> {
 
 /// A model in its place.
 #[derive(Debug)]
-pub(crate) struct Fitted {
+pub(crate) struct FittedModel {
     pub config: EngineConfig,
     pub plans: Plans,
     pub pool_blocks: u32,
@@ -50,7 +50,7 @@ pub(crate) struct Fitted {
     pub notes: Vec<String>,
 }
 
-impl Fitting<'_> {
+impl MemoryFit<'_> {
     /// The largest batch.
     pub fn bucket(&self, config: &EngineConfig) -> Bucket {
         Bucket {
@@ -71,17 +71,17 @@ impl Fitting<'_> {
         mut config: EngineConfig,
         mut plans: Plans,
         weights: &[Arc<OwnedWeights>],
-    ) -> Result<Fitted, BuildError> {
+    ) -> Result<FittedModel, BuildError> {
         let has_own_memory = !self.device.caps().unified_memory;
         let (mut may_halve, mut may_cut) = (has_own_memory, has_own_memory && config.kv_cache == CacheBudget::Auto);
         let mut most_blocks = u64::MAX;
         let mut notes = Vec::new();
         loop {
             let mut pool_blocks = 0;
-            let error = match self.place(&config, &plans, weights, most_blocks, &mut pool_blocks) {
+            let error = match self.allocate(&config, &plans, weights, most_blocks, &mut pool_blocks) {
                 Ok(runner) => {
                     config.kv_cache = CacheBudget::Blocks(pool_blocks);
-                    return Ok(Fitted { config, plans, pool_blocks, runner, notes });
+                    return Ok(FittedModel { config, plans, pool_blocks, runner, notes });
                 }
                 Err(error) => error,
             };
@@ -93,7 +93,7 @@ impl Fitting<'_> {
                     let half_free = free_bytes / 2 / self.layout.bytes_per_block.max(1);
                     most_blocks = (u64::from(pool_blocks) / 2).min(half_free);
                     if most_blocks == 0 {
-                        return Err(self.no_room(free_bytes, &plans, asked_bytes));
+                        return Err(self.out_of_memory(free_bytes, &plans, asked_bytes));
                     }
                     notes.push(format!(
                         "the KV pool has {most_blocks} blocks instead of {pool_blocks}: out of memory, {asked_bytes} bytes \
@@ -115,7 +115,7 @@ impl Fitting<'_> {
                 BuildError::Device(DeviceError::OutOfMemory { asked_bytes, free_bytes, .. })
                     if has_own_memory && asked_bytes == self.pool_bytes(pool_blocks) =>
                 {
-                    return Err(self.no_room(free_bytes, &plans, asked_bytes));
+                    return Err(self.out_of_memory(free_bytes, &plans, asked_bytes));
                 }
                 other => return Err(other),
             }
@@ -124,7 +124,7 @@ impl Fitting<'_> {
 
     /// Loads programs over the weights, and reserves the buffers of a runner. The number of blocks is settled between the two,
     /// and told even if there is no room for them.
-    fn place(
+    fn allocate(
         &self,
         config: &EngineConfig,
         plans: &Plans,
@@ -174,7 +174,7 @@ impl Fitting<'_> {
             }
         };
         if blocks == 0 {
-            return Err(self.no_room(budget_bytes, plans, block_bytes));
+            return Err(self.out_of_memory(budget_bytes, plans, block_bytes));
         }
         Ok(u32::try_from(blocks).unwrap_or(u32::MAX))
     }
@@ -186,7 +186,7 @@ impl Fitting<'_> {
         left.unwrap_or(memory_bytes / AUTO_CACHE_SHARE)
     }
 
-    fn no_room(&self, budget_bytes: u64, plans: &Plans, needed_bytes: u64) -> BuildError {
+    fn out_of_memory(&self, budget_bytes: u64, plans: &Plans, needed_bytes: u64) -> BuildError {
         let block_bytes = self.layout.bytes_per_block.max(1);
         let fitting_blocks = (budget_bytes / block_bytes).saturating_sub(self.layout.reserved_blocks);
         BuildError::NoRoomForCache {

@@ -27,9 +27,9 @@ use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph
 use crate::runner::ModelRunner;
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
-use memory_fit::{Fitted, Fitting};
-use programs::{cut, settle_overflow, stored_heads};
-use text_assets::TextFiles;
+use memory_fit::{FittedModel, MemoryFit};
+use programs::{shard_graphs, resolve_overflow, stored_heads};
+use text_assets::TextAssets;
 use warm_up::warm_up;
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
@@ -42,7 +42,7 @@ pub struct EngineBuilder {
     device: Option<Arc<dyn Device>>,
     vocabulary: Option<Arc<dyn Vocabulary>>,
     clock: Arc<dyn Clock>,
-    customs: Vec<RegisteredOp>,
+    custom_ops: Vec<RegisteredOp>,
     on_progress: Option<Arc<OnProgress>>,
     warm_up: Option<Duration>,
 }
@@ -66,7 +66,7 @@ impl Engine {
             device: None,
             vocabulary: None,
             clock: Arc::new(SystemClock::default()),
-            customs: Vec::new(),
+            custom_ops: Vec::new(),
             on_progress: None,
             warm_up: None,
         }
@@ -87,14 +87,14 @@ impl EngineBuilder {
     }
 
     /// Uses this vocabulary instead of the model's own.
-    pub fn tokenizer(mut self, vocabulary: Arc<dyn Vocabulary>) -> Self {
+    pub fn vocabulary(mut self, vocabulary: Arc<dyn Vocabulary>) -> Self {
         self.vocabulary = Some(vocabulary);
         self
     }
 
     /// Adds an operation of the caller's own to the model; several of one place run in the order in which they were added.
     pub fn custom_op(mut self, site: CustomSite, op: Arc<dyn CustomOp>) -> Self {
-        self.customs.push(RegisteredOp { site, op });
+        self.custom_ops.push(RegisteredOp { site, op });
         self
     }
 
@@ -127,23 +127,23 @@ impl EngineBuilder {
     /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
         let clock = Arc::clone(&self.clock);
-        let Parts { config, device, runner, limits, text, info } = self.parts()?;
+        let EngineParts { config, device, runner, limits, text, info } = self.assemble()?;
         let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
         Ok(core.with_info(info).with_device(device))
     }
 
     /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
     pub fn build_runner(self) -> Result<ModelRunner, BuildError> {
-        Ok(self.parts()?.runner)
+        Ok(self.assemble()?.runner)
     }
 
-    fn parts(self) -> Result<Parts, BuildError> {
+    fn assemble(self) -> Result<EngineParts, BuildError> {
         let mut config = self.config;
         config.validate()?;
         let files = weights::open(&self.model)?;
         let model = read_config(&files)?;
-        let text = TextFiles::read(&files, self.vocabulary)?;
-        let graph = decoder_graph_with(&model, files.source.as_ref(), &self.customs)?;
+        let text = TextAssets::read(&files, self.vocabulary)?;
+        let graph = decoder_graph_with(&model, files.source.as_ref(), &self.custom_ops)?;
 
         let device = if let Some(device) = self.device {
             device
@@ -152,13 +152,13 @@ impl EngineBuilder {
             Arc::new(CpuDevice::new(options)?)
         };
         config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
-        let max_model_len = settle_model_len(&mut config, &model)?;
-        let ranks = settle_ranks(&config, device.as_ref())?;
-        let overflow = settle_overflow(&mut config.compile, device.caps())?;
-        let graphs = cut(&graph, ranks)?;
-        let geometry = settle_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
+        let max_model_len = resolve_model_len(&mut config, &model)?;
+        let ranks = resolve_ranks(&config, device.as_ref())?;
+        let overflow = resolve_overflow(&mut config.compile, device.caps())?;
+        let graphs = shard_graphs(&graph, ranks)?;
+        let geometry = resolve_geometry(&mut config, &model, &graph, stored_heads(&graphs), device.as_ref())?;
         let layout = device.kv_layout(&geometry)?;
-        let fitting = Fitting {
+        let fitting = MemoryFit {
             device: &device,
             graphs: &graphs,
             geometry,
@@ -169,12 +169,12 @@ impl EngineBuilder {
         };
         // What cannot be compiled is refused before anything is uploaded.
         let plans = fitting.compile(&config)?;
-        let source = Reported::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
+        let source = ProgressSource::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        let Fitted { config, plans, pool_blocks, mut runner, notes } = fitting.fit(config, plans, &weights)?;
-        let can_warm_up = device.caps().static_shapes && self.customs.is_empty();
+        let FittedModel { config, plans, pool_blocks, mut runner, notes } = fitting.fit(config, plans, &weights)?;
+        let can_warm_up = device.caps().static_shapes && self.custom_ops.is_empty();
         if let Some(budget) = self.warm_up.filter(|_| can_warm_up) {
             let most = config.max_num_seqs.min(pool_blocks);
             let buckets: Vec<u32> = plans.rows().filter(|rows| *rows <= most).collect();
@@ -206,21 +206,21 @@ impl EngineBuilder {
                 plan_groups: to_u32(plan.groups().len()),
                 decode_cost: plan.cost(&CostShape::decode(max_model_len, geometry.dtype.bytes() as u64)),
                 prefill_cost: prompt_cost(plan, config.max_num_batched_tokens, max_model_len, &geometry),
-                buckets: plans.infos(max_model_len, &geometry),
+                buckets: plans.bucket_infos(max_model_len, &geometry),
                 ..EngineInfo::default()
             })
         };
-        Ok(Parts { config, device, runner, limits, text, info })
+        Ok(EngineParts { config, device, runner, limits, text, info })
     }
 }
 
 /// What an engine is put together from.
-struct Parts {
+struct EngineParts {
     config: EngineConfig,
     device: Arc<dyn Device>,
     runner: ModelRunner,
     limits: ModelLimits,
-    text: TextFiles,
+    text: TextAssets,
     info: EngineInfo,
 }
 
@@ -245,7 +245,7 @@ fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
     }
 }
 
-fn settle_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u32, BuildError> {
+fn resolve_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u32, BuildError> {
     let longest = to_u32(model.max_position_embeddings);
     let len = config.max_model_len.unwrap_or(longest);
     if len > longest {
@@ -256,7 +256,7 @@ fn settle_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u3
     Ok(len)
 }
 
-fn settle_geometry(
+fn resolve_geometry(
     config: &mut EngineConfig,
     model: &ModelConfig,
     graph: &Graph,
@@ -289,7 +289,7 @@ fn settle_geometry(
 }
 
 /// The number of ranks, which the device can run.
-fn settle_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, BuildError> {
+fn resolve_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, BuildError> {
     let (ranks, caps) = (config.tensor_parallel_size, device.caps());
     let expected = if caps.cards > 1 && ranks != caps.cards {
         format!("{} on device {}, which was opened with as many cards: {}", caps.cards, caps.name, caps.description)
@@ -328,14 +328,14 @@ fn weight_bytes(source: &dyn WeightSource, graph: &Graph) -> u64 {
 }
 
 /// A source that tells how far its reader has come: a tensor counts when it is released.
-struct Reported<'a> {
+struct ProgressSource<'a> {
     source: &'a dyn WeightSource,
     report: Option<&'a OnProgress>,
     total_bytes: u64,
     done_bytes: AtomicU64,
 }
 
-impl<'a> Reported<'a> {
+impl<'a> ProgressSource<'a> {
     /// Each of `ranks` reads all tensors and keeps its part of each.
     fn new(source: &'a dyn WeightSource, weight_bytes: u64, ranks: u32, report: Option<&'a OnProgress>) -> Self {
         Self { source, report, total_bytes: u64::from(ranks) * weight_bytes, done_bytes: AtomicU64::new(0) }
@@ -350,13 +350,13 @@ impl<'a> Reported<'a> {
     }
 }
 
-impl std::fmt::Debug for Reported<'_> {
+impl std::fmt::Debug for ProgressSource<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.source.fmt(f)
     }
 }
 
-impl WeightSource for Reported<'_> {
+impl WeightSource for ProgressSource<'_> {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.source.tensor(name)
     }

@@ -27,7 +27,7 @@ pub(crate) struct Plans {
 }
 
 /// The graphs of all ranks.
-pub(crate) fn cut(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
+pub(crate) fn shard_graphs(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
     (0..ranks).map(|index| shard(graph, Rank { index, of: ranks })).collect()
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn stored_heads(graphs: &[Graph]) -> usize {
 }
 
 /// Settles what happens to rows that overflow: the best the device has, or what was asked for if the device has it.
-pub(crate) fn settle_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
+pub(crate) fn resolve_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
     let best = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
     let policy = *options.overflow.get_or_insert(best);
     let lacks = match policy {
@@ -123,7 +123,7 @@ impl Plans {
     }
 
     /// What each bucket costs, of all ranks together.
-    pub fn infos(&self, max_model_len: u32, kv: &KvGeometry) -> Vec<BucketInfo> {
+    pub fn bucket_infos(&self, max_model_len: u32, kv: &KvGeometry) -> Vec<BucketInfo> {
         let mut before = 0;
         let info = |ranks: &Vec<Plan>| {
             let rows = to_u32(ranks[0].bucket.tokens);
@@ -160,7 +160,7 @@ fn buckets(options: &CompileOptions, static_shapes: bool, largest: Bucket) -> Ve
     let most = to_u32(largest.tokens);
     let rows = match &options.token_buckets {
         Some(rows) => rows.clone(),
-        None if static_shapes => ladder(most),
+        None if static_shapes => bucket_ladder(most),
         None => Vec::new(),
     };
     let smaller = rows.into_iter().filter(|&rows| rows < most).map(|rows| {
@@ -172,7 +172,7 @@ fn buckets(options: &CompileOptions, static_shapes: bool, largest: Bucket) -> Ve
 
 /// 1, 2, 4, 8, 16, then each 8 up to 64, then doubling: decode batches find a bucket at most 8 rows too large, prompts one
 /// at most twice as large.
-fn ladder(most: u32) -> Vec<u32> {
+fn bucket_ladder(most: u32) -> Vec<u32> {
     let doubling = std::iter::successors(Some(128u32), |rows| rows.checked_mul(2));
     [1, 2, 4, 8].into_iter().chain((16..=64).step_by(8)).chain(doubling).take_while(|rows| *rows < most).collect()
 }
@@ -183,9 +183,9 @@ mod tests {
 
     #[test]
     fn buckets_ascend_to_the_largest() {
-        assert!(ladder(1).is_empty());
-        assert_eq!(ladder(40), [1, 2, 4, 8, 16, 24, 32]);
-        assert_eq!(ladder(300), [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]);
+        assert!(bucket_ladder(1).is_empty());
+        assert_eq!(bucket_ladder(40), [1, 2, 4, 8, 16, 24, 32]);
+        assert_eq!(bucket_ladder(300), [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]);
         let largest = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 100 };
         let rows = |options: &CompileOptions, fixed| {
             buckets(options, fixed, largest).iter().map(|bucket| (bucket.tokens, bucket.seqs)).collect::<Vec<_>>()

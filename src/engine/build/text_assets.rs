@@ -10,22 +10,22 @@ use crate::weights::{ModelFiles, ModelKind, WeightError};
 
 /// Text side of a model. A model without a tokenizer has none of it, and takes and gives token ids.
 #[derive(Debug, Default)]
-pub(crate) struct TextFiles {
+pub(crate) struct TextAssets {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
     pub chat: Option<Arc<dyn ChatRender>>,
     pub generation_eos_ids: Vec<u32>,
     pub tokenizer_eos_ids: Vec<u32>,
 }
 
-impl TextFiles {
+impl TextAssets {
     /// Reads what there is; a vocabulary given by the caller goes before the model's own.
     pub(crate) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
         #[cfg(feature = "text")]
-        let mut text = Self::own(files)?;
+        let mut text = Self::from_files(files)?;
         #[cfg(not(feature = "text"))]
         let mut text = Self::default();
         if let ModelKind::Folder(folder) = &files.kind
-            && let Some(json) = optional(&folder.join("generation_config.json"))?
+            && let Some(json) = read_optional(&folder.join("generation_config.json"))?
         {
             text.generation_eos_ids = eos_ids_of_generation_config(&json)?;
         }
@@ -39,7 +39,7 @@ impl TextFiles {
     }
 
     #[cfg(feature = "text")]
-    fn own(files: &ModelFiles) -> Result<Self, BuildError> {
+    fn from_files(files: &ModelFiles) -> Result<Self, BuildError> {
         use crate::text::{ChatTemplate, Tokenizer};
         let (tokenizer, template_file) = match &files.kind {
             ModelKind::Gguf(file) => {
@@ -49,9 +49,9 @@ impl TextFiles {
                 (Tokenizer::from_gguf(file.metadata())?, None)
             }
             ModelKind::Folder(folder) => {
-                let Some(json) = optional(&folder.join("tokenizer.json"))? else { return Ok(Self::default()) };
-                let config = optional(&folder.join("tokenizer_config.json"))?;
-                let template = optional(&folder.join("chat_template.jinja"))?;
+                let Some(json) = read_optional(&folder.join("tokenizer.json"))? else { return Ok(Self::default()) };
+                let config = read_optional(&folder.join("tokenizer_config.json"))?;
+                let template = read_optional(&folder.join("chat_template.jinja"))?;
                 (Tokenizer::from_json(&json, config.as_deref())?, template)
             }
         };
@@ -68,7 +68,7 @@ impl TextFiles {
 }
 
 /// A file that may be absent.
-fn optional(path: &Path) -> Result<Option<Vec<u8>>, BuildError> {
+fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, BuildError> {
     match std::fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),

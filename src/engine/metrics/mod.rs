@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::request::output::FinishReason;
 use crate::graph::Op;
-use utilization::Window;
+use utilization::Utilization;
 
 /// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
 /// longest, which also resolve steps from a millisecond on.
@@ -80,7 +80,7 @@ pub(crate) struct Counters {
     finished: [AtomicU64; 5],
     pub time_to_first_token: TimeCounter,
     pub step_time: TimeCounter,
-    window: Mutex<Window>,
+    utilization: Mutex<Utilization>,
 }
 
 #[derive(Debug, Default)]
@@ -114,8 +114,8 @@ impl Counters {
     }
 
     /// Shows the last steps, unless somebody is looking: then they are shown with the next.
-    pub fn show_window(&self, window: Window) {
-        if let Some(mut shown) = self.window.try_lock() {
+    pub fn set_utilization(&self, window: Utilization) {
+        if let Some(mut shown) = self.utilization.try_lock() {
             *shown = window;
         }
     }
@@ -125,7 +125,7 @@ impl Counters {
     }
 
     /// Sets the number of elements that have overflowed in an operation.
-    pub fn show_overflow(&self, op: &str, count: u64) {
+    pub fn set_overflow(&self, op: &str, count: u64) {
         if let Some(index) = Op::NAMES.iter().position(|name| *name == op) {
             Self::set(&self.overflows[index], count);
         }
@@ -160,7 +160,7 @@ impl Counters {
             finished_error: finished(Ending::Error),
             time_to_first_token: self.time_to_first_token.snapshot(),
             step_time: self.step_time.snapshot(),
-            window: *self.window.lock(),
+            window: *self.utilization.lock(),
         }
     }
 }
@@ -249,7 +249,7 @@ pub struct Stats {
     /// Steps from plan to publication.
     pub step_time: TimeHistogram,
     /// What the last steps computed, and in what time.
-    pub window: Window,
+    pub window: Utilization,
 }
 
 impl Stats {

@@ -13,7 +13,7 @@ const STEPS: usize = 64;
 /// clock's, and the work is zero for a [`Forward`](crate::runner::Forward) that does not tell its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Window {
+pub struct Utilization {
     /// Steps in it, at most 64.
     pub steps: u32,
     /// Time the model took for them.
@@ -26,7 +26,7 @@ pub struct Window {
     pub bytes: u64,
 }
 
-impl Window {
+impl Utilization {
     /// Compute density (model FLOPs utilisation): the share of the time that the operations would have taken at the peaks,
     /// `(f32 operations / f32 peak + int8 operations / int8 peak) / time`. `None` while the window is empty or no time has
     /// passed in it.
@@ -56,17 +56,17 @@ impl Window {
 
 /// The last steps one by one.
 #[derive(Debug)]
-pub(crate) struct RecentSteps {
-    steps: [Window; STEPS],
+pub(crate) struct UtilizationWindow {
+    steps: [Utilization; STEPS],
     next: usize,
 }
 
-impl RecentSteps {
+impl UtilizationWindow {
     /// Puts a step in the place of the oldest, and sums them all.
-    pub fn push(&mut self, step: Window) -> Window {
-        self.steps[self.next] = Window { steps: 1, ..step };
+    pub fn push(&mut self, step: Utilization) -> Utilization {
+        self.steps[self.next] = Utilization { steps: 1, ..step };
         self.next = (self.next + 1) % STEPS;
-        let mut window = Window::default();
+        let mut window = Utilization::default();
         for step in &self.steps {
             window.steps += step.steps;
             window.elapsed_us = window.elapsed_us.saturating_add(step.elapsed_us);
@@ -78,9 +78,9 @@ impl RecentSteps {
     }
 }
 
-impl Default for RecentSteps {
+impl Default for UtilizationWindow {
     fn default() -> Self {
-        Self { steps: [Window::default(); STEPS], next: 0 }
+        Self { steps: [Utilization::default(); STEPS], next: 0 }
     }
 }
 
@@ -90,10 +90,10 @@ mod tests {
 
     #[test]
     fn a_window_holds_the_last_64_steps() {
-        let mut recent = RecentSteps::default();
+        let mut recent = UtilizationWindow::default();
         for step in 1..=100 {
             let cost = Cost { flops: 10 * step, int8_flops: step, kv_bytes: 3, weight_bytes: 4, ..Cost::default() };
-            let mut work = Window::default();
+            let mut work = Utilization::default();
             work.add_call(&cost, 1);
             work.add_call(&cost, 2);
             let window = recent.push(work);
@@ -109,11 +109,11 @@ mod tests {
     #[test]
     fn an_empty_window_and_one_without_time_have_no_shares() {
         let peaks = Peaks { f32_flops_per_s: 1_000_000, int8_ops_per_s: 4_000_000, read_bytes_per_s: 2_000_000 };
-        let shares = |window: Window| (window.mfu(&peaks), window.mbu(&peaks));
-        assert_eq!(shares(Window::default()), (None, None));
-        assert_eq!(shares(Window { steps: 1, flops: 5, ..Window::default() }), (None, None));
+        let shares = |window: Utilization| (window.mfu(&peaks), window.mbu(&peaks));
+        assert_eq!(shares(Utilization::default()), (None, None));
+        assert_eq!(shares(Utilization { steps: 1, flops: 5, ..Utilization::default() }), (None, None));
         // In 10 us: 3 f32 operations of the 10 that could be, 8 of 40 int8 ones, 5 of 20 bytes.
-        let window = Window { steps: 2, elapsed_us: 10, flops: 11, int8_flops: 8, bytes: 5 };
+        let window = Utilization { steps: 2, elapsed_us: 10, flops: 11, int8_flops: 8, bytes: 5 };
         let (mfu, mbu) = shares(window);
         assert!((mfu.unwrap() - 0.5).abs() < 1e-12 && (mbu.unwrap() - 0.25).abs() < 1e-12, "{mfu:?} {mbu:?}");
     }

@@ -15,7 +15,7 @@ use crate::text::Vocabulary;
 
 use super::doorbell::Doorbell;
 use super::handle::RequestHandle;
-use super::mailbox::Slot;
+use super::mailbox::Mailbox;
 use super::{Prompt, Request, RequestId};
 use crate::engine::clock::{Clock, micros};
 use crate::engine::config::refuse;
@@ -27,9 +27,9 @@ const QUOTED_CHARS: usize = 40;
 
 /// A request that has passed every check, on its way to the loop.
 #[derive(Debug)]
-pub(crate) struct Arrival {
+pub(crate) struct AdmittedRequest {
     pub id: RequestId,
-    pub slot: Arc<Slot>,
+    pub mailbox: Arc<Mailbox>,
     pub prompt: Arc<[u32]>,
     pub params: SamplingParams,
     /// Tokens a choice may generate: what was asked for, up to the model's length.
@@ -45,7 +45,7 @@ pub(crate) struct Arrival {
 
 /// How far the engine is in its life.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
+pub(crate) enum Lifecycle {
     Open,
     /// No new requests; those here go on, at the latest until the tick.
     Draining(Option<Tick>),
@@ -57,7 +57,7 @@ pub(crate) enum Stage {
 
 /// What requests are checked against.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct AdmissionLimits {
     pub params: ParamLimits,
     pub block_size: u32,
     pub pool_blocks: u32,
@@ -67,12 +67,12 @@ pub(crate) struct Limits {
 }
 
 #[derive(Debug)]
-pub(crate) struct Intake {
-    limits: Limits,
+pub(crate) struct Admission {
+    limits: AdmissionLimits,
     vocabulary: Option<Arc<dyn Vocabulary>>,
     chat: Option<Arc<dyn ChatRender>>,
     clock: Arc<dyn Clock>,
-    gate: Mutex<Gate>,
+    inbox: Mutex<Inbox>,
     doorbell: Arc<Doorbell>,
     /// Requests that wait for their first step.
     queued: AtomicU32,
@@ -80,14 +80,14 @@ pub(crate) struct Intake {
 }
 
 #[derive(Debug)]
-struct Gate {
-    stage: Stage,
-    arrivals: Vec<Arrival>,
+struct Inbox {
+    lifecycle: Lifecycle,
+    admitted: Vec<AdmittedRequest>,
 }
 
-impl Intake {
+impl Admission {
     pub fn new(
-        limits: Limits,
+        limits: AdmissionLimits,
         vocabulary: Option<Arc<dyn Vocabulary>>,
         chat: Option<Arc<dyn ChatRender>>,
         clock: Arc<dyn Clock>,
@@ -97,7 +97,7 @@ impl Intake {
             vocabulary,
             chat,
             clock,
-            gate: Mutex::new(Gate { stage: Stage::Open, arrivals: Vec::new() }),
+            inbox: Mutex::new(Inbox { lifecycle: Lifecycle::Open, admitted: Vec::new() }),
             doorbell: Arc::default(),
             queued: AtomicU32::new(0),
             next_id: AtomicU64::new(0),
@@ -111,8 +111,8 @@ impl Intake {
 
     /// Checks a request and puts it where the loop will find it.
     pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
-        if let Some(refusal) = closed(&self.gate.lock().stage) {
-            return Err(refusal.of(request));
+        if let Some(refusal) = rejection_for(&self.inbox.lock().lifecycle) {
+            return Err(refusal.into_error(request));
         }
         let place = |queued: u32| (queued < self.limits.max_queue).then_some(queued + 1);
         if self.queued.fetch_update(Ordering::AcqRel, Ordering::Acquire, place).is_err() {
@@ -120,23 +120,23 @@ impl Intake {
         }
         let checked = self.check(&request).inspect_err(|_| self.leave_queue())?;
 
-        let mut gate = self.gate.lock();
-        if let Some(refusal) = closed(&gate.stage) {
+        let mut gate = self.inbox.lock();
+        if let Some(refusal) = rejection_for(&gate.lifecycle) {
             drop(gate);
             self.leave_queue();
-            return Err(refusal.of(request));
+            return Err(refusal.into_error(request));
         }
-        // Under the gate, so that ids, seeds and the order of arrival agree.
+        // Under the gate, so that ids, seeds and the order of admitted agree.
         let ordinal = self.next_id.fetch_add(1, Ordering::Relaxed);
         let id = RequestId(ordinal);
         let choices = request.sampling.n;
-        let slot = Arc::new(Slot::new(choices as usize, request.sampling.logprobs.is_some()));
+        let mailbox = Arc::new(Mailbox::new(choices as usize, request.sampling.logprobs.is_some()));
         let arrived = self.clock.now();
         let handle =
-            RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&slot), Arc::clone(&self.doorbell));
-        gate.arrivals.push(Arrival {
+            RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&mailbox), Arc::clone(&self.doorbell));
+        gate.admitted.push(AdmittedRequest {
             id,
-            slot,
+            mailbox: mailbox,
             prompt: checked.prompt,
             max_tokens: checked.max_tokens,
             bad_words: checked.bad_words,
@@ -153,8 +153,8 @@ impl Intake {
     }
 
     /// Moves the requests not fetched yet to `into`, in the order they came.
-    pub fn fetch(&self, into: &mut Vec<Arrival>) {
-        into.append(&mut self.gate.lock().arrivals);
+    pub fn take_admitted(&self, into: &mut Vec<AdmittedRequest>) {
+        into.append(&mut self.inbox.lock().admitted);
     }
 
     /// One request less waits for its first step.
@@ -170,21 +170,21 @@ impl Intake {
         self.queued() >= self.limits.max_queue
     }
 
-    pub fn stage(&self) -> Stage {
-        self.gate.lock().stage.clone()
+    pub fn lifecycle(&self) -> Lifecycle {
+        self.inbox.lock().lifecycle.clone()
     }
 
     /// Moves on to a later stage; an earlier one is ignored.
-    pub fn advance(&self, to: Stage) {
-        let mut gate = self.gate.lock();
-        if order(&to) >= order(&gate.stage) && !matches!(gate.stage, Stage::Ended(_)) {
-            gate.stage = to;
+    pub fn advance(&self, to: Lifecycle) {
+        let mut gate = self.inbox.lock();
+        if lifecycle_rank(&to) >= lifecycle_rank(&gate.lifecycle) && !matches!(gate.lifecycle, Lifecycle::Ended(_)) {
+            gate.lifecycle = to;
         }
         drop(gate);
         self.doorbell.notify();
     }
 
-    fn check(&self, request: &Request) -> Result<Checked, SubmitError> {
+    fn check(&self, request: &Request) -> Result<CheckedRequest, SubmitError> {
         let params = &request.sampling;
         let limits = &self.limits;
         params.validate(&limits.params)?;
@@ -195,7 +195,7 @@ impl Intake {
         let prompt = self.encode(&request.prompt)?;
         let prompt_tokens = self.check_prompt(&prompt, params)?;
         let room = limits.params.max_model_len - prompt_tokens;
-        Ok(Checked {
+        Ok(CheckedRequest {
             max_tokens: params.max_tokens.map_or(room, |asked| asked.min(room)),
             bad_words: self.bad_words(&params.bad_words)?,
             prompt: prompt.into(),
@@ -275,19 +275,19 @@ impl Intake {
     }
 }
 
-struct Checked {
+struct CheckedRequest {
     prompt: Arc<[u32]>,
     max_tokens: u32,
     bad_words: Vec<Vec<u32>>,
 }
 
-enum Refusal {
+enum Rejection {
     Closed,
     Failed(EngineError),
 }
 
-impl Refusal {
-    fn of(self, request: Request) -> SubmitError {
+impl Rejection {
+    fn into_error(self, request: Request) -> SubmitError {
         let request = Box::new(request);
         match self {
             Self::Closed => SubmitError::Closed(request),
@@ -296,20 +296,20 @@ impl Refusal {
     }
 }
 
-fn closed(stage: &Stage) -> Option<Refusal> {
+fn rejection_for(stage: &Lifecycle) -> Option<Rejection> {
     match stage {
-        Stage::Open => None,
-        Stage::Draining(_) | Stage::Stopping | Stage::Ended(None) => Some(Refusal::Closed),
-        Stage::Ended(Some(error)) => Some(Refusal::Failed(error.clone())),
+        Lifecycle::Open => None,
+        Lifecycle::Draining(_) | Lifecycle::Stopping | Lifecycle::Ended(None) => Some(Rejection::Closed),
+        Lifecycle::Ended(Some(error)) => Some(Rejection::Failed(error.clone())),
     }
 }
 
-fn order(stage: &Stage) -> u8 {
+fn lifecycle_rank(stage: &Lifecycle) -> u8 {
     match stage {
-        Stage::Open => 0,
-        Stage::Draining(_) => 1,
-        Stage::Stopping => 2,
-        Stage::Ended(_) => 3,
+        Lifecycle::Open => 0,
+        Lifecycle::Draining(_) => 1,
+        Lifecycle::Stopping => 2,
+        Lifecycle::Ended(_) => 3,
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::RequestId;
 use super::doorbell::Doorbell;
-use super::mailbox::{Found, Slot, after};
+use super::mailbox::{Poll, Mailbox, deadline_after};
 use super::output::{Choice, Delta, FinishReason, Output, Usage};
 use crate::engine::error::RequestError;
 
@@ -19,7 +19,7 @@ use crate::engine::error::RequestError;
 pub struct RequestHandle {
     id: RequestId,
     prompt: Arc<[u32]>,
-    slot: Arc<Slot>,
+    mailbox: Arc<Mailbox>,
     doorbell: Arc<Doorbell>,
     ended: bool,
     /// What has been read of how it ended, for a collection that begins late.
@@ -32,11 +32,11 @@ impl RequestHandle {
         id: RequestId,
         prompt: Arc<[u32]>,
         choices: u32,
-        slot: Arc<Slot>,
+        mailbox: Arc<Mailbox>,
         doorbell: Arc<Doorbell>,
     ) -> Self {
         let reasons = vec![None; choices as usize];
-        Self { id, prompt, slot, doorbell, ended: false, reasons, failure: None }
+        Self { id, prompt, mailbox, doorbell, ended: false, reasons, failure: None }
     }
 
     /// The request's number.
@@ -61,7 +61,7 @@ impl RequestHandle {
         if self.ended {
             return None;
         }
-        let found = self.slot.wait(None);
+        let found = self.mailbox.wait(None);
         self.item(found)
     }
 
@@ -71,7 +71,7 @@ impl RequestHandle {
         if self.ended {
             return Ok(None);
         }
-        let found = self.slot.take();
+        let found = self.mailbox.take();
         self.item(found).transpose()
     }
 
@@ -81,20 +81,20 @@ impl RequestHandle {
         if self.ended {
             return Ok(None);
         }
-        let found = self.slot.wait(after(timeout));
+        let found = self.mailbox.wait(deadline_after(timeout));
         self.item(found).transpose()
     }
 
     /// Asks the engine to end the request before its next step; what has come until then can still be read, and the last
     /// delta of each open choice says [`FinishReason::Cancelled`]. No effect on a request that has ended.
     pub fn cancel(&self) {
-        self.slot.cancel();
+        self.mailbox.cancel();
         self.doorbell.notify();
     }
 
     /// Lets the request run to its end unread (for example to fill the prefix cache).
     pub fn detach(mut self) {
-        self.slot.detach();
+        self.mailbox.detach();
         self.ended = true;
     }
 
@@ -111,21 +111,21 @@ impl RequestHandle {
         }
     }
 
-    fn item(&mut self, found: Found) -> Option<Result<Delta, RequestError>> {
+    fn item(&mut self, found: Poll) -> Option<Result<Delta, RequestError>> {
         match found {
-            Found::Delta(delta) => {
-                if let (Some(slot), Some(reason)) = (self.reasons.get_mut(delta.index as usize), &delta.finish_reason) {
-                    *slot = Some(reason.clone());
+            Poll::Delta(delta) => {
+                if let (Some(mailbox), Some(reason)) = (self.reasons.get_mut(delta.index as usize), &delta.finish_reason) {
+                    *mailbox = Some(reason.clone());
                 }
                 Some(Ok(delta))
             }
-            Found::Nothing => None,
-            Found::Error(error) => {
+            Poll::Nothing => None,
+            Poll::Error(error) => {
                 self.ended = true;
                 self.failure = Some(error.clone());
                 Some(Err(error))
             }
-            Found::Ended => {
+            Poll::Ended => {
                 self.ended = true;
                 None
             }
@@ -146,7 +146,7 @@ impl std::iter::FusedIterator for RequestHandle {}
 impl Drop for RequestHandle {
     fn drop(&mut self) {
         if !self.ended {
-            self.slot.detach();
+            self.mailbox.detach();
             self.cancel();
         }
     }
@@ -163,8 +163,8 @@ impl futures_core::Stream for RequestHandle {
         if self.ended {
             return std::task::Poll::Ready(None);
         }
-        match self.slot.poll(context) {
-            Found::Nothing => std::task::Poll::Pending,
+        match self.mailbox.poll(context) {
+            Poll::Nothing => std::task::Poll::Pending,
             found => std::task::Poll::Ready(self.item(found)),
         }
     }
@@ -218,7 +218,7 @@ impl Gathered {
                     text: whole.text,
                     token_ids: whole.token_ids,
                     logprobs: whole.logprobs,
-                    // A slot says `Ended` without an error only when each choice has published its reason.
+                    // A mailbox says `Ended` without an error only when each choice has published its reason.
                     finish_reason: reasons[whole.index as usize].take().unwrap_or(FinishReason::Cancelled),
                 }
             })

@@ -1,6 +1,6 @@
 //! The one place where a request's news wait for their reader.
 //!
-//! The engine *merges* what it publishes into the slot, the reader takes all that has gathered. So a slow reader costs
+//! The engine *merges* what it publishes into the mailbox, the reader takes all that has gathered. So a slow reader costs
 //! memory bounded by its own output (reserved at admission) and never holds up a step, and a quick one sees every token.
 //!
 //! State of a choice: open → (news)* → finished. An error ends all choices of the request; news that came before it are
@@ -21,7 +21,7 @@ const TEXT_BYTES_PER_TOKEN: usize = 8;
 
 /// What the engine adds to one choice in one step.
 #[derive(Debug, Default)]
-pub(crate) struct News<'a> {
+pub(crate) struct Update<'a> {
     pub text: &'a str,
     pub token: Option<u32>,
     pub logprobs: Option<&'a Logprobs>,
@@ -32,7 +32,7 @@ pub(crate) struct News<'a> {
 /// What a reader finds.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // lives on a reader's stack for a moment
-pub(crate) enum Found {
+pub(crate) enum Poll {
     Delta(Delta),
     Error(RequestError),
     Nothing,
@@ -40,18 +40,18 @@ pub(crate) enum Found {
 }
 
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(crate) struct Mailbox {
     state: Mutex<State>,
-    arrived: Condvar,
+    changed: Condvar,
     cancelled: AtomicBool,
-    unread: AtomicBool,
+    is_detached: AtomicBool,
 }
 
 #[derive(Debug)]
 struct State {
-    choices: Vec<Pending>,
+    choices: Vec<Buffered>,
     /// The choice that is looked at first, so that no choice is read twice before another is read once.
-    turn: usize,
+    next_choice: usize,
     open: usize,
     prompt: Option<PromptInfo>,
     error: Option<RequestError>,
@@ -60,38 +60,38 @@ struct State {
 }
 
 #[derive(Debug, Default)]
-struct Pending {
+struct Buffered {
     text: String,
     token_ids: Vec<u32>,
     logprobs: Logprobs,
     wants_logprobs: bool,
     finish: Option<FinishReason>,
     closed: bool,
-    fresh: bool,
+    has_unread: bool,
 }
 
-impl Slot {
+impl Mailbox {
     pub fn new(choices: usize, wants_logprobs: bool) -> Self {
-        let choices = (0..choices).map(|_| Pending { wants_logprobs, ..Pending::default() }).collect::<Vec<_>>();
+        let choices = (0..choices).map(|_| Buffered { wants_logprobs, ..Buffered::default() }).collect::<Vec<_>>();
         Self {
             state: Mutex::new(State {
                 open: choices.len(),
                 choices,
-                turn: 0,
+                next_choice: 0,
                 prompt: None,
                 error: None,
                 #[cfg(feature = "async")]
                 waker: None,
             }),
-            arrived: Condvar::new(),
+            changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
-            unread: AtomicBool::new(false),
+            is_detached: AtomicBool::new(false),
         }
     }
 
     /// Makes room for all a choice may publish, so that publishing allocates nothing.
     pub fn reserve(&self, choice: u32, tokens: usize, with_text: bool, top: Option<usize>) {
-        if self.unread.load(Ordering::Relaxed) {
+        if self.is_detached.load(Ordering::Relaxed) {
             return;
         }
         let mut state = self.state.lock();
@@ -116,12 +116,12 @@ impl Slot {
 
     /// Nobody will read: what is published from now on is dropped.
     pub fn detach(&self) {
-        self.unread.store(true, Ordering::Release);
+        self.is_detached.store(true, Ordering::Release);
     }
 
     /// Merges news into a choice. News for a choice that has ended are dropped.
-    pub fn publish(&self, choice: u32, news: News<'_>) {
-        if self.unread.load(Ordering::Acquire) {
+    pub fn publish(&self, choice: u32, news: Update<'_>) {
+        if self.is_detached.load(Ordering::Acquire) {
             return;
         }
         let mut state = self.state.lock();
@@ -137,7 +137,7 @@ impl Slot {
         if let Some(logprobs) = news.logprobs {
             pending.logprobs.append(logprobs);
         }
-        pending.fresh = true;
+        pending.has_unread = true;
         if news.finish.is_some() {
             pending.finish = news.finish;
             pending.closed = true;
@@ -170,7 +170,7 @@ impl Slot {
     fn announce(&self, mut state: parking_lot::MutexGuard<'_, State>) {
         let waker = state.waker.take();
         drop(state);
-        self.arrived.notify_all();
+        self.changed.notify_all();
         if let Some(waker) = waker {
             // A waker is code of the host's: its panic is its own affair and must not end the other requests.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake()));
@@ -178,21 +178,21 @@ impl Slot {
     }
 
     /// Takes what has gathered.
-    pub fn take(&self) -> Found {
+    pub fn take(&self) -> Poll {
         self.state.lock().take()
     }
 
     /// Takes what has gathered, waiting for it until `deadline` (for ever if `None`).
-    pub fn wait(&self, deadline: Option<Instant>) -> Found {
+    pub fn wait(&self, deadline: Option<Instant>) -> Poll {
         let mut state = self.state.lock();
         loop {
             match state.take() {
-                Found::Nothing => {}
+                Poll::Nothing => {}
                 found => return found,
             }
             match deadline {
-                None => self.arrived.wait(&mut state),
-                Some(deadline) if self.arrived.wait_until(&mut state, deadline).timed_out() => return state.take(),
+                None => self.changed.wait(&mut state),
+                Some(deadline) if self.changed.wait_until(&mut state, deadline).timed_out() => return state.take(),
                 Some(_) => {}
             }
         }
@@ -200,10 +200,10 @@ impl Slot {
 
     /// Takes what has gathered, or keeps the waker and wakes it when something comes.
     #[cfg(feature = "async")]
-    pub fn poll(&self, context: &mut std::task::Context<'_>) -> Found {
+    pub fn poll(&self, context: &mut std::task::Context<'_>) -> Poll {
         let mut state = self.state.lock();
         let found = state.take();
-        if matches!(found, Found::Nothing) {
+        if matches!(found, Poll::Nothing) {
             match &mut state.waker {
                 Some(waker) => waker.clone_from(context.waker()),
                 none => *none = Some(context.waker().clone()),
@@ -214,25 +214,25 @@ impl Slot {
 }
 
 impl State {
-    fn take(&mut self) -> Found {
+    fn take(&mut self) -> Poll {
         let count = self.choices.len();
         for step in 0..count {
-            let index = (self.turn + step) % count;
-            if self.choices[index].fresh {
-                self.turn = (index + 1) % count;
+            let index = (self.next_choice + step) % count;
+            if self.choices[index].has_unread {
+                self.next_choice = (index + 1) % count;
                 let prompt = if index == 0 { self.prompt.take() } else { None };
-                return Found::Delta(self.choices[index].take(index, prompt));
+                return Poll::Delta(self.choices[index].take(index, prompt));
             }
         }
         match self.error.take() {
-            Some(error) => Found::Error(error),
-            None if self.open == 0 => Found::Ended,
-            None => Found::Nothing,
+            Some(error) => Poll::Error(error),
+            None if self.open == 0 => Poll::Ended,
+            None => Poll::Nothing,
         }
     }
 }
 
-impl Pending {
+impl Buffered {
     /// Copies out rather than moving, so that the room reserved at admission stays with the engine.
     fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
         let delta = Delta {
@@ -246,12 +246,12 @@ impl Pending {
         self.text.clear();
         self.token_ids.clear();
         self.logprobs.clear();
-        self.fresh = false;
+        self.has_unread = false;
         delta
     }
 }
 
 /// A moment that far ahead, `None` when it lies beyond what the clock can tell.
-pub(crate) fn after(timeout: Duration) -> Option<Instant> {
+pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }

@@ -1,6 +1,6 @@
 //! Who is in the engine: requests, their choices, and which choice is which sequence of the scheduler.
 //!
-//! Owns what the loop knows of a request and tells its slot what happens. A request is here from the moment the loop
+//! Owns what the loop knows of a request and tells its mailbox what happens. A request is here from the moment the loop
 //! fetched it until its last choice has ended.
 
 use std::collections::BTreeMap;
@@ -10,30 +10,30 @@ use std::time::Duration;
 use crate::device::CustomFailure;
 use crate::graph::RowStatus;
 use crate::kv_cache::SeqId;
-use crate::sampler::{Sampled, SamplingParams, TokenLogprob, takes_best};
+use crate::sampler::{Sampled, SamplingParams, TokenLogprob, is_argmax_only};
 use crate::scheduler::{SeqMeta, Tick};
 use crate::text::Vocabulary;
 
-use super::choice::{Rules, Sequence};
+use super::choice::{StopRules, ChoiceState};
 use crate::engine::clock::elapsed_us;
 use crate::engine::error::RequestError;
 use crate::engine::metrics::{Counters, Ending};
 use crate::engine::request::RequestId;
-use crate::engine::request::admission::Arrival;
-use crate::engine::request::mailbox::{News, Slot};
+use crate::engine::request::admission::AdmittedRequest;
+use crate::engine::request::mailbox::{Update, Mailbox};
 use crate::engine::request::output::{FinishReason, PromptInfo};
 use crate::runner::{Outcome, SequenceOutcome};
 
 #[derive(Debug)]
-pub(crate) struct Active {
-    pub slot: Arc<Slot>,
+pub(crate) struct ActiveRequest {
+    pub mailbox: Arc<Mailbox>,
     pub params: SamplingParams,
     pub prompt_tokens: u32,
     pub max_tokens: u32,
     pub bad_words: Vec<Vec<u32>>,
     pub seed: u64,
     /// Whether all its tokens are the best of their rows, and nothing else of these is looked at.
-    pub takes_best: bool,
+    pub is_argmax_only: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
     /// Whether it still counts as waiting for its first step.
@@ -44,15 +44,15 @@ pub(crate) struct Active {
     /// is computed once.
     unforked: Vec<SeqId>,
     /// What the scheduler is told of such a choice if choice 0 ends before they can fork.
-    twin: Option<SeqMeta>,
+    sibling: Option<SeqMeta>,
     /// Failed in this step; its choices leave once the step is committed.
     failed: bool,
 }
 
 #[derive(Debug)]
-pub(crate) struct Roster {
-    requests: BTreeMap<RequestId, Active>,
-    sequences: BTreeMap<SeqId, Sequence>,
+pub(crate) struct ActiveRequests {
+    requests: BTreeMap<RequestId, ActiveRequest>,
+    choices: BTreeMap<SeqId, ChoiceState>,
     next_seq: u64,
     next_deadline: Option<Tick>,
     failed: Vec<RequestId>,
@@ -61,11 +61,11 @@ pub(crate) struct Roster {
     counters: Arc<Counters>,
 }
 
-impl Roster {
+impl ActiveRequests {
     pub fn new(eos_ids: Vec<u32>, vocabulary: Option<Arc<dyn Vocabulary>>, counters: Arc<Counters>) -> Self {
         Self {
             requests: BTreeMap::new(),
-            sequences: BTreeMap::new(),
+            choices: BTreeMap::new(),
             next_seq: 0,
             next_deadline: None,
             failed: Vec::new(),
@@ -75,43 +75,43 @@ impl Roster {
         }
     }
 
-    /// Takes a request in; the sequence of its choice 0, which is scheduled first. `twin` describes the others.
-    pub fn enter(&mut self, arrival: Arrival, twin: Option<SeqMeta>) -> SeqId {
-        let ids = self.next_seq..self.next_seq + u64::from(arrival.params.n);
+    /// Takes a request in; the sequence of its choice 0, which is scheduled first. `sibling` describes the others.
+    pub fn admit(&mut self, admitted: AdmittedRequest, sibling: Option<SeqMeta>) -> SeqId {
+        let ids = self.next_seq..self.next_seq + u64::from(admitted.params.n);
         self.next_seq = ids.end;
         for (choice, seq) in (0..).zip(ids.clone()) {
-            let sequence = Sequence::new(arrival.id, choice, &arrival.params, self.vocabulary.is_some());
-            self.sequences.insert(SeqId(seq), sequence);
+            let sequence = ChoiceState::new(admitted.id, choice, &admitted.params, self.vocabulary.is_some());
+            self.choices.insert(SeqId(seq), sequence);
         }
-        self.next_deadline = earlier(self.next_deadline, arrival.deadline);
-        let takes_best = self.takes_best(&arrival);
-        let active = Active {
-            slot: arrival.slot,
-            params: arrival.params,
-            prompt_tokens: u32::try_from(arrival.prompt.len()).unwrap_or(u32::MAX),
-            max_tokens: arrival.max_tokens,
-            bad_words: arrival.bad_words,
-            seed: arrival.seed,
-            takes_best,
-            arrived: arrival.arrived,
-            deadline: arrival.deadline,
+        self.next_deadline = earlier(self.next_deadline, admitted.deadline);
+        let takes_best = self.is_argmax_only(&admitted);
+        let active = ActiveRequest {
+            mailbox: admitted.mailbox,
+            params: admitted.params,
+            prompt_tokens: u32::try_from(admitted.prompt.len()).unwrap_or(u32::MAX),
+            max_tokens: admitted.max_tokens,
+            bad_words: admitted.bad_words,
+            seed: admitted.seed,
+            is_argmax_only: takes_best,
+            arrived: admitted.arrived,
+            deadline: admitted.deadline,
             queued: true,
             open: ids.clone().map(SeqId).collect(),
             unforked: ids.clone().skip(1).map(SeqId).collect(),
-            twin,
+            sibling: sibling,
             failed: false,
         };
-        self.requests.insert(arrival.id, active);
+        self.requests.insert(admitted.id, active);
         SeqId(ids.start)
     }
 
     /// Whether all tokens of a request are the best of their rows, and nothing else of these is looked at.
-    pub fn takes_best(&self, arrival: &Arrival) -> bool {
-        takes_best(&arrival.params, self.eos_of(&arrival.params), &arrival.bad_words)
+    pub fn is_argmax_only(&self, admitted: &AdmittedRequest) -> bool {
+        is_argmax_only(&admitted.params, self.eos_ids(&admitted.params), &admitted.bad_words)
     }
 
     /// Choices of the sequence's request that wait to fork off it.
-    pub fn unforked_of(&self, seq: SeqId) -> &[SeqId] {
+    pub fn unforked_siblings(&self, seq: SeqId) -> &[SeqId] {
         self.get(seq).map_or(&[], |(_, active)| &active.unforked)
     }
 
@@ -119,7 +119,7 @@ impl Roster {
     pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, SeqMeta)> {
         let active = self.requests.get_mut(&request)?;
         let unforked = std::mem::take(&mut active.unforked);
-        Some((unforked, active.twin.take()?))
+        Some((unforked, active.sibling.take()?))
     }
 
     /// Whether the request has choices that the scheduler does not know.
@@ -128,8 +128,8 @@ impl Roster {
     }
 
     /// Notes that a choice is the scheduler's from the end of this step on.
-    pub fn forked(&mut self, seq: SeqId) {
-        let request = self.sequences.get(&seq).map(|sequence| sequence.request);
+    pub fn mark_forked(&mut self, seq: SeqId) {
+        let request = self.choices.get(&seq).map(|sequence| sequence.request);
         if let Some(active) = request.and_then(|request| self.requests.get_mut(&request)) {
             active.unforked.retain(|&unforked| unforked != seq);
         }
@@ -144,17 +144,17 @@ impl Roster {
         self.requests.is_empty()
     }
 
-    pub fn sequences(&self) -> usize {
-        self.sequences.len()
+    pub fn choices(&self) -> usize {
+        self.choices.len()
     }
 
-    pub fn eos_of(&self, params: &SamplingParams) -> &[u32] {
+    pub fn eos_ids(&self, params: &SamplingParams) -> &[u32] {
         if params.ignore_eos { &[] } else { &self.eos_ids }
     }
 
     /// The choice behind a sequence and its request; `None` once either has ended or failed.
-    pub fn get(&self, seq: SeqId) -> Option<(&Sequence, &Active)> {
-        let sequence = self.sequences.get(&seq)?;
+    pub fn get(&self, seq: SeqId) -> Option<(&ChoiceState, &ActiveRequest)> {
+        let sequence = self.choices.get(&seq)?;
         let active = self.requests.get(&sequence.request).filter(|active| !active.failed)?;
         Some((sequence, active))
     }
@@ -166,8 +166,8 @@ impl Roster {
 
     /// Notes that a sequence is part of a step. At its first one its buffers are reserved; `true` if its request was
     /// waiting until then.
-    pub fn start(&mut self, seq: SeqId) -> bool {
-        let Some(sequence) = self.sequences.get_mut(&seq).filter(|sequence| !sequence.started) else { return false };
+    pub fn mark_started(&mut self, seq: SeqId) -> bool {
+        let Some(sequence) = self.choices.get_mut(&seq).filter(|sequence| !sequence.started) else { return false };
         let Some(active) = self.requests.get_mut(&sequence.request) else { return false };
         sequence.started = true;
         let top = |asked: Option<u32>| asked.map(|top| top as usize);
@@ -176,30 +176,30 @@ impl Roster {
         }
         let with_text = self.vocabulary.is_some();
         let logprobs = top(active.params.logprobs);
-        active.slot.reserve(sequence.choice, active.max_tokens as usize, with_text, logprobs);
+        active.mailbox.reserve(sequence.choice, active.max_tokens as usize, with_text, logprobs);
         std::mem::take(&mut active.queued)
     }
 
     /// Records the log-probability of the prompt token behind `sequence`'s last recorded one.
     pub fn prompt_logprob(&mut self, seq: SeqId, logprob: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
-        if let Some(sequence) = self.sequences.get_mut(&seq) {
+        if let Some(sequence) = self.choices.get_mut(&seq) {
             sequence.push_prompt_logprob(logprob, rank, top);
         }
     }
 
     /// Takes a drawn token and publishes what it brings; `true` if the choice ended on it.
     pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: u32, now: Tick) -> bool {
-        let Some(sequence) = self.sequences.get_mut(&seq) else { return true };
+        let Some(sequence) = self.choices.get_mut(&seq) else { return true };
         let Some(active) = self.requests.get_mut(&sequence.request).filter(|active| !active.failed) else {
             return true;
         };
-        let rules = Rules {
+        let rules = StopRules {
             params: &active.params,
             eos_ids: if active.params.ignore_eos { &[] } else { &self.eos_ids },
             max_tokens: active.max_tokens,
             vocabulary: self.vocabulary.as_deref(),
         };
-        let is_first = sequence.choice == 0 && sequence.prompt_is_news();
+        let is_first = sequence.choice == 0 && sequence.is_first_token();
         let accepted = sequence.accept(&rules, sampled);
         let prompt = is_first.then(|| {
             let waited_us = elapsed_us(active.arrived, now);
@@ -217,32 +217,32 @@ impl Roster {
             Counters::add(&self.counters.generated_tokens, 1);
         }
         let ended = accepted.finish.as_ref().map(Ending::from);
-        let news = News {
+        let news = Update {
             text: sequence.text(),
             token: accepted.token,
             logprobs: active.params.logprobs.is_some().then_some(sequence.logprobs()),
             finish: accepted.finish,
             prompt,
         };
-        active.slot.publish(sequence.choice, news);
+        active.mailbox.publish(sequence.choice, news);
         if let Some(ending) = ended {
             self.counters.finish(ending);
-            self.leave(seq);
+            self.remove_choice(seq);
         }
         ended.is_some()
     }
 
     /// Ends one choice from outside and publishes what was held back.
     pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason) {
-        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        let Some(sequence) = self.choices.get_mut(&seq) else { return };
         if let Some(active) = self.requests.get(&sequence.request) {
             self.counters.finish(Ending::from(&reason));
             sequence.close();
             active
-                .slot
-                .publish(sequence.choice, News { text: sequence.text(), finish: Some(reason), ..News::default() });
+                .mailbox
+                .publish(sequence.choice, Update { text: sequence.text(), finish: Some(reason), ..Update::default() });
         }
-        self.leave(seq);
+        self.remove_choice(seq);
     }
 
     /// Ends a request with an error. Its choices stay until [`next_failed`](Self::next_failed) hands them out, since the
@@ -250,7 +250,7 @@ impl Roster {
     pub fn fail(&mut self, request: RequestId, error: RequestError) {
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return };
         active.failed = true;
-        active.slot.fail(error);
+        active.mailbox.fail(error);
         for _ in &active.open {
             self.counters.finish(Ending::Error);
         }
@@ -258,7 +258,7 @@ impl Roster {
     }
 
     /// Ends the request of a sequence with what a step told of one of its rows.
-    pub fn fail_at(&mut self, seq: SeqId, found: &SequenceOutcome) {
+    pub fn fail_sequence(&mut self, seq: SeqId, found: &SequenceOutcome) {
         let Outcome::Failed { status, custom } = &found.outcome else { return };
         let Some((sequence, _)) = self.get(seq) else { return };
         let (request, choice, position) = (sequence.request, sequence.choice, found.position);
@@ -277,19 +277,19 @@ impl Roster {
         let request = self.failed.pop()?;
         let open = self.requests.remove(&request).map(|active| active.open).unwrap_or_default();
         for seq in &open {
-            self.sequences.remove(seq);
+            self.choices.remove(seq);
         }
         Some(open)
     }
 
     /// Sequences of a request that have not ended, and whether the request still waits for its first step.
-    pub fn open_of(&self, request: RequestId) -> (Vec<SeqId>, bool) {
+    pub fn open_choices(&self, request: RequestId) -> (Vec<SeqId>, bool) {
         self.requests.get(&request).map(|active| (active.open.clone(), active.queued)).unwrap_or_default()
     }
 
     /// A request whose caller has cancelled it.
     pub fn next_cancelled(&self) -> Option<RequestId> {
-        self.requests.iter().find(|(_, active)| active.slot.is_cancelled()).map(|(&id, _)| id)
+        self.requests.iter().find(|(_, active)| active.mailbox.is_cancelled()).map(|(&id, _)| id)
     }
 
     /// A request whose deadline has passed.
@@ -309,22 +309,22 @@ impl Roster {
     pub fn clear(&mut self, error: &RequestError) {
         for active in self.requests.values() {
             if !active.failed {
-                active.slot.fail(error.clone());
+                active.mailbox.fail(error.clone());
                 for _ in &active.open {
                     self.counters.finish(Ending::Error);
                 }
             }
         }
         self.requests.clear();
-        self.sequences.clear();
+        self.choices.clear();
         self.failed.clear();
     }
 
     /// That requests and sequences name each other, and nothing else is here.
     pub fn check(&self) -> Result<(), String> {
         let open = self.requests.values().map(|active| active.open.len()).sum::<usize>();
-        if open != self.sequences.len() {
-            return Err(format!("requests name {open} open sequences, there are {}", self.sequences.len()));
+        if open != self.choices.len() {
+            return Err(format!("requests name {open} open sequences, there are {}", self.choices.len()));
         }
         for (id, active) in &self.requests {
             if active.unforked.iter().any(|seq| !active.open.contains(seq)) {
@@ -334,7 +334,7 @@ impl Roster {
                 return Err(format!("request {id} has no open choice"));
             }
             for seq in &active.open {
-                if self.sequences.get(seq).map(|sequence| sequence.request) != Some(*id) {
+                if self.choices.get(seq).map(|sequence| sequence.request) != Some(*id) {
                     return Err(format!("request {id} names {seq:?}, which is not its own"));
                 }
             }
@@ -342,8 +342,8 @@ impl Roster {
         Ok(())
     }
 
-    fn leave(&mut self, seq: SeqId) {
-        let Some(sequence) = self.sequences.remove(&seq) else { return };
+    fn remove_choice(&mut self, seq: SeqId) {
+        let Some(sequence) = self.choices.remove(&seq) else { return };
         if let Some(active) = self.requests.get_mut(&sequence.request) {
             active.open.retain(|&open| open != seq);
             active.unforked.retain(|&unforked| unforked != seq);

@@ -5,12 +5,12 @@ use std::ops::Range;
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
-use super::active_requests::Roster;
+use super::active_requests::ActiveRequests;
 use crate::runner::{FedRow, ForwardInput, NEVER, Ticket};
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum LogitUse {
     /// The next token of the sequence is drawn from it.
     Sample,
     /// It tells how likely the prompt's next token was.
@@ -19,51 +19,51 @@ pub(crate) enum Purpose {
 
 /// One wanted row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WantedRow {
+pub(crate) struct LogitRequest {
     /// Index of the chunk in the plan.
     pub chunk: usize,
     pub seq: SeqId,
     /// Position in the sequence of the token whose row it is.
     pub position: u32,
-    pub purpose: Purpose,
+    pub logit_use: LogitUse,
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Batch {
+pub(crate) struct BatchBuilder {
     pub input: ForwardInput,
     /// One for each of `input.logit_rows`; nothing where nobody wants it any more.
-    pub wanted: Vec<Option<WantedRow>>,
+    pub logit_requests: Vec<Option<LogitRequest>>,
     /// The row of logits that each chunk's token is drawn from.
-    sampled: Vec<Option<u32>>,
+    sampled_rows: Vec<Option<u32>>,
 }
 
-impl Batch {
+impl BatchBuilder {
     pub fn with_room(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
         Self {
             input: ForwardInput::with_room(tokens, seqs, table_blocks, wanted),
-            wanted: Vec::with_capacity(wanted),
-            sampled: Vec::with_capacity(seqs),
+            logit_requests: Vec::with_capacity(wanted),
+            sampled_rows: Vec::with_capacity(seqs),
         }
     }
 
     /// The row of logits that a chunk's token is drawn from.
-    pub fn sampled(&self, chunk: usize) -> Option<u32> {
-        self.sampled.get(chunk).copied().flatten()
+    pub fn sampled_row(&self, chunk: usize) -> Option<u32> {
+        self.sampled_rows.get(chunk).copied().flatten()
     }
 
     /// Fills in a plan, a sequence a chunk. `source` tells which batch in flight draws a placeholder, from which of its rows
     /// of logits.
-    pub fn fill(
+    pub fn build(
         &mut self,
         chunks: &[Chunk],
         scheduler: &Scheduler,
         blocks: &BlockAllocator,
-        roster: &Roster,
+        requests: &ActiveRequests,
         source: impl Fn(Placeholder) -> Option<(Ticket, u32)>,
     ) {
         self.input.clear();
-        self.wanted.clear();
-        self.sampled.clear();
+        self.logit_requests.clear();
+        self.sampled_rows.clear();
         for (index, chunk) in chunks.iter().enumerate() {
             let end = chunk.start + chunk.len;
             let offset = index_of(self.input.tokens.len());
@@ -83,34 +83,34 @@ impl Batch {
             let mut want = |position: u32, purpose, best_only| {
                 self.input.logit_rows.push(offset + position - chunk.start);
                 self.input.best_only.push(best_only);
-                self.wanted.push(Some(WantedRow { chunk: index, seq: chunk.seq, position, purpose }));
+                self.logit_requests.push(Some(LogitRequest { chunk: index, seq: chunk.seq, position, logit_use: purpose }));
             };
-            for position in prompt_rows(chunk, scheduler, roster) {
-                want(position, Purpose::PromptLogprob, false);
+            for position in prompt_rows(chunk, scheduler, requests) {
+                want(position, LogitUse::PromptLogprob, false);
             }
             if chunk.samples {
-                let takes_best = roster.get(chunk.seq).is_some_and(|(_, active)| active.takes_best);
-                want(end - 1, Purpose::Sample, takes_best);
-                self.sampled.push(Some(index_of(self.wanted.len() - 1)));
+                let takes_best = requests.get(chunk.seq).is_some_and(|(_, active)| active.is_argmax_only);
+                want(end - 1, LogitUse::Sample, takes_best);
+                self.sampled_rows.push(Some(index_of(self.logit_requests.len() - 1)));
             } else {
-                self.sampled.push(None);
+                self.sampled_rows.push(None);
             }
         }
     }
 
     /// Forgets what was wanted of chunks whose results mean nothing any more.
-    pub fn drop_void(&mut self, void: &[bool]) {
-        for want in &mut self.wanted {
+    pub fn drop_stale(&mut self, void: &[bool]) {
+        for want in &mut self.logit_requests {
             *want = want.filter(|want| !void[want.chunk]);
         }
     }
 }
 
 /// Positions of prompt rows in the chunk whose log-probabilities are still wanted.
-fn prompt_rows(chunk: &Chunk, scheduler: &Scheduler, roster: &Roster) -> Range<u32> {
+fn prompt_rows(chunk: &Chunk, scheduler: &Scheduler, requests: &ActiveRequests) -> Range<u32> {
     // The last prompt row predicts the first output token, which is drawn, not looked up.
     let end = (chunk.start + chunk.len).min(scheduler.prompt_len(chunk.seq).saturating_sub(1));
-    roster.prompt_rows_from(chunk.seq).map_or(end..end, |from| from.max(chunk.start)..end)
+    requests.prompt_rows_from(chunk.seq).map_or(end..end, |from| from.max(chunk.start)..end)
 }
 
 fn index_of(len: usize) -> u32 {

@@ -22,7 +22,7 @@ const TOKEN_TEXT_BYTES: usize = 256;
 
 /// What decides over a sequence's end.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rules<'a> {
+pub(crate) struct StopRules<'a> {
     pub params: &'a SamplingParams,
     /// The model's own end-of-sequence tokens; none if the request ignores them.
     pub eos_ids: &'a [u32],
@@ -38,7 +38,7 @@ pub(crate) struct Accepted {
 }
 
 #[derive(Debug)]
-pub(crate) struct Sequence {
+pub(crate) struct ChoiceState {
     pub request: RequestId,
     pub choice: u32,
     /// Whether it has been part of a step.
@@ -46,34 +46,34 @@ pub(crate) struct Sequence {
     /// Tokens published.
     generated_tokens: u32,
     /// Whether no token has been drawn yet.
-    untouched: bool,
-    text: Option<TextEnd>,
+    no_token_yet: bool,
+    text: Option<TextStream>,
     logprobs: Logprobs,
     prompt_logprobs: Option<Logprobs>,
 }
 
 /// The end of the text: what is decoded but not published.
 #[derive(Debug)]
-struct TextEnd {
+struct TextStream {
     detokenizer: Detokenizer,
     stops: StopChecker,
     decoded: String,
-    fresh: String,
+    publishable: String,
 }
 
-impl Sequence {
+impl ChoiceState {
     pub fn new(request: RequestId, choice: u32, params: &SamplingParams, with_text: bool) -> Self {
         Self {
             request,
             choice,
             started: false,
             generated_tokens: 0,
-            untouched: true,
-            text: with_text.then(|| TextEnd {
+            no_token_yet: true,
+            text: with_text.then(|| TextStream {
                 detokenizer: Detokenizer::continuing(params.skip_special_tokens),
                 stops: StopChecker::new(&params.stop, params.include_stop_str_in_output),
                 decoded: String::with_capacity(TOKEN_TEXT_BYTES),
-                fresh: String::with_capacity(TOKEN_TEXT_BYTES),
+                publishable: String::with_capacity(TOKEN_TEXT_BYTES),
             }),
             logprobs: Logprobs::default(),
             // Every choice has the same prompt: one of them looks at it.
@@ -86,8 +86,8 @@ impl Sequence {
     }
 
     /// Whether the next token is the first, with which the prompt's own results are published.
-    pub fn prompt_is_news(&self) -> bool {
-        self.untouched
+    pub fn is_first_token(&self) -> bool {
+        self.no_token_yet
     }
 
     /// Position of the first prompt row whose logits are still wanted; `None` if none are.
@@ -115,7 +115,7 @@ impl Sequence {
 
     /// Text to publish now.
     pub fn text(&self) -> &str {
-        self.text.as_ref().map_or("", |text| &text.fresh)
+        self.text.as_ref().map_or("", |text| &text.publishable)
     }
 
     /// Log-probabilities of the token to publish now.
@@ -124,8 +124,8 @@ impl Sequence {
     }
 
     /// Takes the next drawn token.
-    pub fn accept(&mut self, rules: &Rules<'_>, sampled: &Sampled) -> Accepted {
-        self.untouched = false;
+    pub fn accept(&mut self, rules: &StopRules<'_>, sampled: &Sampled) -> Accepted {
+        self.no_token_yet = false;
         self.logprobs.clear();
         self.clear_text();
         let token = sampled.token;
@@ -139,20 +139,20 @@ impl Sequence {
                 self.flush();
                 return Accepted { token: None, finish };
             }
-            self.keep(sampled, rules);
+            self.record(sampled, rules);
             if let Some(text) = &mut self.text {
-                text.bypass();
+                text.pass_through();
             }
             self.flush();
             return Accepted { token: Some(token), finish };
         }
 
-        self.keep(sampled, rules);
+        self.record(sampled, rules);
         let mut finish = None;
         if let Some(text) = &mut self.text {
             if self.generated_tokens <= rules.params.min_tokens {
-                text.bypass();
-            } else if let Some(index) = text.stops.push(&text.decoded, &mut text.fresh) {
+                text.pass_through();
+            } else if let Some(index) = text.stops.push(&text.decoded, &mut text.publishable) {
                 let matched = StopMatch::Text(rules.params.stop[index].clone());
                 return Accepted { token: Some(token), finish: Some(FinishReason::Stop { matched }) };
             }
@@ -171,7 +171,7 @@ impl Sequence {
         self.flush();
     }
 
-    fn keep(&mut self, sampled: &Sampled, rules: &Rules<'_>) {
+    fn record(&mut self, sampled: &Sampled, rules: &StopRules<'_>) {
         self.generated_tokens += 1;
         if let Some(logprob) = sampled.logprob.filter(|_| rules.params.logprobs.is_some()) {
             self.logprobs.push(TokenLogprob { token: sampled.token, logprob }, sampled.rank, &sampled.top);
@@ -184,7 +184,7 @@ impl Sequence {
     fn clear_text(&mut self) {
         if let Some(text) = &mut self.text {
             text.decoded.clear();
-            text.fresh.clear();
+            text.publishable.clear();
         }
     }
 
@@ -193,16 +193,16 @@ impl Sequence {
             text.decoded.clear();
             text.detokenizer.flush(&mut text.decoded);
             // A match here would cut what is flushed; the reason to end stays the one that was found first.
-            if text.stops.push(&text.decoded, &mut text.fresh).is_none() {
-                text.stops.flush(&mut text.fresh);
+            if text.stops.push(&text.decoded, &mut text.publishable).is_none() {
+                text.stops.flush(&mut text.publishable);
             }
         }
     }
 }
 
-impl TextEnd {
+impl TextStream {
     /// Lets decoded text through without looking for stops in it.
-    fn bypass(&mut self) {
-        self.stops.pass(&self.decoded, &mut self.fresh);
+    fn pass_through(&mut self) {
+        self.stops.pass(&self.decoded, &mut self.publishable);
     }
 }

@@ -19,26 +19,26 @@ use crate::graph::Cost;
 use crate::kv_cache::BlockAllocator;
 use crate::scheduler::{Chunk, Placeholder, Scheduler, SeqResult, StepOutput, Tick};
 
-use super::active_requests::Roster;
-use super::batch_builder::Batch;
+use super::active_requests::ActiveRequests;
+use super::batch_builder::BatchBuilder;
 use crate::engine::config::EngineConfig;
 use crate::runner::Ticket;
 
 /// One planned step and what comes of it.
 #[derive(Debug, Default)]
-pub(crate) struct Step {
+pub(crate) struct InFlightStep {
     /// The plan's number.
     plan: u64,
     pub chunks: Vec<Chunk>,
-    pub batch: Batch,
+    pub batch: BatchBuilder,
     pub output: StepOutput,
     /// By chunk: whether its results mean nothing any more.
-    pub void: Vec<bool>,
-    pub ticket: Ticket,
+    pub stale: Vec<bool>,
+    pub batch_id: Ticket,
     /// When it was planned.
-    pub planned: Tick,
+    pub planned_at: Tick,
     /// When it was launched.
-    pub launched: Tick,
+    pub launched_at: Tick,
     pub cost: Cost,
 }
 
@@ -46,62 +46,62 @@ pub(crate) struct Step {
 pub(crate) struct Pipeline {
     depth: usize,
     /// Oldest first.
-    flying: VecDeque<Step>,
-    spare: Vec<Step>,
+    in_flight: VecDeque<InFlightStep>,
+    free_steps: Vec<InFlightStep>,
 }
 
 impl Pipeline {
     /// Reserves what the steps of `depth` plans need.
     pub fn with_room(depth: u32, config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let depth = depth as usize;
-        let spare = (0..depth).map(|_| Step::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
-        Self { depth, flying: VecDeque::with_capacity(depth), spare }
+        let spare = (0..depth).map(|_| InFlightStep::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
+        Self { depth, in_flight: VecDeque::with_capacity(depth), free_steps: spare }
     }
 
     /// Whether one more step may be launched.
     pub fn has_room(&self) -> bool {
-        self.flying.len() < self.depth
+        self.in_flight.len() < self.depth
     }
 
     pub fn is_empty(&self) -> bool {
-        self.flying.is_empty()
+        self.in_flight.is_empty()
     }
 
     /// The step of the plan made last.
-    pub fn prepare(&mut self, now: Tick, scheduler: &Scheduler, blocks: &BlockAllocator, roster: &Roster) -> Step {
-        let mut step = self.spare.pop().unwrap_or_default();
+    pub fn prepare(&mut self, now: Tick, scheduler: &Scheduler, blocks: &BlockAllocator, requests: &ActiveRequests) -> InFlightStep {
+        let mut step = self.free_steps.pop().unwrap_or_default();
         let plan = scheduler.plan();
         step.plan = plan.number;
-        step.planned = now;
+        step.planned_at = now;
         step.chunks.clear();
         step.chunks.extend_from_slice(&plan.chunks);
-        step.batch.fill(&step.chunks, scheduler, blocks, roster, |placeholder| self.source(placeholder));
+        step.batch.build(&step.chunks, scheduler, blocks, requests, |placeholder| self.deferred_source(placeholder));
         step
     }
 
     /// Puts a launched step behind the others.
-    pub fn push(&mut self, step: Step) {
-        self.flying.push_back(step);
+    pub fn push(&mut self, step: InFlightStep) {
+        self.in_flight.push_back(step);
     }
 
     /// The oldest step, to be taken out.
-    pub fn pop(&mut self) -> Option<Step> {
-        self.flying.pop_front()
+    pub fn pop(&mut self) -> Option<InFlightStep> {
+        self.in_flight.pop_front()
     }
 
     /// Takes a step's room back.
-    pub fn recycle(&mut self, step: Step) {
-        self.spare.push(step);
+    pub fn reuse(&mut self, step: InFlightStep) {
+        self.free_steps.push(step);
     }
 
     /// The batch in flight that draws a placeholder, and its row of logits.
-    fn source(&self, placeholder: Placeholder) -> Option<(Ticket, u32)> {
-        let step = self.flying.iter().find(|step| step.plan == placeholder.plan)?;
-        Some((step.ticket, step.batch.sampled(placeholder.chunk)?))
+    fn deferred_source(&self, placeholder: Placeholder) -> Option<(Ticket, u32)> {
+        let step = self.in_flight.iter().find(|step| step.plan == placeholder.plan)?;
+        Some((step.batch_id, step.batch.sampled_row(placeholder.chunk)?))
     }
 }
 
-impl Step {
+impl InFlightStep {
     fn with_room(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let seqs = config.max_num_seqs as usize;
         let rows = config.max_num_batched_tokens as usize;
@@ -111,8 +111,8 @@ impl Step {
         Self {
             chunks: Vec::with_capacity(seqs),
             output: StepOutput { results: Vec::with_capacity(seqs) },
-            void: Vec::with_capacity(seqs),
-            batch: Batch::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
+            stale: Vec::with_capacity(seqs),
+            batch: BatchBuilder::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
             ..Self::default()
         }
     }
@@ -122,19 +122,19 @@ impl Step {
     }
 
     /// Begins to take it out: which of its chunks still count, and no result for any.
-    pub fn open(&mut self, scheduler: &Scheduler) {
-        let Self { plan, chunks, batch, output, void, .. } = self;
+    pub fn mark_stale(&mut self, scheduler: &Scheduler) {
+        let Self { plan, chunks, batch, output, stale: void, .. } = self;
         void.clear();
         void.extend(chunks.iter().map(|chunk| scheduler.is_void(*plan, chunk.seq)));
-        batch.drop_void(void);
+        batch.drop_stale(void);
         output.results.clear();
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
     }
 
     /// What a sequence computed before its request failed in this step is not to be found in the prefix cache.
-    pub fn discard_failed(&mut self, roster: &Roster) {
+    pub fn discard_failed(&mut self, requests: &ActiveRequests) {
         let results = self.output.results.iter_mut();
-        for result in results.filter(|result| !result.finished && roster.get(result.seq).is_none()) {
+        for result in results.filter(|result| !result.finished && requests.get(result.seq).is_none()) {
             *result = SeqResult { seq: result.seq, token: None, finished: true };
         }
     }
@@ -142,6 +142,6 @@ impl Step {
     /// Choices that end on this step.
     pub fn finished(&self) -> u32 {
         let ends = |(result, void): &(&SeqResult, &bool)| result.finished && !**void;
-        u32::try_from(self.output.results.iter().zip(&self.void).filter(ends).count()).unwrap_or(u32::MAX)
+        u32::try_from(self.output.results.iter().zip(&self.stale).filter(ends).count()).unwrap_or(u32::MAX)
     }
 }

@@ -1,28 +1,28 @@
 //! From the logits of one step to tokens: who is sampled how, and the prompt's log-probabilities.
 //!
-//! Keeps the buffers of a step's sampling. What it finds is told to the [`Roster`] row by row; a row that cannot be
+//! Keeps the buffers of a step's sampling. What it finds is told to the [`ActiveRequests`] row by row; a row that cannot be
 //! sampled fails its own request and no other.
 
 use crate::kv_cache::SeqId;
 use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
 use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
 
-use super::active_requests::Roster;
-use super::batch_builder::{Purpose, WantedRow};
+use super::active_requests::ActiveRequests;
+use super::batch_builder::{LogitUse, LogitRequest};
 use crate::engine::error::RequestError;
 use crate::engine::request::RequestId;
 use crate::runner::LogitRows;
 
 #[derive(Debug)]
-pub(crate) struct Draw {
+pub(crate) struct StepSampler {
     sampler: Sampler,
     /// Empty between calls; kept for its room.
     rows: Vec<SampleRow<'static>>,
     /// Index into the wanted rows of each of `rows`, and the choice it is drawn for.
-    of: Vec<(usize, SeqId)>,
+    targets: Vec<(usize, SeqId)>,
     sampled: Vec<Result<Sampled, SampleError>>,
     forks: Vec<Fork>,
-    drawn_tokens: u32,
+    sampled_tokens: u32,
 }
 
 /// A choice that begins in this step, to be told to the scheduler after the commit.
@@ -34,22 +34,22 @@ pub(crate) enum Fork {
     Alone { request: RequestId },
 }
 
-impl Draw {
+impl StepSampler {
     pub fn new(vocab_size: usize, max_rows: usize) -> Self {
         Self {
             sampler: Sampler::new(vocab_size),
             rows: Vec::with_capacity(max_rows),
-            of: Vec::with_capacity(max_rows),
+            targets: Vec::with_capacity(max_rows),
             sampled: Vec::with_capacity(max_rows),
             forks: Vec::new(),
-            drawn_tokens: 0,
+            sampled_tokens: 0,
         }
     }
 
     /// Starts a step.
     pub fn begin(&mut self) {
         self.forks.clear();
-        self.drawn_tokens = 0;
+        self.sampled_tokens = 0;
     }
 
     /// Choices that began in this step.
@@ -58,39 +58,39 @@ impl Draw {
     }
 
     /// Tokens drawn in this step, for all choices.
-    pub fn drawn_tokens(&self) -> u32 {
-        self.drawn_tokens
+    pub fn sampled_tokens(&self) -> u32 {
+        self.sampled_tokens
     }
 
     /// Reads a step's logits and enters what they give into `output`, which has a result a chunk.
-    pub fn digest(
+    pub fn process_logits(
         &mut self,
         logits: LogitRows<'_>,
-        wanted: &[Option<WantedRow>],
+        wanted: &[Option<LogitRequest>],
         scheduler: &Scheduler,
-        roster: &mut Roster,
+        requests: &mut ActiveRequests,
         now: Tick,
         output: &mut StepOutput,
     ) {
-        for (row, want) in rows_for(wanted, Purpose::PromptLogprob) {
-            self.prompt_logprob(logits, row, want, scheduler, roster);
+        for (row, want) in rows_for(wanted, LogitUse::PromptLogprob) {
+            self.prompt_logprob(logits, row, want, scheduler, requests);
         }
-        self.sample(logits, wanted, scheduler, roster);
-        for (&(row, seq), sampled) in self.of.iter().zip(&self.sampled) {
+        self.sample(logits, wanted, scheduler, requests);
+        for (&(row, seq), sampled) in self.targets.iter().zip(&self.sampled) {
             let Some(want) = wanted[row] else { continue };
             if seq == want.seq {
-                let before = roster.get(seq).map(|(sequence, _)| sequence.request);
-                let result = settle(seq, want, sampled, scheduler, roster, now);
-                self.drawn_tokens += u32::from(result.token.is_some());
+                let before = requests.get(seq).map(|(sequence, _)| sequence.request);
+                let result = apply_sample(seq, want, sampled, scheduler, requests, now);
+                self.sampled_tokens += u32::from(result.token.is_some());
                 output.results[want.chunk] = result;
-                if let Some(request) = before.filter(|&request| result.finished && roster.waits_to_fork(request)) {
+                if let Some(request) = before.filter(|&request| result.finished && requests.waits_to_fork(request)) {
                     self.forks.push(Fork::Alone { request });
                 }
             } else if !output.results[want.chunk].finished {
                 // Choice 0 goes on: this one begins beside it.
-                let result = settle(seq, want, sampled, scheduler, roster, now);
-                self.drawn_tokens += u32::from(result.token.is_some());
-                roster.forked(seq);
+                let result = apply_sample(seq, want, sampled, scheduler, requests, now);
+                self.sampled_tokens += u32::from(result.token.is_some());
+                requests.mark_forked(seq);
                 if let (Some(token), false) = (result.token, result.finished) {
                     self.forks.push(Fork::Shared { parent: want.seq, child: seq, token });
                 }
@@ -102,11 +102,11 @@ impl Draw {
         &mut self,
         logits: LogitRows<'_>,
         row: usize,
-        want: WantedRow,
+        want: LogitRequest,
         scheduler: &Scheduler,
-        roster: &mut Roster,
+        requests: &mut ActiveRequests,
     ) {
-        let Some((sequence, active)) = roster.get(want.seq) else { return };
+        let Some((sequence, active)) = requests.get(want.seq) else { return };
         let (request, choice) = (sequence.request, sequence.choice);
         let top = active.params.prompt_logprobs.unwrap_or(0);
         let next = scheduler.tokens(want.seq)[want.position as usize + 1];
@@ -117,17 +117,17 @@ impl Draw {
         };
         match answer {
             Ok((logprob, rank, top)) => {
-                roster.prompt_logprob(want.seq, TokenLogprob { token: next, logprob }, rank, &top);
+                requests.prompt_logprob(want.seq, TokenLogprob { token: next, logprob }, rank, &top);
             }
-            Err(error) => roster.fail(request, failure(error, choice, want.position, 0)),
+            Err(error) => requests.fail(request, request_error(error, choice, want.position, 0)),
         }
     }
 
-    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[Option<WantedRow>], scheduler: &Scheduler, roster: &Roster) {
-        self.of.clear();
+    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[Option<LogitRequest>], scheduler: &Scheduler, requests: &ActiveRequests) {
+        self.targets.clear();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut self.rows);
-        for (row, want) in rows_for(wanted, Purpose::Sample) {
-            let Some((sequence, active)) = roster.get(want.seq) else { continue };
+        for (row, want) in rows_for(wanted, LogitUse::Sample) {
+            let Some((sequence, active)) = requests.get(want.seq) else { continue };
             let tokens = scheduler.tokens(want.seq);
             let (prompt, output) = tokens.split_at(active.prompt_tokens as usize);
             let own = SampleRow {
@@ -135,55 +135,55 @@ impl Draw {
                 params: &active.params,
                 prompt,
                 output,
-                eos_ids: roster.eos_of(&active.params),
+                eos_ids: requests.eos_ids(&active.params),
                 bad_words: &active.bad_words,
                 seed: active.seed,
                 choice: sequence.choice,
             };
-            self.of.push((row, want.seq));
+            self.targets.push((row, want.seq));
             rows.push(own);
-            for &twin in roster.unforked_of(want.seq) {
-                let Some((sequence, _)) = roster.get(twin) else { continue };
-                self.of.push((row, twin));
+            for &sibling in requests.unforked_siblings(want.seq) {
+                let Some((sequence, _)) = requests.get(sibling) else { continue };
+                self.targets.push((row, sibling));
                 rows.push(SampleRow { choice: sequence.choice, ..own });
             }
         }
         self.sampler.sample(logits, &rows, &mut self.sampled);
-        self.rows = emptied(rows);
+        self.rows = clear_rows(rows);
     }
 }
 
 /// The rows that are wanted for this, by their place among the logits.
-fn rows_for(wanted: &[Option<WantedRow>], purpose: Purpose) -> impl Iterator<Item = (usize, WantedRow)> {
+fn rows_for(wanted: &[Option<LogitRequest>], purpose: LogitUse) -> impl Iterator<Item = (usize, LogitRequest)> {
     let rows = wanted.iter().enumerate().filter_map(|(row, want)| Some((row, (*want)?)));
-    rows.filter(move |(_, want)| want.purpose == purpose)
+    rows.filter(move |(_, want)| want.logit_use == purpose)
 }
 
 /// What one drawn token means for its sequence.
-fn settle(
+fn apply_sample(
     seq: SeqId,
-    want: WantedRow,
+    want: LogitRequest,
     sampled: &Result<Sampled, SampleError>,
     scheduler: &Scheduler,
-    roster: &mut Roster,
+    requests: &mut ActiveRequests,
     now: Tick,
 ) -> SeqResult {
     match sampled {
         Ok(sampled) => {
-            let finished = roster.accept(seq, sampled, scheduler.cached_tokens(seq), now);
+            let finished = requests.accept(seq, sampled, scheduler.cached_tokens(seq), now);
             SeqResult { seq, token: Some(sampled.token), finished }
         }
         Err(error) => {
-            if let Some((sequence, _)) = roster.get(seq) {
+            if let Some((sequence, _)) = requests.get(seq) {
                 let (request, choice, done) = (sequence.request, sequence.choice, sequence.generated_tokens());
-                roster.fail(request, failure(error.clone(), choice, want.position, done));
+                requests.fail(request, request_error(error.clone(), choice, want.position, done));
             }
             SeqResult { seq, token: None, finished: true }
         }
     }
 }
 
-fn failure(error: SampleError, choice: u32, position: u32, generated_tokens: u32) -> RequestError {
+fn request_error(error: SampleError, choice: u32, position: u32, generated_tokens: u32) -> RequestError {
     match error {
         SampleError::NonFinite { .. } => RequestError::NonFinite { choice, position },
         source => RequestError::Sample { choice, generated_tokens, source },
@@ -191,7 +191,7 @@ fn failure(error: SampleError, choice: u32, position: u32, generated_tokens: u32
 }
 
 /// The same vector without its rows, free of what they borrowed. The collection happens in place, so the room stays.
-fn emptied(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
+fn clear_rows(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();
     rows.into_iter().map(|_| unreachable!("cleared above")).collect()
 }
@@ -201,10 +201,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn emptied_keeps_the_room() {
+    fn clearing_keeps_the_capacity() {
         let rows: Vec<SampleRow<'_>> = Vec::with_capacity(64);
         let at = rows.as_ptr() as usize;
-        let rows = emptied(rows);
+        let rows = clear_rows(rows);
         assert_eq!((rows.capacity(), rows.as_ptr() as usize), (64, at));
     }
 }

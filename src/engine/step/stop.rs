@@ -192,7 +192,7 @@ mod tests {
         (sent, checker.matched())
     }
 
-    /// The plain twin: looks at every end position, and at every stop there.
+    /// The plain sibling: looks at every end position, and at every stop there.
     fn cut_plainly(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let ending = stops
