@@ -17,7 +17,7 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
 use ascend_llm::graph::CompileOptions;
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
 const BLOCK_SIZE: u32 = 16;
 
@@ -115,7 +115,7 @@ impl Level {
             logit_rows: vec![rows - 1],
             ..ForwardInput::default()
         };
-        self.runner.forward(&input).expect("the batch runs").logits.best[0]
+        self.runner.forward(&input).expect("the batch runs").logits.argmax[0]
     }
 }
 

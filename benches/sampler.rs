@@ -60,7 +60,7 @@ fn sample(c: &mut Criterion) {
         let mut noise = Noise(1);
         let logits: Vec<f32> = (0..vocab).map(|_| 2.5 * noise.normal()).collect();
         let (prompt, output) = (noise.ids(PROMPT_TOKENS, vocab), noise.ids(OUTPUT_TOKENS, vocab));
-        let rows = LogitRows { logits: &logits, vocab: logits.len(), status: &[0], best: &[] };
+        let rows = LogitRows { logits: &logits, vocab: logits.len(), status: &[0], argmax: &[] };
         let mut sampler = Sampler::new(logits.len());
         let mut answers = Vec::new();
         group.throughput(Throughput::Elements(u64::from(vocab)));

@@ -3,7 +3,7 @@
 //! `elem/s` are sequences in the step.
 
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
-use ascend_llm::scheduler::{SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
+use ascend_llm::scheduler::{NewSequence, SchedulePolicy, Scheduler, SchedulerConfig, SeqResult, StepOutput, Tick};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 use ascend_llm_benches::{Noise, bench_aging};
@@ -58,7 +58,7 @@ impl Loop {
 
     fn add(&mut self, prompt_tokens: u32, max_tokens: u32) {
         let prompt = self.noise.ids(prompt_tokens as usize, 49_152);
-        let meta = SeqMeta { prompt, max_tokens, ..SeqMeta::default() };
+        let meta = NewSequence { prompt, max_tokens, ..NewSequence::default() };
         self.scheduler.add(SeqId(self.next), meta, Tick(self.now), &self.blocks).expect("it fits");
         self.next += 1;
     }
@@ -67,7 +67,7 @@ impl Loop {
     fn step(&mut self) {
         self.now += 1;
         let plan = self.scheduler.schedule(Tick(self.now), &mut self.blocks);
-        assert!(plan.preempted.is_empty() && plan.exhausted.is_empty(), "the pool holds all");
+        assert!(plan.preempted.is_empty() && plan.capped.is_empty(), "the pool holds all");
         self.output.results.clear();
         self.output.results.extend(plan.chunks.iter().map(|chunk| SeqResult {
             seq: chunk.seq,

@@ -61,7 +61,7 @@ pub fn print_peaks() {
         return;
     }
     let device = CpuDevice::new(CpuOptions::default()).expect("the CPU");
-    let Some(peaks) = device.peaks() else { return };
+    let Some(peaks) = device.peak_rates() else { return };
     let giga = |per_s: u64| per_s as f64 / 1e9;
     let (f32s, int8s, bytes) = (peaks.f32_flops_per_s, peaks.int8_ops_per_s, peaks.read_bytes_per_s);
     println!(

@@ -7,7 +7,7 @@ mod counting_allocator;
 use std::cell::Cell;
 
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
-use ascend_llm::scheduler::{SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
+use ascend_llm::scheduler::{NewSequence, SchedulePolicy, Scheduler, SchedulerConfig, SeqResult, StepOutput, Tick};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -48,14 +48,14 @@ impl Loop {
 
     fn add(&mut self, id: u64, prompt: u32, max_tokens: u32) {
         let prompt = (0..prompt).map(|i| id as u32 * 1_000 + i).collect();
-        let meta = SeqMeta { prompt, max_tokens, salt: vec![1, 2].into(), ..SeqMeta::default() };
+        let meta = NewSequence { prompt, max_tokens, salt: vec![1, 2].into(), ..NewSequence::default() };
         self.scheduler.add(SeqId(id), meta, Tick(self.step), &self.blocks).unwrap();
     }
 
     fn step(&mut self) -> u32 {
         self.step += 1;
         let plan = self.scheduler.schedule(Tick(self.step), &mut self.blocks);
-        assert!(plan.preempted.is_empty() && plan.exhausted.is_empty());
+        assert!(plan.preempted.is_empty() && plan.capped.is_empty());
         self.output.results.clear();
         for chunk in &plan.chunks {
             let token = chunk.samples.then_some(self.token);
@@ -127,7 +127,7 @@ fn a_blocked_queue_with_growing_hits_and_evictions_allocates_nothing() {
     engine.step();
     let shared = engine.scheduler.tokens(SeqId(0))[..8].iter().copied();
     let prompt = shared.chain(std::iter::repeat_n(engine.token, 440)).collect();
-    let meta = SeqMeta { prompt, max_tokens: 5, salt: vec![1, 2].into(), ..SeqMeta::default() };
+    let meta = NewSequence { prompt, max_tokens: 5, salt: vec![1, 2].into(), ..NewSequence::default() };
     engine.scheduler.add(SeqId(1), meta, Tick(9), &engine.blocks).unwrap();
     engine.step();
     assert_eq!(engine.scheduler.waiting(), 1);

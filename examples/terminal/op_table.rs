@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ascend_llm::device::Peaks;
+use ascend_llm::device::PeakRates;
 use ascend_llm::graph::Cost;
 
 /// What a cost in some time means.
@@ -16,7 +16,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    pub fn of(cost: &Cost, us: f64, peaks: Option<&Peaks>) -> Self {
+    pub fn of(cost: &Cost, us: f64, peaks: Option<&PeakRates>) -> Self {
         // Operations a microsecond are millions a second.
         let rate = |amount: u64| if us > 0.0 { amount as f64 / us / 1e3 } else { 0.0 };
         Self {
@@ -50,7 +50,7 @@ impl OpTable {
     }
 
     /// The table, longest first; times, operations and bytes are those of one launch.
-    pub fn text(&self, title: &str, peaks: Option<&Peaks>) -> String {
+    pub fn text(&self, title: &str, peaks: Option<&PeakRates>) -> String {
         let launches = f64::from(self.launches.max(1));
         let all_us: f64 = self.ops.iter().map(|(_, us, _)| us).sum();
         let mut text = format!("{title}: {} launches, {:.2} ms each\n", self.launches, all_us / 1e3 / launches);

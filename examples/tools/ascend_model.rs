@@ -24,7 +24,9 @@ use ascend_llm::graph::{
 };
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
-use ascend_llm::runner::{FedRow, Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape, Ticket};
+use ascend_llm::runner::{
+    BatchId, DeferredToken, ForwardInput, ModelExecutor as _, ModelRunner, Programs, RunnerShape,
+};
 use ascend_llm::weights::{DType, TensorView, WeightSource};
 use ascend_sim::Simulator;
 use clap::{Parser, ValueEnum};
@@ -277,7 +279,7 @@ struct Decoding {
     weight_bytes: u64,
     plan_steps: usize,
     input: ForwardInput,
-    in_flight: VecDeque<Ticket>,
+    in_flight: VecDeque<BatchId>,
     depth: usize,
 }
 
@@ -324,7 +326,7 @@ impl Decoding {
             kv_lens: vec![args.context; batch],
             tables: (0..args.batch * blocks).map(BlockId).collect(),
             logit_rows: (0..args.batch).collect(),
-            best_only: vec![true; batch],
+            argmax_only: vec![true; batch],
             ..ForwardInput::default()
         };
         let runner = ModelRunner::new(Arc::clone(device), programs, layout, shape)?;
@@ -335,9 +337,13 @@ impl Decoding {
 
     /// Launches a step that takes its tokens from the one before, and waits for the oldest if enough are in flight then.
     fn step(&mut self) -> Result<()> {
-        self.input.fed.clear();
+        self.input.deferred.clear();
         if let Some(&ticket) = self.in_flight.back() {
-            self.input.fed.extend(self.input.logit_rows.iter().map(|&row| FedRow { row, ticket, logit_row: row }));
+            self.input.deferred.extend(self.input.logit_rows.iter().map(|&row| DeferredToken {
+                row,
+                batch_id: ticket,
+                logit_row: row,
+            }));
         }
         let launched = self.runner.launch(&self.input)?;
         self.in_flight.push_back(launched);

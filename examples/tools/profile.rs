@@ -14,11 +14,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::device::{Device as _, Peaks};
+use ascend_llm::device::{Device as _, PeakRates};
 use ascend_llm::engine::{CacheBudget, EngineConfig};
 use ascend_llm::graph::{Plan, compile};
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 use clap::Parser;
 use serde_json::{Value, json};
 
@@ -82,7 +82,7 @@ fn run(args: &Args) -> Result<()> {
     let kv_element_bytes = args.model.kv_element_bytes();
 
     let table: Vec<BlockId> = (0..blocks).map(BlockId).collect();
-    let peaks = device.peaks();
+    let peaks = device.peak_rates();
     let mut profiled =
         Profiled { device, peaks, runner, plan, table, block_size, kv_element_bytes, events: Vec::new() };
     let (mut prefill, mut decode) = (OpTable::default(), OpTable::default());
@@ -114,7 +114,7 @@ fn run(args: &Args) -> Result<()> {
 
 struct Profiled {
     device: Arc<CpuDevice>,
-    peaks: Option<Peaks>,
+    peaks: Option<PeakRates>,
     runner: ModelRunner,
     plan: Plan,
     table: Vec<BlockId>,
@@ -136,7 +136,7 @@ impl Profiled {
             ..ForwardInput::default()
         };
         let logits = self.runner.forward(&input)?.logits;
-        let best = logits.best.first().map_or(0, |&id| id as usize);
+        let best = logits.argmax.first().map_or(0, |&id| id as usize);
         let times = self.device.take_profile(self.runner.program());
         let costs = self.plan.batch_costs(&input.q_lens, &input.kv_lens, 1, self.kv_element_bytes);
         sums.add_launch(times.iter().map(|time| (time.op, time.total_us, costs[time.step])));

@@ -27,7 +27,7 @@ use std::fmt;
 
 pub use error::DeviceError;
 pub use handles::{OwnedBuffer, OwnedProgram, OwnedWeights};
-pub use peaks::Peaks;
+pub use peaks::PeakRates;
 
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -165,7 +165,7 @@ pub struct Bindings {
     /// `f32` logits out.
     pub logits: Span,
     /// `u32` id of the largest logit of each row of logits out: the lowest of equals, `u32::MAX` where one is not finite.
-    pub best: Span,
+    pub argmax: Span,
     /// `u8` [`RowStatus`](crate::graph::RowStatus) of each row of the batch out.
     pub row_status: Span,
     /// The KV pool.
@@ -188,7 +188,7 @@ pub struct LaunchShape {
 /// Everything a launch needs beside the program. Lengths are given on the host as well, because some devices take
 /// attention's lengths there.
 #[derive(Clone, Copy, Debug)]
-pub struct StepArgs<'a> {
+pub struct LaunchArgs<'a> {
     /// Buffers.
     pub io: Bindings,
     /// Sizes.
@@ -231,7 +231,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
     /// number `from` of `best`. Where that is `u32::MAX`, which is no token, the launch must accept what is fed (the CPU feeds
     /// id 0): the row computes something, and nobody asks for it.
-    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
+    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 
     /// A new queue.
     fn stream(&self) -> Result<StreamId, DeviceError>;
@@ -265,7 +265,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Gives a program back.
     fn unload(&self, program: ProgramId);
     /// Queues one batch.
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError>;
+    fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError>;
     /// Queues copies of whole KV blocks `(from, to)` from one pool to another (or within one), in the order given. A block
     /// outside its pool fails the call before anything is copied.
     fn copy_blocks(
@@ -286,7 +286,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// A device that measures does so in the first call, which takes some tens of milliseconds of all its threads, and never
     /// before: ask while nothing runs, or the work at hand lowers the figures and waits for them.
-    fn peaks(&self) -> Option<Peaks> {
+    fn peak_rates(&self) -> Option<PeakRates> {
         None
     }
 

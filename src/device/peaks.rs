@@ -2,9 +2,9 @@
 
 /// The most a device does in a second.
 ///
-/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Device::peaks`](super::Device::peaks)).
+/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Device::peak_rates`](super::Device::peak_rates)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Peaks {
+pub struct PeakRates {
     /// f32 operations, a fused multiply-add counted as two.
     pub f32_flops_per_s: u64,
     /// Operations on int8, a product and its sum counted as two.
@@ -13,7 +13,7 @@ pub struct Peaks {
     pub read_bytes_per_s: u64,
 }
 
-impl Peaks {
+impl PeakRates {
     /// Compute density, also called model FLOPs utilisation: the share of `seconds` that the operations would have taken at
     /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
     ///
@@ -47,7 +47,7 @@ fn share(needed_seconds: f64, seconds: f64) -> Option<f64> {
 mod tests {
     use super::*;
 
-    const PEAKS: Peaks = Peaks { f32_flops_per_s: 100, int8_ops_per_s: 400, read_bytes_per_s: 50 };
+    const PEAKS: PeakRates = PeakRates { f32_flops_per_s: 100, int8_ops_per_s: 400, read_bytes_per_s: 50 };
 
     #[test]
     fn shares_are_of_the_time_that_the_peaks_would_need() {
@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_said_is_none() {
-        let none = Peaks { f32_flops_per_s: 0, int8_ops_per_s: 0, read_bytes_per_s: 0 };
+        let none = PeakRates { f32_flops_per_s: 0, int8_ops_per_s: 0, read_bytes_per_s: 0 };
         assert_eq!((PEAKS.mfu(1, 0, 0.0), PEAKS.mbu(1, 0.0)), (None, None));
         assert_eq!((none.mfu(1, 0, 1.0), none.mfu(1, 1, 1.0), none.mbu(1, 1.0)), (None, None, None));
         assert_eq!(none.mfu(0, 0, 1.0), Some(0.0));

@@ -11,26 +11,26 @@
 use crate::engine::{Health, ModelLimits, StepReport};
 use std::sync::Arc;
 
-use crate::device::{Device, Peaks};
+use crate::device::{Device, PeakRates};
 use crate::kv_cache::BlockAllocator;
 use crate::sampler::ParamLimits;
-use crate::scheduler::{Scheduler, SchedulerConfig, SeqMeta, Tick};
+use crate::scheduler::{NewSequence, Scheduler, SchedulerConfig, Tick};
 use crate::text::{ChatRender, Vocabulary};
 
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
 use super::info::EngineInfo;
-use super::metrics::utilization::{UtilizationWindow, Utilization};
+use super::metrics::utilization::{Utilization, UtilizationWindow};
 use super::metrics::{Counters, Stats};
-use super::request::admission::{AdmittedRequest, Admission, AdmissionLimits, Lifecycle};
+use super::request::admission::{Admission, AdmissionLimits, AdmittedRequest, Lifecycle};
 use super::request::handle::RequestHandle;
 use super::request::output::FinishReason;
 use super::request::{Request, RequestId};
 use super::step::active_requests::ActiveRequests;
-use super::step::pipeline::{Pipeline, InFlightStep};
-use super::step::sampling::{StepSampler, Fork};
-use crate::runner::{Forward, Forwarded, LogitRows, Outcome};
+use super::step::pipeline::{InFlightStep, Pipeline};
+use super::step::sampling::{Fork, StepSampler};
+use crate::runner::{ForwardOutput, LogitRows, ModelExecutor, RowOutcome};
 
 /// Tokens a KV block if the configuration leaves it open: attention's tile.
 const DEFAULT_BLOCK_SIZE: u32 = 16;
@@ -42,7 +42,7 @@ const WATERMARK_SHARE: u32 = 100;
 #[derive(Clone, Copy, Debug, Default)]
 struct PlanCounts {
     preempted: usize,
-    exhausted: usize,
+    capped: usize,
 }
 
 /// The engine without a thread; see the head of this module's file for what it promises.
@@ -52,7 +52,7 @@ pub struct EngineCore {
     admission: Arc<Admission>,
     counters: Arc<Counters>,
     clock: Arc<dyn Clock>,
-    executor: Box<dyn Forward>,
+    executor: Box<dyn ModelExecutor>,
     /// Where a builder put the model.
     device: Option<Arc<dyn Device>>,
     scheduler: Scheduler,
@@ -76,7 +76,7 @@ impl EngineCore {
     /// `config.kv_cache` must be settled to `Blocks`: how many fit is the business of whoever owns the device's memory.
     pub fn from_parts(
         config: EngineConfig,
-        forward: Box<dyn Forward>,
+        forward: Box<dyn ModelExecutor>,
         model: ModelLimits,
         vocabulary: Option<Arc<dyn Vocabulary>>,
         chat: Option<Arc<dyn ChatRender>>,
@@ -207,9 +207,9 @@ impl EngineCore {
     }
 
     /// What the device can do at most, where a builder put the engine on one that knows; see
-    /// [`Engine::peaks`](super::Engine::peaks).
-    pub fn peaks(&self) -> Option<Peaks> {
-        self.device.as_ref()?.peaks()
+    /// [`Engine::peak_rates`](super::Engine::peak_rates).
+    pub fn peak_rates(&self) -> Option<PeakRates> {
+        self.device.as_ref()?.peak_rates()
     }
 
     /// Energy the device has used since it was first asked, in microjoules; see
@@ -259,7 +259,7 @@ impl EngineCore {
             None => StepReport::default(),
         };
         report.preempted = u32::try_from(planned.preempted).unwrap_or(u32::MAX);
-        self.detect_stall(report.sequences > 0 || planned.exhausted > 0)?;
+        self.detect_stall(report.sequences > 0 || planned.capped > 0)?;
         self.publish_metrics();
         Ok(report)
     }
@@ -284,7 +284,7 @@ impl EngineCore {
 
     fn admit(&mut self, admitted: AdmittedRequest, now: Tick) {
         let request = admitted.id;
-        let meta = SeqMeta {
+        let meta = NewSequence {
             prompt: admitted.prompt.to_vec(),
             max_tokens: admitted.max_tokens,
             priority: admitted.priority,
@@ -292,10 +292,13 @@ impl EngineCore {
             // Cached rows have no logits.
             read_prefix_cache: admitted.params.prompt_logprobs.is_none(),
             prompt_logits: admitted.params.prompt_logprobs.is_some(),
-            runs_ahead: self.requests.is_argmax_only(&admitted),
+            allow_async_schedule: self.requests.is_argmax_only(&admitted),
         };
-        let sibling =
-            (admitted.params.n > 1).then(|| SeqMeta { read_prefix_cache: true, prompt_logits: false, ..meta.clone() });
+        let sibling = (admitted.params.n > 1).then(|| NewSequence {
+            read_prefix_cache: true,
+            prompt_logits: false,
+            ..meta.clone()
+        });
         let seq = self.requests.admit(admitted, sibling);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
@@ -346,9 +349,9 @@ impl EngineCore {
         self.scheduler.schedule(now, &mut self.blocks);
         let plan = self.scheduler.plan();
         planned.preempted += plan.preempted.len();
-        planned.exhausted += plan.exhausted.len();
+        planned.capped += plan.capped.len();
         Counters::add(&self.counters.preemptions, plan.preempted.len() as u64);
-        for &seq in &plan.exhausted {
+        for &seq in &plan.capped {
             self.requests.end_choice(seq, FinishReason::Length);
         }
         for chunk in &plan.chunks {
@@ -374,13 +377,13 @@ impl EngineCore {
     fn complete_step(&mut self, mut step: InFlightStep) -> Result<StepReport, EngineError> {
         let Self { scheduler, blocks, requests, sampler, executor, clock, counters, .. } = self;
         step.mark_stale(scheduler);
-        let Forwarded { logits, outcomes } = executor.collect(step.batch_id, &step.stale)?;
+        let ForwardOutput { logits, outcomes } = executor.collect(step.batch_id, &step.stale)?;
         let end = clock.now();
         let InFlightStep { batch, chunks, output, .. } = &mut step;
         check_shape(&logits, batch.logit_requests.len())?;
         for outcome in outcomes {
             let Some(chunk) = chunks.get(outcome.sequence) else { continue };
-            if outcome.outcome == Outcome::Retried {
+            if outcome.outcome == RowOutcome::Retried {
                 scheduler.set_f32_from(chunk.seq, outcome.position);
                 Counters::add(&counters.retried_sequences, 1);
             } else {
@@ -500,7 +503,11 @@ impl std::fmt::Debug for EngineCore {
 }
 
 /// Checks the configuration and fills in what the model settles.
-fn resolve_config(mut config: EngineConfig, model: &ModelLimits, max_in_flight: u32) -> Result<EngineConfig, BuildError> {
+fn resolve_config(
+    mut config: EngineConfig,
+    model: &ModelLimits,
+    max_in_flight: u32,
+) -> Result<EngineConfig, BuildError> {
     config.validate()?;
     if model.max_logit_rows == 0 {
         return Err(refuse("max_logit_rows", 0, "at least 1".to_owned()).into());

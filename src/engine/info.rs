@@ -34,7 +34,7 @@ pub struct EngineInfo {
     /// The device in words.
     pub device: String,
     /// What was made smaller than the configuration asked for because the device ran out of memory, and why. What the device
-    /// says of itself is in [`Engine::device_notes`].
+    /// says of itself is in [`Engine::device_notes`](super::Engine::device_notes).
     pub notes: Vec<String>,
     /// Tokens a KV block.
     pub block_size: u32,
@@ -98,7 +98,7 @@ pub(super) fn to_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// What the engine must know of the model behind its [`Forward`].
+/// What the engine must know of the model behind its [`ModelExecutor`](crate::runner::ModelExecutor).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelLimits {

@@ -2,7 +2,7 @@
 //!
 //! [`Engine`] is what most programs want: it lives on a thread of its own, may be cloned and shared, and takes
 //! [`Request`]s from anywhere. [`EngineCore`] is the same engine without the thread, for hosts that want to drive every
-//! step; below it, hosts with a loop of their own use [`Forward`] and [`Sampler`](crate::sampler::Sampler) directly.
+//! step; below it, hosts with a loop of their own use [`ModelExecutor`](crate::runner::ModelExecutor) and [`Sampler`](crate::sampler::Sampler) directly.
 //!
 //! The life of a request: `submit` checks it on the caller's thread and queues it ([`SubmitError`] says why not); each
 //! step schedules rows, runs the model, samples, and merges what came into the [`RequestHandle`]; the last [`Delta`] of a
@@ -40,7 +40,7 @@ pub use request::output::{Choice, Delta, FinishReason, Logprobs, LogprobsAt, Out
 pub use request::{Prompt, Request, RequestId};
 pub use step::stop::{StopChecker, default_stop_ids};
 
-use crate::device::{Device, Peaks};
+use crate::device::{Device, PeakRates};
 use crate::sampler::SamplingParams;
 use crate::scheduler::Tick;
 use crate::text::ChatMessage;
@@ -85,7 +85,7 @@ impl Engine {
             core.device().cloned(),
         );
         let worker = EngineThread::spawn(core).map_err(BuildError::Thread)?;
-        Ok(Self { inner: Arc::new(Inner { config, info, admission: admission, counters, clock, device, thread: worker }) })
+        Ok(Self { inner: Arc::new(Inner { config, info, admission, counters, clock, device, thread: worker }) })
     }
 
     /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
@@ -114,8 +114,8 @@ impl Engine {
         self.inner.counters.snapshot(self.inner.admission.queued())
     }
 
-    /// What the device can do at most, where that is known; with the [`Window`] in [`stats`](Self::stats) it says how well the
-    /// device is used. See [`Device::peaks`]: the first call may measure for some tens of milliseconds, and is best made while
+    /// What the device can do at most, where that is known; with the [`Utilization`] in [`stats`](Self::stats) it says how well the
+    /// device is used. See [`Device::peak_rates`]: the first call may measure for some tens of milliseconds, and is best made while
     /// nothing runs.
     ///
     /// ```
@@ -132,8 +132,8 @@ impl Engine {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn peaks(&self) -> Option<Peaks> {
-        self.inner.device.as_ref()?.peaks()
+    pub fn peak_rates(&self) -> Option<PeakRates> {
+        self.inner.device.as_ref()?.peak_rates()
     }
 
     /// Energy the device has used since it was first asked, in microjoules, where it has a meter that may be read; see

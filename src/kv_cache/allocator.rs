@@ -17,8 +17,8 @@
 use std::sync::Arc;
 
 use super::id_map::IdMap;
-use super::lru::IdleList;
-use super::prefix::{Content, Found, Link, PrefixHit, PrefixIndex, PrefixKeyer};
+use super::lru::LruList;
+use super::prefix::{BlockContent, BlockRef, Lookup, PrefixHasher, PrefixHit, PrefixIndex};
 use super::{BlockId, SeqId, count};
 
 /// Why a call on the pool was refused. The pool is then as it was before.
@@ -78,7 +78,7 @@ struct Chain {
     blocks: u32,
     /// Key and place of the last of them.
     key: u128,
-    parent: Link,
+    parent: BlockRef,
     /// A foreign content sits on the next key: nothing below it can be found, so nothing more is offered.
     broken: bool,
 }
@@ -98,7 +98,7 @@ pub struct BlockAllocator {
     refs: Vec<u32>,
     /// Taken from the end, so that a block just given back is taken next while it is warm.
     free: Vec<BlockId>,
-    idle: IdleList,
+    idle: LruList,
     index: Option<PrefixIndex>,
     seqs: IdMap<SeqId, SeqBlocks>,
     no_salt: Arc<[u8]>,
@@ -119,7 +119,7 @@ impl BlockAllocator {
             block_size,
             refs: vec![0; blocks as usize],
             free: (0..blocks).rev().map(BlockId).collect(),
-            idle: IdleList::new(blocks),
+            idle: LruList::new(blocks),
             index: None,
             seqs: IdMap::default(),
             no_salt: Arc::from([].as_slice()),
@@ -132,12 +132,12 @@ impl BlockAllocator {
     /// Turns the prefix cache on. `fingerprint` names the model and all else that changes what a block holds.
     #[must_use]
     pub fn with_prefix_cache(self, fingerprint: u128) -> Self {
-        self.with_prefix_keyer(PrefixKeyer::new(fingerprint))
+        self.with_prefix_keyer(PrefixHasher::new(fingerprint))
     }
 
     /// Turns the prefix cache on with keys made by `keyer`.
     #[must_use]
-    pub fn with_prefix_keyer(mut self, keyer: PrefixKeyer) -> Self {
+    pub fn with_prefix_keyer(mut self, keyer: PrefixHasher) -> Self {
         self.index = Some(PrefixIndex::new(keyer, self.refs.len(), self.block_size as usize));
         self
     }
@@ -195,7 +195,7 @@ impl BlockAllocator {
         if hits > total {
             return Err(BlockError::HitTooLong { hit_tokens: hit.tokens, tokens });
         }
-        let alive = |link: &&Link| !self.index.as_ref().is_some_and(|index| index.is_alive(**link));
+        let alive = |link: &&BlockRef| !self.index.as_ref().is_some_and(|index| index.is_alive(**link));
         if let Some(stale) = hit.links.iter().find(alive) {
             return Err(BlockError::StaleHit(stale.block));
         }
@@ -304,15 +304,15 @@ impl BlockAllocator {
             let own = held.table[at];
             let tokens = &tokens[at * self.block_size as usize..][..self.block_size as usize];
             let key = index.keyer().child(held.chain.key, tokens);
-            let content = Content { key, parent: held.chain.parent, salt: &held.salt, tokens };
+            let content = BlockContent { key, parent: held.chain.parent, salt: &held.salt, tokens };
             let link = match index.find(&content) {
-                Found::Same(link) => link,
-                Found::Other { orphan: false, .. } => {
+                Lookup::Same(link) => link,
+                Lookup::Other { orphan: false, .. } => {
                     held.chain.broken = true;
                     return;
                 }
                 found => {
-                    if let Found::Other { block, .. } = found {
+                    if let Lookup::Other { block, .. } = found {
                         index.remove(block);
                         if self.idle.contains(block) {
                             self.idle.remove(block);
@@ -461,5 +461,5 @@ impl BlockAllocator {
 
 fn root_chain(index: Option<&PrefixIndex>, salt: &[u8]) -> Chain {
     let key = index.map_or(0, |index| index.keyer().root(salt));
-    Chain { blocks: 0, key, parent: Link::ROOT, broken: false }
+    Chain { blocks: 0, key, parent: BlockRef::ROOT, broken: false }
 }

@@ -9,13 +9,13 @@ const NONE: u32 = u32::MAX;
 
 /// Least recently used order of idle cached blocks.
 #[derive(Clone, Debug)]
-pub(super) struct IdleList {
+pub(super) struct LruList {
     /// `(previous, next)` a block; the last element is the ring's anchor: its next is the oldest block.
     links: Vec<(u32, u32)>,
     len: u32,
 }
 
-impl IdleList {
+impl LruList {
     pub(super) fn new(blocks: u32) -> Self {
         let mut links = vec![(NONE, NONE); blocks as usize + 1];
         links[blocks as usize] = (blocks, blocks);

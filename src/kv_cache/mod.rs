@@ -10,7 +10,7 @@ mod prefix;
 
 pub use allocator::{BlockAllocator, BlockError, BlockStats};
 pub use geometry::{KvDType, KvGeometry};
-pub use prefix::{BlockDigest, PrefixHit, PrefixKeyer};
+pub use prefix::{BlockHashFn, PrefixHasher, PrefixHit};
 
 /// One sequence the engine is generating (a request with `n` choices has `n` of them).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -14,23 +14,23 @@ use super::id_map::IdMap;
 use super::{BlockId, count};
 
 /// Digest of one block's tokens under its parent's key.
-pub type BlockDigest = fn(parent: u128, tokens: &[u32]) -> u128;
+pub type BlockHashFn = fn(parent: u128, tokens: &[u32]) -> u128;
 
 /// Makes the chained keys of the prefix cache.
 #[derive(Clone, Copy, Debug)]
-pub struct PrefixKeyer {
+pub struct PrefixHasher {
     fingerprint: u128,
-    digest: BlockDigest,
+    digest: BlockHashFn,
 }
 
-impl PrefixKeyer {
+impl PrefixHasher {
     /// Keys of one model: `fingerprint` names weights, numerics and whatever else changes keys and values.
     pub fn new(fingerprint: u128) -> Self {
         Self { fingerprint, digest: digest_tokens }
     }
 
     /// The same with another digest of a block's tokens, for tests that want collisions.
-    pub fn with_digest(fingerprint: u128, digest: BlockDigest) -> Self {
+    pub fn with_digest(fingerprint: u128, digest: BlockHashFn) -> Self {
         Self { fingerprint, digest }
     }
 
@@ -48,7 +48,7 @@ impl PrefixKeyer {
 /// What [`BlockAllocator::lookup`](super::BlockAllocator::lookup) found: whole blocks from the start of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct PrefixHit {
-    pub(super) links: Vec<Link>,
+    pub(super) links: Vec<BlockRef>,
     pub(super) salt: Vec<u8>,
     pub(super) queried_tokens: u32,
     pub(super) tokens: u32,
@@ -90,31 +90,31 @@ impl PrefixHit {
 
 /// Names one content in one block. The number is never used twice, so a link goes stale as soon as its content leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Link {
+pub(super) struct BlockRef {
     pub(super) block: BlockId,
     content: u64,
 }
 
-impl Link {
+impl BlockRef {
     /// The parent of every block 0.
     pub(super) const ROOT: Self = Self { block: BlockId(u32::MAX), content: 0 };
 }
 
 /// A content about to be looked for: the block's tokens in their place.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Content<'a> {
+pub(super) struct BlockContent<'a> {
     pub(super) key: u128,
-    pub(super) parent: Link,
+    pub(super) parent: BlockRef,
     pub(super) salt: &'a Arc<[u8]>,
     pub(super) tokens: &'a [u32],
 }
 
 /// What the index has under a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum Lookup {
     Nothing,
     /// The content itself.
-    Same(Link),
+    Same(BlockRef),
     /// Another content with that key. `orphan`: its parent has left, so no walk can reach it any more.
     Other {
         block: BlockId,
@@ -127,7 +127,7 @@ struct Entry {
     key: u128,
     /// 0 while the block is not in the index.
     content: u64,
-    parent: Link,
+    parent: BlockRef,
     /// Kept by block 0 only: deeper blocks are told apart by their parent.
     salt: Option<Arc<[u8]>>,
 }
@@ -135,7 +135,7 @@ struct Entry {
 /// Key → block, with what is needed to prove a hit.
 #[derive(Clone, Debug)]
 pub(super) struct PrefixIndex {
-    keyer: PrefixKeyer,
+    keyer: PrefixHasher,
     block_size: usize,
     by_key: IdMap<u128, BlockId>,
     entries: Vec<Entry>,
@@ -145,11 +145,11 @@ pub(super) struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    pub(super) fn new(keyer: PrefixKeyer, blocks: usize, block_size: usize) -> Self {
+    pub(super) fn new(keyer: PrefixHasher, blocks: usize, block_size: usize) -> Self {
         let mut by_key = IdMap::default();
         // Twice the entries that can be live: below half full the table cleans up removed entries in place.
         by_key.reserve(2 * blocks);
-        let absent = Entry { key: 0, content: 0, parent: Link::ROOT, salt: None };
+        let absent = Entry { key: 0, content: 0, parent: BlockRef::ROOT, salt: None };
         Self {
             keyer,
             block_size,
@@ -160,7 +160,7 @@ impl PrefixIndex {
         }
     }
 
-    pub(super) fn keyer(&self) -> &PrefixKeyer {
+    pub(super) fn keyer(&self) -> &PrefixHasher {
         &self.keyer
     }
 
@@ -173,8 +173,9 @@ impl PrefixIndex {
     }
 
     /// Whether the content is still where the link says.
-    pub(super) fn is_alive(&self, link: Link) -> bool {
-        link == Link::ROOT || self.entries.get(link.block.0 as usize).is_some_and(|entry| entry.content == link.content)
+    pub(super) fn is_alive(&self, link: BlockRef) -> bool {
+        link == BlockRef::ROOT
+            || self.entries.get(link.block.0 as usize).is_some_and(|entry| entry.content == link.content)
     }
 
     /// Walks from the root as far as whole blocks of `tokens` are known, never onto the last token.
@@ -182,7 +183,7 @@ impl PrefixIndex {
         hit.reset(salt);
         hit.queried_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
         hit.key = self.keyer.root(salt);
-        let mut parent = Link::ROOT;
+        let mut parent = BlockRef::ROOT;
         for chunk in tokens[..tokens.len().saturating_sub(1)].chunks_exact(self.block_size) {
             let key = self.keyer.child(hit.key, chunk);
             let Some(link) = self.by_key.get(&key).and_then(|&block| self.same(block, parent, salt, chunk)) else {
@@ -195,16 +196,16 @@ impl PrefixIndex {
         }
     }
 
-    pub(super) fn find(&self, content: &Content<'_>) -> Found {
-        let Some(&block) = self.by_key.get(&content.key) else { return Found::Nothing };
+    pub(super) fn find(&self, content: &BlockContent<'_>) -> Lookup {
+        let Some(&block) = self.by_key.get(&content.key) else { return Lookup::Nothing };
         match self.same(block, content.parent, content.salt, content.tokens) {
-            Some(link) => Found::Same(link),
-            None => Found::Other { block, orphan: !self.is_alive(self.entries[block.0 as usize].parent) },
+            Some(link) => Lookup::Same(link),
+            None => Lookup::Other { block, orphan: !self.is_alive(self.entries[block.0 as usize].parent) },
         }
     }
 
     /// Makes `block` findable. The key must be unused and the block absent.
-    pub(super) fn insert(&mut self, block: BlockId, content: &Content<'_>) -> Link {
+    pub(super) fn insert(&mut self, block: BlockId, content: &BlockContent<'_>) -> BlockRef {
         debug_assert!(!self.contains(block) && !self.by_key.contains_key(&content.key));
         self.last_content += 1;
         let at = block.0 as usize;
@@ -212,11 +213,11 @@ impl PrefixIndex {
             key: content.key,
             content: self.last_content,
             parent: content.parent,
-            salt: (content.parent == Link::ROOT).then(|| Arc::clone(content.salt)),
+            salt: (content.parent == BlockRef::ROOT).then(|| Arc::clone(content.salt)),
         };
         self.tokens[at * self.block_size..][..self.block_size].copy_from_slice(content.tokens);
         self.by_key.insert(content.key, block);
-        Link { block, content: self.last_content }
+        BlockRef { block, content: self.last_content }
     }
 
     /// Takes a block out, if it was in.
@@ -229,13 +230,13 @@ impl PrefixIndex {
         }
     }
 
-    fn same(&self, block: BlockId, parent: Link, salt: &[u8], tokens: &[u32]) -> Option<Link> {
+    fn same(&self, block: BlockId, parent: BlockRef, salt: &[u8], tokens: &[u32]) -> Option<BlockRef> {
         let at = block.0 as usize;
         let entry = &self.entries[at];
         let equal = entry.parent == parent
             && self.tokens[at * self.block_size..][..self.block_size] == *tokens
-            && (parent != Link::ROOT || entry.salt.as_deref() == Some(salt));
-        equal.then_some(Link { block, content: entry.content })
+            && (parent != BlockRef::ROOT || entry.salt.as_deref() == Some(salt));
+        equal.then_some(BlockRef { block, content: entry.content })
     }
 
     /// Every invariant of the index.
@@ -249,7 +250,7 @@ impl PrefixIndex {
             if self.by_key.get(&entry.key) != Some(&BlockId(count(at))) {
                 return Err(format!("block {at} is published but its key leads elsewhere"));
             }
-            if (entry.parent == Link::ROOT) != entry.salt.is_some() {
+            if (entry.parent == BlockRef::ROOT) != entry.salt.is_some() {
                 return Err(format!("block {at} keeps a salt it should not, or lacks one"));
             }
         }
@@ -367,10 +368,10 @@ mod tests {
 
     #[test]
     fn every_part_of_the_chain_reaches_the_key() {
-        let keyer = PrefixKeyer::new(7);
+        let keyer = PrefixHasher::new(7);
         let key = keyer.child(keyer.root(b"a"), &[1, 2, 3, 4]);
-        assert_eq!(key, PrefixKeyer::new(7).child(keyer.root(b"a"), &[1, 2, 3, 4]));
-        assert_ne!(key, PrefixKeyer::new(8).child(PrefixKeyer::new(8).root(b"a"), &[1, 2, 3, 4]));
+        assert_eq!(key, PrefixHasher::new(7).child(keyer.root(b"a"), &[1, 2, 3, 4]));
+        assert_ne!(key, PrefixHasher::new(8).child(PrefixHasher::new(8).root(b"a"), &[1, 2, 3, 4]));
         assert_ne!(key, keyer.child(keyer.root(b"b"), &[1, 2, 3, 4]));
         assert_ne!(key, keyer.child(keyer.root(b"a"), &[1, 2, 4, 3]));
         assert_ne!(key, keyer.child(key, &[1, 2, 3, 4]));

@@ -3,7 +3,7 @@
 //! ```text
 //!   prepare  ─ write ids, positions, tables ─┐ staged
 //!   compute  ──────────────────── wait ──────┴─ feed ─ launch ─┐ launched
-//!   output   ──────────────────────────────────────── wait ────┴─ copy status, best, logits ─┐ done
+//!   output   ──────────────────────────────────────── wait ────┴─ copy status, argmax, logits ─┐ done
 //!   host     ────────────────────────────────────────────────────────────── read ────────────┘
 //! ```
 //! A set belongs to its batch from the launch until the batch is collected. Then the host has waited for `done`, so all work
@@ -15,8 +15,8 @@
 use std::sync::Arc;
 
 use super::shape::RunnerShape;
-use super::sub_batch::{Part, place_in};
-use super::{ForwardInput, Ticket};
+use super::sub_batch::{SubBatch, local_row};
+use super::{BatchId, ForwardInput};
 use crate::device::{
     Bindings, CustomFailure, Device, DeviceError, EventId, LaunchShape, MemKind, OwnedBuffer, Span, StreamId,
 };
@@ -47,54 +47,54 @@ impl Streams {
 
 /// Host memory that results are copied to behind the launch.
 #[derive(Debug)]
-struct CopiedOut {
+struct HostResults {
     logits: OwnedBuffer,
-    best: OwnedBuffer,
+    argmax: OwnedBuffer,
     row_status: OwnedBuffer,
 }
 
 /// What a launch queued.
 #[derive(Clone, Copy, Debug)]
-struct Queued {
+struct LaunchedBatch {
     io: Bindings,
     /// Status, best and logits where the host finds them once `done` is reached.
     results: [Span; 3],
-    launched: EventId,
-    done: EventId,
+    launched_event: EventId,
+    done_event: EventId,
 }
 
 /// See the head of this file.
 #[derive(Debug)]
-pub(crate) struct IoSet {
+pub(crate) struct BatchBuffers {
     token_ids: OwnedBuffer,
     positions: OwnedBuffer,
     block_tables: OwnedBuffer,
     logit_rows: OwnedBuffer,
     logits: OwnedBuffer,
-    best: OwnedBuffer,
+    argmax: OwnedBuffer,
     row_status: OwnedBuffer,
-    copied_out: Option<CopiedOut>,
+    host_results: Option<HostResults>,
     /// The batch the set belongs to.
-    pub ticket: Option<Ticket>,
+    pub batch_id: Option<BatchId>,
     /// The batch as it was launched.
     pub input: ForwardInput,
     /// What of it ran, if not all of it did.
-    pub part: Part,
-    pub is_part: bool,
+    pub sub_batch: SubBatch,
+    pub is_sub_batch: bool,
     /// Custom operations that failed in the launch.
     pub custom_failures: Vec<CustomFailure>,
     /// Nothing if no row had to run yet.
-    queued: Option<Queued>,
+    launched: Option<LaunchedBatch>,
 }
 
 /// Lists that a launch is staged from, used again.
 #[derive(Debug)]
-pub(crate) struct Staging {
+pub(crate) struct HostStaging {
     positions: Vec<u32>,
     tables: Vec<u32>,
 }
 
-impl Staging {
+impl HostStaging {
     pub fn new(shape: &RunnerShape) -> Self {
         Self {
             positions: Vec::with_capacity(shape.bucket.tokens),
@@ -122,7 +122,7 @@ impl Staging {
     }
 }
 
-impl IoSet {
+impl BatchBuffers {
     /// Reserves the buffers of the largest batch.
     pub fn new(device: &Arc<dyn Device>, shape: &RunnerShape) -> Result<Self, DeviceError> {
         let buffer = |elements: usize, bytes: u64, kind| OwnedBuffer::new(device, elements as u64 * bytes, kind);
@@ -130,11 +130,11 @@ impl IoSet {
         let pinned = |elements, bytes| buffer(elements, bytes, MemKind::Pinned);
         let Bucket { tokens, logit_rows, .. } = shape.bucket;
         let logits = logit_rows * shape.vocab_size;
-        let copied_out = if device.caps().unified_memory {
+        let host_results = if device.caps().unified_memory {
             None
         } else {
-            let (logits, best, row_status) = (pinned(logits, 4)?, pinned(logit_rows, 4)?, pinned(tokens, 1)?);
-            Some(CopiedOut { logits, best, row_status })
+            let (logits, argmax, row_status) = (pinned(logits, 4)?, pinned(logit_rows, 4)?, pinned(tokens, 1)?);
+            Some(HostResults { logits, argmax, row_status })
         };
         Ok(Self {
             token_ids: on_device(tokens, 4)?,
@@ -142,24 +142,24 @@ impl IoSet {
             block_tables: on_device(shape.max_seqs * shape.max_blocks_per_seq, 4)?,
             logit_rows: on_device(logit_rows, 4)?,
             logits: on_device(logits, 4)?,
-            best: on_device(logit_rows, 4)?,
+            argmax: on_device(logit_rows, 4)?,
             row_status: on_device(tokens, 1)?,
-            copied_out,
-            ticket: None,
-            input: ForwardInput::with_room(tokens, shape.max_seqs, shape.most_table_blocks(), logit_rows),
-            part: Part::default(),
-            is_part: false,
+            host_results,
+            batch_id: None,
+            input: ForwardInput::with_capacity(tokens, shape.max_seqs, shape.most_table_blocks(), logit_rows),
+            sub_batch: SubBatch::default(),
+            is_sub_batch: false,
             custom_failures: Vec::new(),
-            queued: None,
+            launched: None,
         })
     }
 
     /// Makes the set the batch's own.
     pub fn begin(&mut self, input: &ForwardInput) {
         self.input.copy_from(input);
-        self.is_part = false;
+        self.is_sub_batch = false;
         self.custom_failures.clear();
-        self.queued = None;
+        self.launched = None;
     }
 
     /// Writes a batch, and orders what is computed from now on behind that.
@@ -167,7 +167,7 @@ impl IoSet {
         &self,
         device: &dyn Device,
         streams: Streams,
-        staging: &mut Staging,
+        staging: &mut HostStaging,
         input: &ForwardInput,
         shape: &RunnerShape,
         kv_pool: Span,
@@ -182,7 +182,7 @@ impl IoSet {
             block_tables: words(&self.block_tables, seqs * table_stride),
             logit_rows: words(&self.logit_rows, logit_rows),
             logits: words(&self.logits, logit_rows * shape.vocab_size),
-            best: words(&self.best, logit_rows),
+            argmax: words(&self.argmax, logit_rows),
             row_status: self.row_status.first(tokens as u64),
             kv_pool,
         };
@@ -197,36 +197,36 @@ impl IoSet {
     }
 
     /// Queues the way out of what was just launched into the set.
-    pub fn bring_out(
+    pub fn copy_results_to_host(
         &mut self,
         device: &dyn Device,
         streams: Streams,
         io: Bindings,
         vocab_size: usize,
     ) -> Result<(), DeviceError> {
-        let launched = device.record(streams.compute)?;
-        let results = [io.row_status, io.best, io.logits];
-        let Some(CopiedOut { logits, best, row_status }) = &self.copied_out else {
-            self.queued = Some(Queued { io, results, launched, done: launched });
+        let launched_event = device.record(streams.compute)?;
+        let results = [io.row_status, io.argmax, io.logits];
+        let Some(HostResults { logits, argmax, row_status }) = &self.host_results else {
+            self.launched = Some(LaunchedBatch { io, results, launched_event, done_event: launched_event });
             return Ok(());
         };
-        device.wait(streams.output, launched)?;
-        let out = [row_status.first(io.row_status.bytes), best.first(io.best.bytes), logits.first(io.logits.bytes)];
+        device.wait(streams.output, launched_event)?;
+        let out = [row_status.first(io.row_status.bytes), argmax.first(io.argmax.bytes), logits.first(io.logits.bytes)];
         device.copy(out[0], io.row_status, streams.output)?;
-        if io.best.bytes > 0 {
-            device.copy(out[1], io.best, streams.output)?;
+        if io.argmax.bytes > 0 {
+            device.copy(out[1], io.argmax, streams.output)?;
         }
         for rows in self.logit_runs() {
-            device.copy(lines(out[2], &rows, vocab_size), lines(io.logits, &rows, vocab_size), streams.output)?;
+            device.copy(row_span(out[2], &rows, vocab_size), row_span(io.logits, &rows, vocab_size), streams.output)?;
         }
-        let done = device.record(streams.output)?;
-        self.queued = Some(Queued { io, results: out, launched, done });
+        let done_event = device.record(streams.output)?;
+        self.launched = Some(LaunchedBatch { io, results: out, launched_event, done_event });
         Ok(())
     }
 
     /// The batch's rows of logits of which more than the best is wanted, in runs.
     pub fn logit_runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
-        let wanted = |row: &usize| !self.input.best_only.get(self.whole_logit_row(*row)).is_some_and(|only| *only);
+        let wanted = |row: &usize| !self.input.argmax_only.get(self.batch_logit_row(*row)).is_some_and(|only| *only);
         let rows = self.launched_input().logit_rows.len();
         let mut next = 0;
         std::iter::from_fn(move || {
@@ -239,64 +239,68 @@ impl IoSet {
 
     /// What of the batch is launched.
     pub fn launched_input(&self) -> &ForwardInput {
-        if self.is_part { &self.part.input } else { &self.input }
+        if self.is_sub_batch { &self.sub_batch.input } else { &self.input }
     }
 
     /// Which of the batch's rows of logits stands at this place of those launched.
-    pub fn whole_logit_row(&self, launched: usize) -> usize {
-        if self.is_part { self.part.logit_rows.get(launched).copied().unwrap_or(usize::MAX) } else { launched }
+    pub fn batch_logit_row(&self, launched: usize) -> usize {
+        if self.is_sub_batch {
+            self.sub_batch.logit_rows.get(launched).copied().unwrap_or(usize::MAX)
+        } else {
+            launched
+        }
     }
 
     /// Where one of the batch's rows of logits stands among those launched, if it was.
     pub fn launched_logit_row(&self, whole: u32) -> Option<u32> {
-        if self.is_part {
-            place_in(&self.part.logit_rows, whole)
+        if self.is_sub_batch {
+            local_row(&self.sub_batch.logit_rows, whole)
         } else {
             ((whole as usize) < self.input.logit_rows.len()).then_some(whole)
         }
     }
 
     /// Where the drawn tokens are.
-    pub fn best(&self) -> Option<Span> {
-        self.queued.map(|queued| queued.io.best)
+    pub fn argmax(&self) -> Option<Span> {
+        self.launched.map(|launched| launched.io.argmax)
     }
 
     /// Whether anything was launched.
     pub fn has_results(&self) -> bool {
-        self.queued.is_some()
+        self.launched.is_some()
     }
 
     /// Reads the status of the rows launched from `first` on.
     pub fn read_status(&self, device: &dyn Device, first: usize, into: &mut [u8]) -> Result<(), DeviceError> {
-        let Some(queued) = &self.queued else { return Ok(()) };
-        let span = Span { offset: first as u64, bytes: into.len() as u64, ..queued.results[0] };
-        device.read(span, into, Some(queued.done))
+        let Some(launched) = &self.launched else { return Ok(()) };
+        let span = Span { offset: first as u64, bytes: into.len() as u64, ..launched.results[0] };
+        device.read(span, into, Some(launched.done_event))
     }
 
     /// Reads the best of the rows of logits launched from `first` on.
-    pub fn read_best(&self, device: &dyn Device, first: usize, into: &mut [u32]) -> Result<(), DeviceError> {
-        let Some(queued) = &self.queued else { return Ok(()) };
-        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..queued.results[1] };
-        device.read(span, bytemuck::cast_slice_mut(into), Some(queued.done))
+    pub fn read_argmax(&self, device: &dyn Device, first: usize, into: &mut [u32]) -> Result<(), DeviceError> {
+        let Some(launched) = &self.launched else { return Ok(()) };
+        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[1] };
+        device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
     /// Reads rows of logits that have been brought out.
     pub fn read_logits(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
-        let Some(queued) = &self.queued else { return Ok(()) };
-        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..queued.results[2] };
-        device.read(span, bytemuck::cast_slice_mut(into), Some(queued.done))
+        let Some(launched) = &self.launched else { return Ok(()) };
+        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[2] };
+        device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
     /// Reads logits that were left where they are.
     pub fn read_logits_in_place(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
-        let Some(queued) = &self.queued else { return Ok(()) };
-        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..queued.io.logits };
-        device.read(span, bytemuck::cast_slice_mut(into), Some(queued.launched))
+        let Some(launched) = &self.launched else { return Ok(()) };
+        let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.io.logits };
+        device.read(span, bytemuck::cast_slice_mut(into), Some(launched.launched_event))
     }
 }
 
 /// Some rows of a span of logits.
-fn lines(span: Span, rows: &std::ops::Range<usize>, vocab_size: usize) -> Span {
+fn row_span(span: Span, rows: &std::ops::Range<usize>, vocab_size: usize) -> Span {
     let bytes = |rows: usize| (4 * rows * vocab_size) as u64;
     Span { offset: span.offset + bytes(rows.start), bytes: bytes(rows.len()), ..span }
 }

@@ -3,9 +3,9 @@
 //! Hosts with a loop of their own call this and [`Sampler`](crate::sampler) directly; the engine's tests drive the loop
 //! with a scripted model behind the same trait.
 //!
-//! A batch has two phases: [`Forward::launch`] takes its rows, [`Forward::collect`] gives what came of them. Between the two
+//! A batch has two phases: [`ModelExecutor::launch`] takes its rows, [`ModelExecutor::collect`] gives what came of them. Between the two
 //! it is *in flight*, and further batches may be launched: they run in the order of their launches, as if each had ended
-//! before the next began. [`Forward::forward`] is both at once.
+//! before the next began. [`ModelExecutor::forward`] is both at once.
 
 mod io_buffers;
 mod model_runner;
@@ -50,23 +50,23 @@ pub struct ForwardInput {
     pub tables: Vec<BlockId>,
     /// Rows whose logits are wanted, ascending.
     pub logit_rows: Vec<u32>,
-    /// Where an earlier call told of [`Outcome::Retried`], its position, at most that of the sequence's first row here; or
+    /// Where an earlier call told of [`RowOutcome::Retried`], its position, at most that of the sequence's first row here; or
     /// [`NEVER`]. Empty if no sequence has any.
     pub f32_from: Vec<u32>,
     /// Rows of `logit_rows` whose logits need not be given, only the id of the largest: the model may leave them as they
     /// were. Empty if all logits are wanted.
-    pub best_only: Vec<bool>,
+    pub argmax_only: Vec<bool>,
     /// Rows whose token is not known yet, by ascending row; `tokens` has any id of the vocabulary in their place.
-    pub fed: Vec<FedRow>,
+    pub deferred: Vec<DeferredToken>,
 }
 
 /// A row that takes its token from a batch in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FedRow {
+pub struct DeferredToken {
     /// The row.
     pub row: u32,
     /// A batch in flight.
-    pub ticket: Ticket,
+    pub batch_id: BatchId,
     /// Which of that batch's rows of logits: the token is the id of its largest logit, the lowest of equals. Where one is not
     /// finite the row computes something, and nobody asks for it.
     pub logit_row: u32,
@@ -74,11 +74,11 @@ pub struct FedRow {
 
 /// A batch that has been launched; tickets of one model ascend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
+pub struct BatchId(pub u64);
 
 impl ForwardInput {
     /// An empty batch with room for so many rows, sequences, table entries and rows of logits.
-    pub(crate) fn with_room(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
+    pub(crate) fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
             tokens: Vec::with_capacity(tokens),
             q_lens: Vec::with_capacity(seqs),
@@ -86,8 +86,8 @@ impl ForwardInput {
             tables: Vec::with_capacity(table_blocks),
             logit_rows: Vec::with_capacity(logit_rows),
             f32_from: Vec::with_capacity(seqs),
-            best_only: Vec::with_capacity(logit_rows),
-            fed: Vec::with_capacity(seqs),
+            argmax_only: Vec::with_capacity(logit_rows),
+            deferred: Vec::with_capacity(seqs),
         }
     }
 
@@ -99,8 +99,8 @@ impl ForwardInput {
         self.tables.clear();
         self.logit_rows.clear();
         self.f32_from.clear();
-        self.best_only.clear();
-        self.fed.clear();
+        self.argmax_only.clear();
+        self.deferred.clear();
     }
 
     /// Becomes a copy of another batch in the room there is.
@@ -112,15 +112,15 @@ impl ForwardInput {
         self.tables.extend_from_slice(&other.tables);
         self.logit_rows.extend_from_slice(&other.logit_rows);
         self.f32_from.extend_from_slice(&other.f32_from);
-        self.best_only.extend_from_slice(&other.best_only);
-        self.fed.extend_from_slice(&other.fed);
+        self.argmax_only.extend_from_slice(&other.argmax_only);
+        self.deferred.extend_from_slice(&other.deferred);
     }
 }
 
 /// What came of a sequence beside its logits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Outcome {
+pub enum RowOutcome {
     /// A row overflowed; it and what follows ran again with f32 activations, and all is well. Further rows of the sequence
     /// must say so in [`ForwardInput::f32_from`].
     Retried,
@@ -133,7 +133,7 @@ pub enum Outcome {
     },
 }
 
-/// An [`Outcome`] with its place.
+/// An [`RowOutcome`] with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SequenceOutcome {
     /// Index of the sequence in the batch.
@@ -141,36 +141,36 @@ pub struct SequenceOutcome {
     /// Position of its first bad row.
     pub position: u32,
     /// What came of it.
-    pub outcome: Outcome,
+    pub outcome: RowOutcome,
 }
 
 /// What a batch gives.
 #[derive(Clone, Copy, Debug)]
-pub struct Forwarded<'a> {
+pub struct ForwardOutput<'a> {
     /// The wanted logits.
     pub logits: LogitRows<'a>,
     /// Sequences with bad rows, wanted or not; at most one of each kind a sequence, the retry first.
     pub outcomes: &'a [SequenceOutcome],
 }
 
-impl<'a> From<LogitRows<'a>> for Forwarded<'a> {
+impl<'a> From<LogitRows<'a>> for ForwardOutput<'a> {
     fn from(logits: LogitRows<'a>) -> Self {
         Self { logits, outcomes: &[] }
     }
 }
 
 /// Runs the model over batches. A batch writes the keys and values of its rows and gives logits.
-pub trait Forward: Send {
+pub trait ModelExecutor: Send {
     /// Takes one batch; it runs behind those launched before. A refused batch leaves nothing in flight.
-    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError>;
+    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError>;
     /// Waits for a batch in flight and for none behind it; the answer borrows buffers that the next call overwrites. After
     /// an error the batch is in flight no more.
     ///
-    /// `void` tells of sequences of the batch whose results mean nothing any more (empty: none). Nothing is run a second time
+    /// `stale` tells of sequences of the batch whose results mean nothing any more (empty: none). Nothing is run a second time
     /// for these: their blocks may belong to others by now, in batches launched since.
-    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError>;
+    fn collect(&mut self, ticket: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError>;
     /// Runs one batch to its end.
-    fn forward(&mut self, input: &ForwardInput) -> Result<Forwarded<'_>, DeviceError> {
+    fn forward(&mut self, input: &ForwardInput) -> Result<ForwardOutput<'_>, DeviceError> {
         let ticket = self.launch(input)?;
         self.collect(ticket, &[])
     }

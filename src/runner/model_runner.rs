@@ -1,20 +1,20 @@
-//! The model on a device, behind [`Forward`]: stages a batch's buffers, launches the program, reads the results back.
+//! The model on a device, behind [`ModelExecutor`]: stages a batch's buffers, launches the program, reads the results back.
 //!
-//! Each batch in flight has an [`IoSet`] of its own. What computes (copies of blocks, feeds, launches) is queued on one
+//! Each batch in flight has an [`BatchBuffers`] of its own. What computes (copies of blocks, copies, launches) is queued on one
 //! stream, so batches run in the order of their launches, and a block that changes hands is written by its new owner behind
 //! everything its old one had in flight. Rows that run a second time after an overflow, and rows of sequences that did so
 //! before, run when their batch is collected, behind batches launched since: only for sequences that still hold their
-//! blocks, which is why [`Forward::collect`] is told of those that do not. Dropping the runner waits for what is in flight
+//! blocks, which is why [`ModelExecutor::collect`] is told of those that do not. Dropping the runner waits for what is in flight
 //! before any buffer is freed.
 
 use crate::runner::RunnerShape;
 use std::sync::Arc;
 
-use super::io_buffers::{IoSet, Staging, Streams};
-use super::sub_batch::{Part, place_in};
-use super::{Forward, ForwardInput, Forwarded, LogitRows, NEVER, Outcome, SequenceOutcome, Ticket};
+use super::io_buffers::{BatchBuffers, HostStaging, Streams};
+use super::sub_batch::{SubBatch, local_row};
+use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor, NEVER, RowOutcome, SequenceOutcome};
 use crate::device::{
-    CustomFailure, Device, DeviceError, KvLayout, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span, StepArgs,
+    CustomFailure, Device, DeviceError, KvLayout, LaunchArgs, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
 };
 use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
@@ -41,28 +41,28 @@ pub struct ModelRunner {
     layout: KvLayout,
     shape: RunnerShape,
     padded_rows: u64,
-    /// Batches launched so far; the next one's ticket.
-    launched: u64,
+    /// Batches launched so far; the id of the next one.
+    launched_batches: u64,
     pool: OwnedBuffer,
-    /// A batch is in the set of its ticket, modulo their number.
-    sets: Vec<IoSet>,
-    staging: Staging,
+    /// A batch is in the buffers with the index of its id modulo their number.
+    batches: Vec<BatchBuffers>,
+    staging: HostStaging,
     /// Rows to feed from one set, `(to, from)`.
-    feeds: Vec<(u32, u32)>,
+    copies: Vec<(u32, u32)>,
     /// What the batch gave, in its own order, whichever programs ran its parts.
     host: HostRows,
     outcomes: Vec<SequenceOutcome>,
     /// Custom operations that failed in the batch, by its own rows.
     custom_failures: Vec<CustomFailure>,
     /// What of the batch runs with f32 activations.
-    retry: Part,
+    retry: SubBatch,
 }
 
 /// Results of a batch on the host.
 #[derive(Debug)]
 struct HostRows {
     logits: Vec<f32>,
-    best: Vec<u32>,
+    argmax: Vec<u32>,
     /// Status of each row of logits.
     logit_status: Vec<u8>,
     /// Status of each row of the batch.
@@ -87,21 +87,21 @@ impl ModelRunner {
         let pool_bytes = (shape.pool_blocks as u64 + layout.reserved_blocks).saturating_mul(layout.bytes_per_block);
         Ok(Self {
             pool: OwnedBuffer::new(&device, pool_bytes, MemKind::Device)?,
-            sets: (0..shape.max_in_flight).map(|_| IoSet::new(&device, &shape)).collect::<Result<_, _>>()?,
-            staging: Staging::new(&shape),
-            feeds: Vec::with_capacity(shape.max_seqs),
+            batches: (0..shape.max_in_flight).map(|_| BatchBuffers::new(&device, &shape)).collect::<Result<_, _>>()?,
+            staging: HostStaging::new(&shape),
+            copies: Vec::with_capacity(shape.max_seqs),
             host: HostRows {
                 logits: vec![0.0; logit_rows * shape.vocab_size],
-                best: vec![0; logit_rows],
+                argmax: vec![0; logit_rows],
                 logit_status: vec![0; logit_rows],
                 row_status: vec![0; tokens],
             },
             outcomes: Vec::with_capacity(shape.max_seqs),
             custom_failures: Vec::new(),
-            retry: Part::default(),
+            retry: SubBatch::default(),
             streams: Streams::new(device.as_ref())?,
             padded_rows: 0,
-            launched: 0,
+            launched_batches: 0,
             device,
             programs,
             layout,
@@ -127,87 +127,92 @@ impl ModelRunner {
         found.map_or((ProgramId(0), largest), |(bucket, program)| (program.id(), bucket.tokens))
     }
 
-    fn set_of(&self, ticket: Ticket) -> usize {
-        usize::try_from(ticket.0 % self.sets.len() as u64).unwrap_or(0)
+    fn buffer_index(&self, batch_id: BatchId) -> usize {
+        usize::try_from(batch_id.0 % self.batches.len() as u64).unwrap_or(0)
     }
 
     /// Launches one batch into a set, all of it or the set's part of it, and queues the way out of its results.
-    fn start(&mut self, index: usize) -> Result<(), DeviceError> {
-        let rows = self.sets[index].launched_input().tokens.len();
+    fn launch_batch(&mut self, index: usize) -> Result<(), DeviceError> {
+        let rows = self.batches[index].launched_input().tokens.len();
         if rows == 0 {
             return Ok(());
         }
         let (program, bucket_rows) = self.program_of(rows);
         let pool = self.pool.span();
-        let Self { device, sets, staging, shape, streams, feeds, padded_rows, .. } = self;
+        let Self { device, batches, staging, shape, streams, copies, padded_rows, .. } = self;
         let (device, streams) = (device.as_ref(), *streams);
-        let (set, input) = (&sets[index], sets[index].launched_input());
-        let (io, launch) = set.stage(device, streams, staging, input, shape, pool)?;
-        for source in sets.iter().filter(|source| source.ticket.is_some()) {
-            feeds.clear();
-            for fed in set.input.fed.iter().filter(|fed| source.ticket == Some(fed.ticket)) {
-                let to = if set.is_part { place_in(&set.part.rows, fed.row) } else { Some(fed.row) };
-                let from = source.launched_logit_row(fed.logit_row);
+        let (buffers, input) = (&batches[index], batches[index].launched_input());
+        let (io, launch) = buffers.stage(device, streams, staging, input, shape, pool)?;
+        for source in batches.iter().filter(|source| source.batch_id.is_some()) {
+            copies.clear();
+            for deferred in buffers.input.deferred.iter().filter(|deferred| source.batch_id == Some(deferred.batch_id))
+            {
+                let to = if buffers.is_sub_batch {
+                    local_row(&buffers.sub_batch.rows, deferred.row)
+                } else {
+                    Some(deferred.row)
+                };
+                let from = source.launched_logit_row(deferred.logit_row);
                 // Rows that run when their batch is collected are neither fed nor feed others; `check` has seen to the rest.
-                let (Some(to), Some(from)) = (to, from) else { return Err(unfed(fed.row)) };
-                feeds.push((to, from));
+                let (Some(to), Some(from)) = (to, from) else { return Err(deferred_and_f32(deferred.row)) };
+                copies.push((to, from));
             }
-            if let (Some(best), false) = (source.best(), feeds.is_empty()) {
-                device.feed(io.token_ids, best, feeds, streams.compute)?;
+            if let (Some(best), false) = (source.argmax(), copies.is_empty()) {
+                device.copy_sampled_tokens(io.token_ids, best, copies, streams.compute)?;
             }
         }
-        let args = StepArgs { io, shape: launch, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
+        let args = LaunchArgs { io, shape: launch, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
         device.launch(program, &args, streams.compute)?;
         if device.caps().static_shapes {
             *padded_rows += (bucket_rows - rows) as u64;
         }
-        let set = &mut sets[index];
-        set.bring_out(device, streams, io, shape.vocab_size)?;
+        let buffers = &mut batches[index];
+        buffers.copy_results_to_host(device, streams, io, shape.vocab_size)?;
         // A device tells of the last launch of a program only, and that may be another one when this is collected.
         if self.programs.custom_ops && self.shape.max_in_flight > 1 {
-            set.custom_failures.extend(device.custom_failures(program));
+            buffers.custom_failures.extend(device.custom_failures(program));
         }
         Ok(())
     }
 
     /// Waits for what was launched into a set, and puts it where the whole batch has it.
-    fn gather(&mut self, index: usize) -> Result<(), DeviceError> {
+    fn read_results(&mut self, index: usize) -> Result<(), DeviceError> {
         let device = self.device.as_ref();
-        let (set, host, vocab) = (&self.sets[index], &mut self.host, self.shape.vocab_size);
-        if !set.has_results() {
+        let (buffers, host, vocab) = (&self.batches[index], &mut self.host, self.shape.vocab_size);
+        if !buffers.has_results() {
             return Ok(());
         }
-        if set.is_part {
-            host.row_status[..set.input.tokens.len()].fill(RowStatus::Ok as u8);
-            for (at, &row) in set.part.rows.iter().enumerate() {
-                set.read_status(device, at, &mut host.row_status[row..=row])?;
+        if buffers.is_sub_batch {
+            host.row_status[..buffers.input.tokens.len()].fill(RowStatus::Ok as u8);
+            for (at, &row) in buffers.sub_batch.rows.iter().enumerate() {
+                buffers.read_status(device, at, &mut host.row_status[row..=row])?;
             }
-            for (at, &row) in set.part.logit_rows.iter().enumerate() {
-                set.read_best(device, at, &mut host.best[row..=row])?;
+            for (at, &row) in buffers.sub_batch.logit_rows.iter().enumerate() {
+                buffers.read_argmax(device, at, &mut host.argmax[row..=row])?;
             }
         } else {
-            set.read_status(device, 0, &mut host.row_status[..set.input.tokens.len()])?;
-            if !set.input.logit_rows.is_empty() {
-                set.read_best(device, 0, &mut host.best[..set.input.logit_rows.len()])?;
+            buffers.read_status(device, 0, &mut host.row_status[..buffers.input.tokens.len()])?;
+            if !buffers.input.logit_rows.is_empty() {
+                buffers.read_argmax(device, 0, &mut host.argmax[..buffers.input.logit_rows.len()])?;
             }
         }
-        for rows in set.logit_runs() {
-            if set.is_part {
+        for rows in buffers.logit_runs() {
+            if buffers.is_sub_batch {
                 for at in rows {
-                    let row = set.whole_logit_row(at);
-                    set.read_logits(device, at * vocab, &mut host.logits[row * vocab..][..vocab])?;
+                    let row = buffers.batch_logit_row(at);
+                    buffers.read_logits(device, at * vocab, &mut host.logits[row * vocab..][..vocab])?;
                 }
             } else {
                 let into = &mut host.logits[rows.start * vocab..rows.end * vocab];
-                set.read_logits(device, rows.start * vocab, into)?;
+                buffers.read_logits(device, rows.start * vocab, into)?;
             }
         }
         // Whoever looks for a row's largest logit and finds none wants to know why.
-        for (at, only) in set.input.best_only.iter().enumerate().filter(|(_, only)| **only) {
-            let lost = *only && host.best[at] == u32::MAX;
-            if let (true, Some(from)) = (lost, set.launched_logit_row(u32::try_from(at).unwrap_or(u32::MAX))) {
+        for (at, only) in buffers.input.argmax_only.iter().enumerate().filter(|(_, only)| **only) {
+            let lost = *only && host.argmax[at] == u32::MAX;
+            if let (true, Some(from)) = (lost, buffers.launched_logit_row(u32::try_from(at).unwrap_or(u32::MAX))) {
                 let into = &mut host.logits[at * vocab..][..vocab];
-                set.read_logits_in_place(device, from as usize * vocab, into)?;
+                buffers.read_logits_in_place(device, from as usize * vocab, into)?;
             }
         }
         Ok(())
@@ -215,13 +220,13 @@ impl ModelRunner {
 
     /// Runs the rows that the retry names with f32 activations, and puts what they give in its place.
     fn run_retry(&mut self, index: usize) -> Result<(), DeviceError> {
-        let Self { device, sets, staging, shape, streams, host, retry, .. } = self;
+        let Self { device, batches, staging, shape, streams, host, retry, .. } = self;
         let (device, vocab) = (device.as_ref(), shape.vocab_size);
         if retry.input.tokens.is_empty() {
             return Ok(());
         }
-        let (io, launch) = sets[index].stage(device, *streams, staging, &retry.input, shape, self.pool.span())?;
-        let args = StepArgs { io, shape: launch, q_lens: &retry.input.q_lens, kv_lens: &retry.input.kv_lens };
+        let (io, launch) = batches[index].stage(device, *streams, staging, &retry.input, shape, self.pool.span())?;
+        let args = LaunchArgs { io, shape: launch, q_lens: &retry.input.q_lens, kv_lens: &retry.input.kv_lens };
         let program = self.programs.f32.as_ref().map_or(ProgramId(0), OwnedProgram::id);
         device.launch(program, &args, streams.compute)?;
         if device.caps().static_shapes {
@@ -239,49 +244,49 @@ impl ModelRunner {
         for (at, &row) in retry.logit_rows.iter().enumerate() {
             let logits = &mut host.logits[row * vocab..][..vocab];
             device.read(piece(io.logits, at, 4 * vocab), bytemuck::cast_slice_mut(logits), done)?;
-            device.read(piece(io.best, at, 4), bytemuck::cast_slice_mut(&mut host.best[row..=row]), done)?;
+            device.read(piece(io.argmax, at, 4), bytemuck::cast_slice_mut(&mut host.argmax[row..=row]), done)?;
         }
         if retry.rows.iter().any(|&row| host.row_status[row] == RowStatus::CustomOpFailed as u8) {
-            self.custom_failures.extend(in_whole(device.custom_failures(program), &retry.rows));
+            self.custom_failures.extend(to_batch_rows(device.custom_failures(program), &retry.rows));
         }
         Ok(())
     }
 
     /// Takes a launched batch to its end.
-    fn finish(&mut self, index: usize, void: &[bool]) -> Result<(), DeviceError> {
+    fn complete(&mut self, index: usize, stale: &[bool]) -> Result<(), DeviceError> {
         self.outcomes.clear();
         self.custom_failures.clear();
-        self.gather(index)?;
-        let input = std::mem::take(&mut self.sets[index].input);
-        let finished = self.settle(index, &input, void);
-        self.sets[index].input = input;
+        self.read_results(index)?;
+        let input = std::mem::take(&mut self.batches[index].input);
+        let finished = self.resolve_rows(index, &input, stale);
+        self.batches[index].input = input;
         finished
     }
 
-    fn settle(&mut self, index: usize, input: &ForwardInput, void: &[bool]) -> Result<(), DeviceError> {
+    fn resolve_rows(&mut self, index: usize, input: &ForwardInput, stale: &[bool]) -> Result<(), DeviceError> {
         let tokens = input.tokens.len();
         let custom_failed = RowStatus::CustomOpFailed as u8;
         if self.host.row_status[..tokens].contains(&custom_failed) {
             if self.shape.max_in_flight == 1 {
-                let program = self.program_of(launched_rows(&self.sets[index], input)).0;
-                self.sets[index].custom_failures.extend(self.device.custom_failures(program));
+                let program = self.program_of(launched_rows(&self.batches[index], input)).0;
+                self.batches[index].custom_failures.extend(self.device.custom_failures(program));
             }
-            let set = &mut self.sets[index];
-            let failures = set.custom_failures.drain(..);
-            if set.is_part {
-                self.custom_failures.extend(in_whole(failures, &set.part.rows));
+            let buffers = &mut self.batches[index];
+            let failures = buffers.custom_failures.drain(..);
+            if buffers.is_sub_batch {
+                self.custom_failures.extend(to_batch_rows(failures, &buffers.sub_batch.rows));
             } else {
                 self.custom_failures.extend(failures);
             }
         }
         let bad = |status: &u8| *status != RowStatus::Ok as u8;
-        let is_part = self.sets[index].is_part;
-        if self.programs.f32.is_some() && (is_part || self.host.row_status[..tokens].iter().any(bad)) {
-            self.pick_retry(input, void);
+        let is_sub_batch = self.batches[index].is_sub_batch;
+        if self.programs.f32.is_some() && (is_sub_batch || self.host.row_status[..tokens].iter().any(bad)) {
+            self.select_retry_rows(input, stale);
             self.run_retry(index)?;
         }
         if self.host.row_status[..tokens].iter().any(bad) {
-            self.tell_failures(input, void);
+            self.report_failures(input, stale);
         }
         for (status, row) in self.host.logit_status.iter_mut().zip(&input.logit_rows) {
             *status = self.host.row_status[*row as usize];
@@ -290,14 +295,14 @@ impl ModelRunner {
     }
 
     /// What has to run with f32 activations: sequences that overflowed earlier, and others from their first bad row on.
-    fn pick_retry(&mut self, input: &ForwardInput, void: &[bool]) {
+    fn select_retry_rows(&mut self, input: &ForwardInput, stale: &[bool]) {
         let Self { retry, outcomes, host, shape, .. } = self;
         let mut first_row = 0;
-        retry.pick(input, shape.block_size, |index| {
+        retry.select(input, shape.block_size, |index| {
             let (rows, kv_len) = (input.q_lens[index], input.kv_lens[index]);
             let statuses = &host.row_status[first_row..first_row + rows as usize];
             first_row += rows as usize;
-            if is_set(void, index) {
+            if is_set(stale, index) {
                 return None;
             }
             if input.f32_from.get(index).is_some_and(|from| *from != NEVER) {
@@ -309,23 +314,23 @@ impl ModelRunner {
             }
             let offset = u32::try_from(bad).unwrap_or(u32::MAX);
             let position = kv_len - rows + offset;
-            outcomes.push(SequenceOutcome { sequence: index, position, outcome: Outcome::Retried });
+            outcomes.push(SequenceOutcome { sequence: index, position, outcome: RowOutcome::Retried });
             Some(offset)
         });
     }
 
     /// Tells of each sequence's first row that is still bad.
-    fn tell_failures(&mut self, input: &ForwardInput, void: &[bool]) {
+    fn report_failures(&mut self, input: &ForwardInput, stale: &[bool]) {
         let mut first_row = 0;
         for (sequence, (rows, kv_len)) in input.q_lens.iter().zip(&input.kv_lens).enumerate() {
             let statuses = &self.host.row_status[first_row..first_row + *rows as usize];
             let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8);
-            if let Some(bad) = bad.filter(|_| !is_set(void, sequence)) {
+            if let Some(bad) = bad.filter(|_| !is_set(stale, sequence)) {
                 let status = RowStatus::from_byte(statuses[bad]);
                 let row = first_row + bad;
                 let custom = (status == RowStatus::CustomOpFailed).then(|| self.custom_failure(row)).flatten();
                 let position = kv_len - rows + u32::try_from(bad).unwrap_or(u32::MAX);
-                let outcome = Outcome::Failed { status, custom };
+                let outcome = RowOutcome::Failed { status, custom };
                 self.outcomes.push(SequenceOutcome { sequence, position, outcome });
             }
             first_row += *rows as usize;
@@ -357,14 +362,14 @@ impl ModelRunner {
                 input.logit_rows.last().is_none_or(|&row| (row as usize) < input.tokens.len()),
             ),
             (
-                "best_only has nothing or a flag a row of logits",
-                input.best_only.is_empty() || input.best_only.len() == input.logit_rows.len(),
+                "argmax_only has nothing or a flag a row of logits",
+                input.argmax_only.is_empty() || input.argmax_only.len() == input.logit_rows.len(),
             ),
             (
                 "fed rows ascend, are rows of the batch, and take their tokens from rows of logits in flight",
-                input.fed.is_sorted_by(|a, b| a.row < b.row)
-                    && input.fed.last().is_none_or(|fed| (fed.row as usize) < input.tokens.len())
-                    && input.fed.iter().all(|fed| self.draws(fed.ticket, fed.logit_row)),
+                input.deferred.is_sorted_by(|a, b| a.row < b.row)
+                    && input.deferred.last().is_none_or(|deferred| (deferred.row as usize) < input.tokens.len())
+                    && input.deferred.iter().all(|deferred| self.has_logit_row(deferred.batch_id, deferred.logit_row)),
             ),
             (
                 "f32_from has nothing or a position a sequence, none behind its first row",
@@ -384,19 +389,22 @@ impl ModelRunner {
     }
 
     /// Whether a batch in flight has this row of logits.
-    fn draws(&self, ticket: Ticket, logit_row: u32) -> bool {
-        let set = self.sets.iter().find(|set| set.ticket == Some(ticket));
-        set.is_some_and(|set| set.launched_logit_row(logit_row).is_some())
+    fn has_logit_row(&self, batch_id: BatchId, logit_row: u32) -> bool {
+        let buffers = self.batches.iter().find(|buffers| buffers.batch_id == Some(batch_id));
+        buffers.is_some_and(|buffers| buffers.launched_logit_row(logit_row).is_some())
     }
 }
 
 /// The rows that are the main program's own.
-fn launched_rows(set: &IoSet, input: &ForwardInput) -> usize {
-    if set.is_part { set.part.input.tokens.len() } else { input.tokens.len() }
+fn launched_rows(buffers: &BatchBuffers, input: &ForwardInput) -> usize {
+    if buffers.is_sub_batch { buffers.sub_batch.input.tokens.len() } else { input.tokens.len() }
 }
 
 /// Failures by the rows of the whole batch. A call has the rows of one sequence, which stand together there as well.
-fn in_whole(failures: impl IntoIterator<Item = CustomFailure>, rows: &[usize]) -> impl Iterator<Item = CustomFailure> {
+fn to_batch_rows(
+    failures: impl IntoIterator<Item = CustomFailure>,
+    rows: &[usize],
+) -> impl Iterator<Item = CustomFailure> {
     failures.into_iter().map(|failure| {
         let start = rows.get(failure.rows.start).copied().unwrap_or(usize::MAX);
         CustomFailure { rows: start..start.saturating_add(failure.rows.len()), ..failure }
@@ -407,7 +415,7 @@ fn is_set(flags: &[bool], index: usize) -> bool {
     flags.get(index).is_some_and(|flag| *flag)
 }
 
-fn unfed(row: u32) -> DeviceError {
+fn deferred_and_f32(row: u32) -> DeviceError {
     DeviceError::Invalid {
         what: format!("batch: row {row} is fed and runs with f32 activations, or is fed by one that does"),
     }
@@ -420,8 +428,8 @@ impl Drop for ModelRunner {
     }
 }
 
-impl Forward for ModelRunner {
-    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
+impl ModelExecutor for ModelRunner {
+    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
         let rows = input.logit_rows.len();
         let Bucket { tokens, logit_rows, .. } = self.shape.bucket;
         if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
@@ -431,45 +439,45 @@ impl Forward for ModelRunner {
             return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }
         self.check(input)?;
-        let ticket = Ticket(self.launched);
-        let index = self.set_of(ticket);
-        let set = &mut self.sets[index];
-        if set.ticket.is_some() {
+        let batch_id = BatchId(self.launched_batches);
+        let index = self.buffer_index(batch_id);
+        let buffers = &mut self.batches[index];
+        if buffers.batch_id.is_some() {
             let what = format!("{} batches are in flight, the runner was made for no more", self.shape.max_in_flight);
             return Err(DeviceError::Invalid { what });
         }
-        set.begin(input);
+        buffers.begin(input);
         if self.programs.f32.is_some() && input.f32_from.iter().any(|from| *from != NEVER) {
-            set.is_part = true;
+            buffers.is_sub_batch = true;
             let stays = |index: usize| (input.f32_from[index] == NEVER).then_some(0);
-            set.part.pick(input, self.shape.block_size, stays);
+            buffers.sub_batch.select(input, self.shape.block_size, stays);
         }
-        if let Err(error) = self.start(index) {
+        if let Err(error) = self.launch_batch(index) {
             // Some of it may be queued, and names the set's buffers, which the next batch is staged in.
             self.streams.drain(self.device.as_ref());
             return Err(error);
         }
-        self.sets[index].ticket = Some(ticket);
-        self.launched += 1;
-        Ok(ticket)
+        self.batches[index].batch_id = Some(batch_id);
+        self.launched_batches += 1;
+        Ok(batch_id)
     }
 
-    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
-        let index = self.set_of(ticket);
-        if self.sets[index].ticket != Some(ticket) {
-            return Err(DeviceError::Invalid { what: format!("{ticket:?} is not in flight") });
+    fn collect(&mut self, batch_id: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
+        let index = self.buffer_index(batch_id);
+        if self.batches[index].batch_id != Some(batch_id) {
+            return Err(DeviceError::Invalid { what: format!("{batch_id:?} is not in flight") });
         }
-        let finished = self.finish(index, void);
-        self.sets[index].ticket = None;
+        let finished = self.complete(index, stale);
+        self.batches[index].batch_id = None;
         finished?;
-        let (rows, vocab) = (self.sets[index].input.logit_rows.len(), self.shape.vocab_size);
+        let (rows, vocab) = (self.batches[index].input.logit_rows.len(), self.shape.vocab_size);
         let logits = LogitRows {
             logits: &self.host.logits[..rows * vocab],
             vocab,
             status: &self.host.logit_status[..rows],
-            best: &self.host.best[..rows],
+            argmax: &self.host.argmax[..rows],
         };
-        Ok(Forwarded { logits, outcomes: &self.outcomes })
+        Ok(ForwardOutput { logits, outcomes: &self.outcomes })
     }
 
     fn max_in_flight(&self) -> u32 {

@@ -15,7 +15,7 @@ use crate::device::DeviceError;
 use crate::kv_cache::BlockId;
 use crate::text::Vocabulary;
 
-use super::{Forward, ForwardInput, Forwarded, LogitRows, Ticket};
+use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor};
 
 /// Fills a row of logits from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
@@ -50,7 +50,7 @@ const ROOM: usize = 256;
 /// A batch in flight and what came of it.
 #[derive(Default)]
 struct Batch {
-    ticket: Option<Ticket>,
+    ticket: Option<BatchId>,
     in_flight: bool,
     input: ForwardInput,
     logits: Vec<f32>,
@@ -82,7 +82,7 @@ impl ScriptedForward {
             watch: Box::new(|_| Ok(())),
             history: Vec::with_capacity(blocks as usize * block_size as usize),
             batches: std::array::from_fn(|_| Batch {
-                input: ForwardInput::with_room(ROOM, ROOM, blocks as usize + ROOM, ROOM),
+                input: ForwardInput::with_capacity(ROOM, ROOM, blocks as usize + ROOM, ROOM),
                 ..Batch::default()
             }),
             launched: 0,
@@ -138,7 +138,7 @@ impl ScriptedForward {
     }
 
     /// The token that a batch in flight draws for a row.
-    fn drawn(&self, ticket: Ticket, logit_row: u32) -> Result<u32, DeviceError> {
+    fn drawn(&self, ticket: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
         let batch = self.batches.iter().find(|batch| batch.ticket == Some(ticket));
         let best = batch.and_then(|batch| batch.best.get(logit_row as usize)).copied();
         best.ok_or_else(|| invalid(&"a row is fed by a batch that has not run"))
@@ -150,8 +150,8 @@ impl ScriptedForward {
         logits.clear();
         best.clear();
         status.clear();
-        for fed in &input.fed {
-            let token = self.drawn(fed.ticket, fed.logit_row)?;
+        for fed in &input.deferred {
+            let token = self.drawn(fed.batch_id, fed.logit_row)?;
             *input.tokens.get_mut(fed.row as usize).ok_or_else(|| invalid(&"a fed row is none"))? = token;
         }
         if input.q_lens.len() != input.kv_lens.len() {
@@ -201,9 +201,9 @@ impl ScriptedForward {
     }
 }
 
-impl Forward for ScriptedForward {
-    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
-        let ticket = Ticket(self.launched);
+impl ModelExecutor for ScriptedForward {
+    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+        let ticket = BatchId(self.launched);
         let place = usize::try_from(ticket.0 % self.batches.len() as u64).unwrap_or(0);
         if self.batches.iter().filter(|batch| batch.in_flight).count() == MAX_IN_FLIGHT {
             return Err(invalid(&"more batches are in flight than there may be"));
@@ -221,7 +221,7 @@ impl Forward for ScriptedForward {
         Ok(ticket)
     }
 
-    fn collect(&mut self, ticket: Ticket, _void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+    fn collect(&mut self, ticket: BatchId, _void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
         let Some(place) = self.batches.iter().position(|batch| batch.in_flight && batch.ticket == Some(ticket)) else {
             return Err(invalid(&"a batch is collected that is not in flight"));
         };
@@ -233,7 +233,7 @@ impl Forward for ScriptedForward {
         if let Some(error) = batch.failed.take() {
             return Err(error);
         }
-        Ok(LogitRows { logits: &batch.logits, vocab: self.vocab_size, status: &batch.status, best: &[] }.into())
+        Ok(LogitRows { logits: &batch.logits, vocab: self.vocab_size, status: &batch.status, argmax: &[] }.into())
     }
 
     fn max_in_flight(&self) -> u32 {

@@ -4,7 +4,7 @@ use super::ForwardInput;
 
 /// Some rows of a batch as a batch of their own, and where they stand in the whole one.
 #[derive(Debug, Default)]
-pub(crate) struct Part {
+pub(crate) struct SubBatch {
     pub input: ForwardInput,
     /// The row of the whole batch behind each row.
     pub rows: Vec<usize>,
@@ -13,14 +13,14 @@ pub(crate) struct Part {
 }
 
 /// Where a row of the whole batch stands in a part: `places` are the part's, ascending.
-pub(crate) fn place_in(places: &[usize], whole: u32) -> Option<u32> {
+pub(crate) fn local_row(places: &[usize], whole: u32) -> Option<u32> {
     places.binary_search(&(whole as usize)).ok().and_then(|index| u32::try_from(index).ok())
 }
 
-impl Part {
+impl SubBatch {
     /// Takes the sequences for which `from` gives a number, without that many of their first rows. `from` is asked once for
     /// each sequence in order. Which rows are fed stays with the whole.
-    pub fn pick(&mut self, whole: &ForwardInput, block_size: usize, mut from: impl FnMut(usize) -> Option<u32>) {
+    pub fn select(&mut self, whole: &ForwardInput, block_size: usize, mut from: impl FnMut(usize) -> Option<u32>) {
         self.input.clear();
         self.rows.clear();
         self.logit_rows.clear();
@@ -59,7 +59,7 @@ mod tests {
     use crate::kv_cache::BlockId;
 
     #[test]
-    fn parts_keep_their_place_in_the_whole() {
+    fn sub_batch_rows_map_back_to_the_batch() {
         let whole = ForwardInput {
             tokens: vec![10, 11, 12, 20, 30, 31],
             q_lens: vec![3, 1, 2],
@@ -68,8 +68,8 @@ mod tests {
             logit_rows: vec![0, 2, 3, 5],
             ..ForwardInput::default()
         };
-        let mut part = Part::default();
-        part.pick(&whole, 16, |index| [Some(1), None, Some(0)][index]);
+        let mut part = SubBatch::default();
+        part.select(&whole, 16, |index| [Some(1), None, Some(0)][index]);
         assert_eq!(part.input.tokens, [11, 12, 30, 31]);
         assert_eq!(
             (part.input.q_lens.as_slice(), part.input.kv_lens.as_slice()),
@@ -81,10 +81,10 @@ mod tests {
             ([1, 3].as_slice(), [1, 3].as_slice())
         );
         assert_eq!(part.rows, [1, 2, 4, 5]);
-        part.pick(&whole, 16, |_| Some(0));
+        part.select(&whole, 16, |_| Some(0));
         assert_eq!((&part.input.tokens, &part.input.tables), (&whole.tokens, &whole.tables));
         assert_eq!(part.input.logit_rows, whole.logit_rows);
-        part.pick(&whole, 16, |_| None);
+        part.select(&whole, 16, |_| None);
         assert!(part.input.tokens.is_empty() && part.rows.is_empty() && part.logit_rows.is_empty());
     }
 }

@@ -5,7 +5,7 @@
 //! to matter. No path sorts the vocabulary. Draws walk the kept tokens in id order, so a filter that is off draws as one
 //! that drops nothing. Lists keep their room between rows.
 
-use super::softmax::{self, BLOCK, Best};
+use super::softmax::{self, BLOCK, TopLogit};
 use super::{SamplingParams, ranking};
 
 /// Tokens that were kept, as the last call of [`Filter::narrow`] left them in the filter.
@@ -30,7 +30,7 @@ pub(super) struct Filter {
     blocks: Vec<f64>,
     /// Ids and weights of kept tokens, in id order.
     picks: Vec<(u32, f32)>,
-    /// Room for ordering ids; see [`order`].
+    /// Room for ordering ids; see [`ranking`].
     pub(super) keys: Vec<u64>,
 }
 
@@ -45,7 +45,7 @@ impl Filter {
     }
 
     /// Weighs and filters a row whose best entry is `best`.
-    pub(super) fn narrow(&mut self, row: &[f32], best: Best, params: &SamplingParams) -> Kept {
+    pub(super) fn narrow(&mut self, row: &[f32], best: TopLogit, params: &SamplingParams) -> Kept {
         let top_k = usize::try_from(params.top_k).unwrap_or(0);
         let temperature = params.temperature;
         self.picks.clear();
@@ -300,7 +300,7 @@ mod tests {
 
         #[test]
         fn equals_the_plain_twin(row in prop::collection::vec(logit(), 1..300), params in params(), u in 0.0f64..1.0) {
-            let Some(best) = softmax::best(&row) else { return Ok(()) };
+            let Some(best) = softmax::top_logit(&row) else { return Ok(()) };
             let Some(want) = plain(&row, &params) else { return Ok(()) };
             let mut filter = Filter::new(row.len());
             let room = (filter.picks.capacity(), filter.keys.capacity());
@@ -340,7 +340,7 @@ mod tests {
     fn the_nucleus_of_a_wide_flat_row_is_its_lowest_ids() {
         // 5,000 equal tokens: half of the sum is the 2,500 lowest ids.
         let row = vec![0.25; 5000];
-        let best = softmax::best(&row).expect("not empty");
+        let best = softmax::top_logit(&row).expect("not empty");
         let params = SamplingParams { top_p: 0.5, ..SamplingParams::default() };
         let mut filter = Filter::new(row.len());
         let kept = filter.narrow(&row, best, &params);
@@ -353,7 +353,7 @@ mod tests {
         row[3] = 0.0;
         row[140] = 0.0;
         row[150] = -1.0;
-        let best = softmax::best(&row).expect("not masked");
+        let best = softmax::top_logit(&row).expect("not masked");
         let mut filter = Filter::new(row.len());
         for top_p in [1.0, 0.9999] {
             let kept = filter.narrow(&row, best, &SamplingParams { top_p, ..SamplingParams::default() });

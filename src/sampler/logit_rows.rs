@@ -10,10 +10,10 @@ pub struct LogitRows<'a> {
     /// One byte a row: 0 ok, otherwise why the row must not be sampled (see [`RowStatus`](crate::graph::RowStatus)).
     pub status: &'a [u8],
     /// Id of the largest logit of each row, the lowest of equals, where the model has found it already; else empty.
-    pub best: &'a [u32],
+    pub argmax: &'a [u32],
 }
 
 impl LogitRows<'_> {
     /// No rows.
-    pub const EMPTY: Self = Self { logits: &[], vocab: 0, status: &[], best: &[] };
+    pub const EMPTY: Self = Self { logits: &[], vocab: 0, status: &[], argmax: &[] };
 }

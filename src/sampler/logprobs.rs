@@ -26,7 +26,7 @@ pub(super) fn gather(
     keys: &mut Vec<u64>,
     out: &mut Vec<TokenLogprob>,
 ) -> (f32, u32) {
-    let max = softmax::best(row).map_or(0.0, |best| best.value);
+    let max = softmax::top_logit(row).map_or(0.0, |best| best.value);
     let log_total = softmax::weight_sum(row, max, temperature).ln();
     #[allow(clippy::cast_possible_truncation)] // the last step rounds
     let logprob = |id: u32| {

@@ -23,7 +23,7 @@ use std::fmt;
 
 pub use logit_rows::LogitRows;
 pub use logprobs::TokenLogprob;
-pub use params::{GREEDY_BELOW, LogprobsMode, MAX_CHOICES, ParamError, ParamLimits, SamplingParams};
+pub use params::{GREEDY_EPSILON, LogprobsMode, MAX_N, ParamError, ParamLimits, SamplingParams};
 
 /// One token to sample.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +71,7 @@ pub struct Sampled {
 #[non_exhaustive]
 pub enum SampleError {
     /// A logit is infinite or NaN: the model's arithmetic overflowed.
-    #[error("logits of row {row} are not finite{}", Place(*.token))]
+    #[error("logits of row {row} are not finite{}", IdSuffix(*.token))]
     NonFinite {
         /// The row.
         row: usize,
@@ -110,9 +110,9 @@ pub enum SampleError {
     },
 }
 
-struct Place(Option<u32>);
+struct IdSuffix(Option<u32>);
 
-impl fmt::Display for Place {
+impl fmt::Display for IdSuffix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |token| write!(f, " (first at token {token})"))
     }
@@ -186,7 +186,7 @@ impl Sampler {
         let edited = Penalties::wanted(row);
         let plain = params.is_greedy() && params.logprobs.is_none() && !edited;
         // The model has looked at every logit of the row: no need to do so again.
-        if let Some(&token) = logits.best.get(row.row).filter(|&&token| plain && (token as usize) < self.vocab_size) {
+        if let Some(&token) = logits.argmax.get(row.row).filter(|&&token| plain && (token as usize) < self.vocab_size) {
             self.check_row(logits, row.row)?;
             params.check_numbers()?;
             return Ok(Sampled { token, logprob: None, top: Vec::new(), rank: 0 });
@@ -197,7 +197,7 @@ impl Sampler {
             self.penalties.apply(row, raw, &mut self.row);
         }
         let processed: &[f32] = if edited { &self.row } else { raw };
-        let best = softmax::best(processed).ok_or(SampleError::NoTokenLeft)?;
+        let best = softmax::top_logit(processed).ok_or(SampleError::NoTokenLeft)?;
 
         let mut kept = None;
         let token = if params.is_greedy() {

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use std::fmt::{self, Display};
 
 /// Below this a temperature means greedy, as in vLLM.
-pub const GREEDY_BELOW: f32 = 1e-5;
+pub const GREEDY_EPSILON: f32 = 1e-5;
 
 /// Most choices a request may ask for: vLLM's default limit.
-pub const MAX_CHOICES: u32 = 16_384;
+pub const MAX_N: u32 = 16_384;
 
 /// How one request is sampled and when it ends.
 ///
@@ -25,7 +25,7 @@ pub const MAX_CHOICES: u32 = 16_384;
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct SamplingParams {
-    /// `0..=2`; below [`GREEDY_BELOW`] the best token is taken and `top_k`, `top_p`, `min_p` and `seed` do nothing.
+    /// `0..=2`; below [`GREEDY_EPSILON`] the best token is taken and `top_k`, `top_p`, `min_p` and `seed` do nothing.
     pub temperature: f32,
     /// Keeps the `top_k` best tokens; 0 and −1 mean off.
     pub top_k: i32,
@@ -149,7 +149,7 @@ impl SamplingParams {
 
     /// Whether the best token is taken instead of a drawn one.
     pub fn is_greedy(&self) -> bool {
-        self.temperature < GREEDY_BELOW
+        self.temperature < GREEDY_EPSILON
     }
 
     /// Checks every rule; the first broken one is returned.
@@ -194,7 +194,7 @@ impl SamplingParams {
     }
 
     fn check_lengths(&self, limits: &ParamLimits) -> Result<(), ParamError> {
-        require((1..=MAX_CHOICES).contains(&self.n), "n", self.n, || format!("1..={MAX_CHOICES}"))?;
+        require((1..=MAX_N).contains(&self.n), "n", self.n, || format!("1..={MAX_N}"))?;
         require(self.n == 1 || !self.is_greedy(), "n", self.n, || {
             "1 when the temperature is 0 (greedy answers are all equal)".into()
         })?;

@@ -11,11 +11,11 @@ use super::ranking;
 pub(super) const BLOCK: usize = 64;
 
 /// Additions that may go on side by side within a block. Part of the definition of a sum, not of the machine.
-const LANES: usize = 8;
+const SUMS: usize = 8;
 
 /// The best entry of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Best {
+pub(super) struct TopLogit {
     /// Its value.
     pub value: f32,
     /// Its id, the lowest among equals.
@@ -23,9 +23,9 @@ pub(super) struct Best {
 }
 
 /// The largest entry, lowest id first; `None` for an empty row or one that is masked throughout.
-pub(super) fn best(row: &[f32]) -> Option<Best> {
-    let mut lanes = [f32::NEG_INFINITY; 2 * LANES];
-    let mut chunks = row.chunks_exact(2 * LANES);
+pub(super) fn top_logit(row: &[f32]) -> Option<TopLogit> {
+    let mut lanes = [f32::NEG_INFINITY; 2 * SUMS];
+    let mut chunks = row.chunks_exact(2 * SUMS);
     for chunk in &mut chunks {
         for (lane, &value) in lanes.iter_mut().zip(chunk) {
             *lane = if value > *lane { value } else { *lane };
@@ -36,7 +36,7 @@ pub(super) fn best(row: &[f32]) -> Option<Best> {
         return None;
     }
     let id = row.iter().position(|&v| v == value)?;
-    Some(Best { value, id: ranking::token(id) })
+    Some(TopLogit { value, id: ranking::token(id) })
 }
 
 /// The first entry that is infinite or NaN.
@@ -81,9 +81,9 @@ pub(super) fn exp_neg(z: f32) -> f32 {
 /// Sum of a block's weights in the fixed order: eight f32 lanes, then the lanes in f64.
 #[inline(always)]
 fn block_sum(mut weight_at: impl FnMut(usize) -> f32, len: usize) -> f64 {
-    let mut lanes = [0.0f32; LANES];
-    let whole = len - len % LANES;
-    for start in (0..whole).step_by(LANES) {
+    let mut lanes = [0.0f32; SUMS];
+    let whole = len - len % SUMS;
+    for start in (0..whole).step_by(SUMS) {
         for (lane, sum) in lanes.iter_mut().enumerate() {
             *sum += weight_at(start + lane);
         }
@@ -170,9 +170,9 @@ mod tests {
 
     #[test]
     fn a_masked_or_empty_row_has_no_best() {
-        assert_eq!(best(&[]), None);
-        assert_eq!(best(&[f32::NEG_INFINITY; 40]), None);
-        assert_eq!(best(&[-0.0, 0.0]), Some(Best { value: 0.0, id: 0 }));
+        assert_eq!(top_logit(&[]), None);
+        assert_eq!(top_logit(&[f32::NEG_INFINITY; 40]), None);
+        assert_eq!(top_logit(&[-0.0, 0.0]), Some(TopLogit { value: 0.0, id: 0 }));
     }
 
     proptest! {
@@ -184,14 +184,14 @@ mod tests {
                     want = id;
                 }
             }
-            prop_assert_eq!(best(&row), Some(Best { value: row[want], id: want as u32 }));
+            prop_assert_eq!(top_logit(&row), Some(TopLogit { value: row[want], id: want as u32 }));
         }
 
         #[test]
         fn both_sums_are_equal_and_near_the_exact_one(
             row in prop::collection::vec(-30.0f32..30.0, 1..300), temperature in 0.01f32..2.0,
         ) {
-            let max = best(&row).expect("not empty").value;
+            let max = top_logit(&row).expect("not empty").value;
             let mut weights = vec![0.0; row.len()];
             let mut blocks = vec![0.0; row.len().div_ceil(BLOCK)];
             let total = weigh(&row, max, temperature, 0.0, &mut weights, &mut blocks);

@@ -9,31 +9,31 @@
 //! Pure: no clock, no I/O, no device; equal calls give equal plans. A step without admission, finish or preemption
 //! allocates nothing.
 //!
-//! # Plans in flight
+//! # Plans in `in_flight_plan`
 //!
 //! Several plans may be made before the first of them is committed; they are committed in the order they were made. A
-//! sequence's rows go on behind those in flight. A row in flight that samples makes a token that nobody knows yet, a
-//! *placeholder*; sequences that [run ahead](SeqMeta::runs_ahead) have the row behind it planned all the same, and whoever
+//! sequence's rows go on behind those in `in_flight_plan`. A row in `in_flight_plan` that samples makes a token that nobody knows yet, a
+//! *placeholder*; sequences that [run ahead](NewSequence::allow_async_schedule) have the row behind it planned all the same, and whoever
 //! runs the rows puts the token there. The others sit out until it is committed.
 //!
 //! ```text
 //!   tokens   [ p p p p p a b ]         known: prompt and output
 //!   computed [ p p p p p a   ]         committed: these may be published to the prefix cache
-//!   in flight             [ b | ? ]    plan 7 computes b and draws x; plan 8 computes x, wherever it comes from, and draws y
-//!   pending                  [ x y ]   placeholders; one each for the rows in flight that sample
+//!   in in_flight_plan             [ b | ? ]    plan 7 computes b and draws x; plan 8 computes x, wherever it comes from, and draws y
+//!   pending                  [ x y ]   placeholders; one each for the rows in in_flight_plan that sample
 //! ```
 //!
 //! What is committed of plan 7 may end the sequence, or show that what stands behind it was computed from something bad;
 //! then its rows in later plans are *void*: they count as never planned, their results are ignored, and
-//! [`Scheduler::wasted_rows`] counts them. A sequence with rows in flight is never preempted and never exhausted: it sits
-//! out, and with it those behind it that keep its room, until one that can give way is out of flight.
+//! [`Scheduler::wasted_rows`] counts them. A sequence with rows in `in_flight_plan` is never preempted and never exhausted: it sits
+//! out, and with it those behind it that keep its room, until one that can give way is out of `in_flight_plan`.
 //!
 //! Blocks of a void row go back at once. That is sound if launches run in the order of their plans: whoever is given such a
 //! block writes each of its slots behind the void row before anybody reads it, and a void row's block is in no index, since
 //! only committed rows are published and a block is written by one sequence.
 //!
 //! Invariants ([`Scheduler::check`]): a sequence either waits (and holds no blocks), runs (and has room for all it has
-//! computed and in flight) or has just been reported exhausted; computed tokens are fewer than known ones; rows in flight
+//! computed and in `in_flight_plan`) or has just been reported exhausted; computed tokens are fewer than known ones; rows in `in_flight_plan`
 //! end before the last placeholder; the order is strict.
 
 #![forbid(unsafe_code)]
@@ -50,9 +50,9 @@ pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
 
 use crate::kv_cache::id_map::IdMap;
 use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};
-use in_flight::Flights;
-use queue::{Rank, WaitQueue};
-use sequence::{Entry, State, reserved_tokens};
+use in_flight::InFlightPlans;
+use queue::{QueueKey, WaitQueue};
+use sequence::{SeqState, SeqStatus, max_tokens_held};
 
 /// Limits of a scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ pub struct SchedulerConfig {
 
 /// What the scheduler knows of a sequence when it arrives.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SeqMeta {
+pub struct NewSequence {
     /// Token ids of the prompt.
     pub prompt: Vec<u32>,
     /// Tokens it may generate.
@@ -89,10 +89,10 @@ pub struct SeqMeta {
     /// [`SchedulerConfig::max_logit_rows`].
     pub prompt_logits: bool,
     /// Whether the row behind a token that is not known yet may be planned.
-    pub runs_ahead: bool,
+    pub allow_async_schedule: bool,
 }
 
-impl Default for SeqMeta {
+impl Default for NewSequence {
     /// No prompt and no output yet, priority 0, no salt, cached prefixes welcome, nothing ahead of what is known.
     fn default() -> Self {
         Self {
@@ -102,7 +102,7 @@ impl Default for SeqMeta {
             salt: Box::default(),
             read_prefix_cache: true,
             prompt_logits: false,
-            runs_ahead: false,
+            allow_async_schedule: false,
         }
     }
 }
@@ -171,8 +171,8 @@ pub enum ScheduleError {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Seat {
-    rank: Rank,
+struct RunningSeq {
+    key: QueueKey,
     seq: SeqId,
 }
 
@@ -183,13 +183,13 @@ struct Seat {
 pub struct Scheduler {
     config: SchedulerConfig,
     step_budget_tokens: u32,
-    entries: IdMap<SeqId, Entry>,
+    sequences: IdMap<SeqId, SeqState>,
     waiting: WaitQueue,
-    /// By rank.
-    running: Vec<Seat>,
+    /// By key.
+    running: Vec<RunningSeq>,
     plan: StepPlan,
     /// What has been planned and not committed.
-    flights: Flights,
+    in_flight: InFlightPlans,
     /// Where admissions look prefixes up.
     hit: PrefixHit,
     clock: Tick,
@@ -217,11 +217,11 @@ impl Scheduler {
         Ok(Self {
             step_budget_tokens: max_num_batched_tokens,
             config,
-            entries: IdMap::default(),
+            sequences: IdMap::default(),
             waiting: WaitQueue::default(),
             running: Vec::new(),
             plan: StepPlan::default(),
-            flights: Flights::default(),
+            in_flight: InFlightPlans::default(),
             hit: PrefixHit::default(),
             clock: Tick(0),
             arrivals: 0,
@@ -234,9 +234,16 @@ impl Scheduler {
     ///
     /// A prompt that fills the pool to the last slot is taken: its first token is sampled from rows that fit, and that
     /// token needs no slot unless another follows it.
-    pub fn add(&mut self, seq: SeqId, meta: SeqMeta, now: Tick, blocks: &BlockAllocator) -> Result<(), ScheduleError> {
+    pub fn add(
+        &mut self,
+        seq: SeqId,
+        meta: NewSequence,
+        now: Tick,
+        blocks: &BlockAllocator,
+    ) -> Result<(), ScheduleError> {
         self.require_unused(seq)?;
-        let SeqMeta { prompt, max_tokens, priority, salt, read_prefix_cache, prompt_logits, runs_ahead } = meta;
+        let NewSequence { prompt, max_tokens, priority, salt, read_prefix_cache, prompt_logits, allow_async_schedule } =
+            meta;
         let max_model_len = self.config.max_model_len;
         let prompt_len = match u32::try_from(prompt.len()) {
             Ok(0) => return Err(ScheduleError::EmptyPrompt(seq)),
@@ -253,35 +260,35 @@ impl Scheduler {
             });
         }
         self.clock = self.clock.max(now);
-        let rank = Rank::new(self.config.policy, priority, self.clock, self.arrivals);
-        let entry = Entry {
+        let key = QueueKey::new(self.config.policy, priority, self.clock, self.arrivals);
+        let sequence = SeqState {
             tokens: prompt,
             prompt_len,
             limit_tokens: prompt_len.saturating_add(max_tokens).min(max_model_len),
-            rank,
+            key,
             salt,
             read_prefix_cache,
-            runs_ahead,
+            allow_async_schedule,
             logits_from: prompt_logits.then_some(0),
-            state: State::Waiting,
+            status: SeqStatus::Waiting,
             computed: 0,
             in_flight: 0,
             pending: 0,
-            newest: Placeholder::default(),
-            valid_from: self.flights.next_plan(),
-            redo: false,
+            newest_placeholder: Placeholder::default(),
+            first_valid_plan: self.in_flight.next_plan(),
+            recompute: false,
             cached_tokens: 0,
             f32_from: None,
         };
-        self.enqueue(seq, entry, blocks);
+        self.enqueue(seq, sequence, blocks);
         Ok(())
     }
 
     /// Adds `child`, which shares all that running `parent` has computed and goes on with `token` in place of the parent's
     /// last one (the other choices of a request, or a beam). Call it between the `commit` that brought that token and the
-    /// next `schedule`; a parent with rows in flight is refused.
+    /// next `schedule`; a parent with rows in `in_flight_plan` is refused.
     ///
-    /// Without a free seat the child waits, and computes the shared part again when its turn comes.
+    /// Without a free `running_seq` the child waits, and computes the shared part again when its turn comes.
     pub fn fork(
         &mut self,
         parent: SeqId,
@@ -290,28 +297,30 @@ impl Scheduler {
         blocks: &mut BlockAllocator,
     ) -> Result<(), ScheduleError> {
         self.require_unused(child)?;
-        let ready = |entry: &&Entry| entry.state == State::Running && entry.in_flight == 0 && entry.rows_left() == 1;
-        let mut entry = self.entries.get(&parent).filter(ready).ok_or(ScheduleError::NotRunning(parent))?.clone();
-        entry.rank = entry.rank.twin(self.arrivals);
-        entry.valid_from = self.flights.next_plan();
-        if let Some(last) = entry.tokens.last_mut() {
+        let ready = |sequence: &&SeqState| {
+            sequence.status == SeqStatus::Running && sequence.in_flight == 0 && sequence.rows_left() == 1
+        };
+        let mut sequence = self.sequences.get(&parent).filter(ready).ok_or(ScheduleError::NotRunning(parent))?.clone();
+        sequence.key = sequence.key.sibling(self.arrivals);
+        sequence.first_valid_plan = self.in_flight.next_plan();
+        if let Some(last) = sequence.tokens.last_mut() {
             *last = token;
         }
         let seated = self.running.len() < self.config.max_num_seqs as usize && blocks.fork(parent, child).is_ok();
         if seated {
-            let tokens = reserved_tokens(&entry, blocks);
-            entry.tokens.reserve_exact((tokens as usize).saturating_sub(entry.tokens.len()));
+            let tokens = max_tokens_held(&sequence, blocks);
+            sequence.tokens.reserve_exact((tokens as usize).saturating_sub(sequence.tokens.len()));
             // The child holds blocks since the line above, so its table is there.
             let reserved = blocks.reserve_table(child, tokens);
             debug_assert!(reserved.is_ok());
-            self.seat(child, entry.rank);
+            self.start_running(child, sequence.key);
             self.arrivals += 1;
-            self.entries.insert(child, entry);
+            self.sequences.insert(child, sequence);
         } else {
-            entry.state = State::Waiting;
-            (entry.computed, entry.f32_from) = (0, None);
-            entry.cached_tokens = 0;
-            self.enqueue(child, entry, blocks);
+            sequence.status = SeqStatus::Waiting;
+            (sequence.computed, sequence.f32_from) = (0, None);
+            sequence.cached_tokens = 0;
+            self.enqueue(child, sequence, blocks);
         }
         Ok(())
     }
@@ -319,47 +328,47 @@ impl Scheduler {
     /// Forgets a sequence at once, wherever it is, and gives its blocks back. False if it is not known (any more): aborting
     /// twice, or after the end, does nothing.
     ///
-    /// Rows of the sequence in flight are void: their results are ignored by `commit`. The blocks can be given out again
+    /// Rows of the sequence in `in_flight_plan` are void: their results are ignored by `commit`. The blocks can be given out again
     /// from the next `schedule` on.
     pub fn abort(&mut self, seq: SeqId, blocks: &mut BlockAllocator) -> bool {
-        let Some(entry) = self.entries.remove(&seq) else { return false };
-        self.wasted_rows += u64::from(entry.in_flight);
-        match entry.state {
-            State::Waiting => self.waiting.remove(entry.rank),
-            State::Running => self.leave_seat(seq, entry.rank, blocks),
-            State::Exhausted => {}
+        let Some(sequence) = self.sequences.remove(&seq) else { return false };
+        self.wasted_rows += u64::from(sequence.in_flight);
+        match sequence.status {
+            SeqStatus::Waiting => self.waiting.remove(sequence.key),
+            SeqStatus::Running => self.stop_running(seq, sequence.key, blocks),
+            SeqStatus::Capped => {}
         }
         true
     }
 
     /// Prompt and output so far; empty for a sequence that is not known.
     pub fn tokens(&self, seq: SeqId) -> &[u32] {
-        self.entries.get(&seq).map_or(&[], |entry| &entry.tokens)
+        self.sequences.get(&seq).map_or(&[], |sequence| &sequence.tokens)
     }
 
     /// Tokens of the prompt; 0 for a sequence that is not known.
     pub fn prompt_len(&self, seq: SeqId) -> u32 {
-        self.entries.get(&seq).map_or(0, |entry| entry.prompt_len)
+        self.sequences.get(&seq).map_or(0, |sequence| sequence.prompt_len)
     }
 
     /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual, as it turned out
-    /// when the oldest plan in flight was run. Their keys and values go to no other sequence; once the sequence has lost its
+    /// when the oldest plan in `in_flight_plan` was run. Their keys and values go to no other sequence; once the sequence has lost its
     /// blocks it begins as usual again. Its rows in later plans become void with the next `commit`.
     pub fn set_f32_from(&mut self, seq: SeqId, position: u32) {
-        if let Some(entry) = self.entries.get_mut(&seq) {
-            entry.f32_from = Some(entry.f32_from.map_or(position, |known| known.min(position)));
-            entry.redo = entry.in_flight > 0;
+        if let Some(sequence) = self.sequences.get_mut(&seq) {
+            sequence.f32_from = Some(sequence.f32_from.map_or(position, |known| known.min(position)));
+            sequence.recompute = sequence.in_flight > 0;
         }
     }
 
     /// The position from which on a sequence is computed in another arithmetic, if there is one.
     pub fn f32_from(&self, seq: SeqId) -> Option<u32> {
-        self.entries.get(&seq)?.f32_from
+        self.sequences.get(&seq)?.f32_from
     }
 
     /// Prompt tokens that the prefix cache served when the sequence was last admitted.
     pub fn cached_tokens(&self, seq: SeqId) -> u32 {
-        self.entries.get(&seq).map_or(0, |entry| entry.cached_tokens)
+        self.sequences.get(&seq).map_or(0, |sequence| sequence.cached_tokens)
     }
 
     /// Sequences that hold blocks.
@@ -410,43 +419,47 @@ impl Scheduler {
 
     /// Every invariant named at the head of this module; the error says which one broke.
     pub fn check(&self, blocks: &BlockAllocator) -> Result<(), String> {
-        if !self.running.windows(2).all(|pair| pair[0].rank < pair[1].rank) {
+        if !self.running.windows(2).all(|pair| pair[0].key < pair[1].key) {
             return Err(format!("the running sequences are out of order: {:?}", self.running));
         }
         if self.running.len() > self.config.max_num_seqs as usize {
             return Err(format!("{} run, max_num_seqs is {}", self.running.len(), self.config.max_num_seqs));
         }
         let (mut waiting, mut running) = (0, 0);
-        for (seq, entry) in &self.entries {
+        for (seq, sequence) in &self.sequences {
             let table = count(blocks.table(*seq).len());
             let room = table * blocks.block_size();
-            match entry.state {
-                State::Waiting => {
+            match sequence.status {
+                SeqStatus::Waiting => {
                     waiting += 1;
-                    if self.waiting.get(entry.rank) != Some(*seq) {
+                    if self.waiting.get(sequence.key) != Some(*seq) {
                         return Err(format!("{seq:?} waits outside of the queue"));
                     }
                 }
-                State::Running => {
+                SeqStatus::Running => {
                     running += 1;
-                    if !self.running.iter().any(|seat| seat.seq == *seq && seat.rank == entry.rank) {
-                        return Err(format!("{seq:?} runs without a seat"));
+                    if !self
+                        .running
+                        .iter()
+                        .any(|running_seq| running_seq.seq == *seq && running_seq.key == sequence.key)
+                    {
+                        return Err(format!("{seq:?} runs without a running_seq"));
                     }
-                    if entry.next_row() > room || entry.computed >= entry.len() {
-                        return Err(format!("{seq:?} has room for {room} tokens: {entry:?}"));
+                    if sequence.next_row() > room || sequence.computed >= sequence.len() {
+                        return Err(format!("{seq:?} has room for {room} tokens: {sequence:?}"));
                     }
-                    if entry.next_row() >= entry.len() + entry.pending.max(1) {
-                        return Err(format!("{seq:?} has rows of tokens that nobody draws: {entry:?}"));
+                    if sequence.next_row() >= sequence.len() + sequence.pending.max(1) {
+                        return Err(format!("{seq:?} has rows of tokens that nobody draws: {sequence:?}"));
                     }
                 }
-                State::Exhausted => {}
+                SeqStatus::Capped => {}
             }
-            if entry.state != State::Running && (table > 0 || entry.next_row() > 0) {
-                return Err(format!("{seq:?} does not run and holds {table} blocks: {entry:?}"));
+            if sequence.status != SeqStatus::Running && (table > 0 || sequence.next_row() > 0) {
+                return Err(format!("{seq:?} does not run and holds {table} blocks: {sequence:?}"));
             }
-            let planned = self.flights.rows_of(*seq, entry.valid_from);
-            if planned != (entry.in_flight, entry.pending) {
-                return Err(format!("{seq:?} has {planned:?} rows in plans that count: {entry:?}"));
+            let planned = self.in_flight.rows_of(*seq, sequence.first_valid_plan);
+            if planned != (sequence.in_flight, sequence.pending) {
+                return Err(format!("{seq:?} has {planned:?} rows in plans that count: {sequence:?}"));
             }
         }
         if (waiting, running) != (self.waiting.len(), self.running.len()) {
@@ -460,38 +473,38 @@ impl Scheduler {
     }
 
     fn require_unused(&mut self, seq: SeqId) -> Result<(), ScheduleError> {
-        match self.entries.get(&seq).map(|entry| entry.state) {
+        match self.sequences.get(&seq).map(|sequence| sequence.status) {
             None => Ok(()),
-            Some(State::Exhausted) => {
-                self.entries.remove(&seq);
+            Some(SeqStatus::Capped) => {
+                self.sequences.remove(&seq);
                 Ok(())
             }
-            Some(State::Waiting | State::Running) => Err(ScheduleError::SeqExists(seq)),
+            Some(SeqStatus::Waiting | SeqStatus::Running) => Err(ScheduleError::SeqExists(seq)),
         }
     }
 
-    fn enqueue(&mut self, seq: SeqId, entry: Entry, blocks: &BlockAllocator) {
+    fn enqueue(&mut self, seq: SeqId, sequence: SeqState, blocks: &BlockAllocator) {
         // A blocked head is looked up in every step: its hit must not allocate.
-        let tokens = reserved_tokens(&entry, blocks);
-        self.hit.reserve(blocks.blocks_for(tokens) as usize, entry.salt.len());
+        let tokens = max_tokens_held(&sequence, blocks);
+        self.hit.reserve(blocks.blocks_for(tokens) as usize, sequence.salt.len());
         self.arrivals += 1;
-        self.waiting.push(entry.rank, seq);
-        self.entries.insert(seq, entry);
+        self.waiting.push(sequence.key, seq);
+        self.sequences.insert(seq, sequence);
     }
 
-    fn seat(&mut self, seq: SeqId, rank: Rank) {
-        let at = self.running.partition_point(|seat| seat.rank < rank);
-        self.running.insert(at, Seat { rank, seq });
+    fn start_running(&mut self, seq: SeqId, key: QueueKey) {
+        let at = self.running.partition_point(|running_seq| running_seq.key < key);
+        self.running.insert(at, RunningSeq { key, seq });
         // A step plans a running sequence once and copies at most its last block.
         let StepPlan { chunks, copies, .. } = &mut self.plan;
         chunks.reserve(self.running.len().saturating_sub(chunks.len()));
         copies.reserve(self.running.len().saturating_sub(copies.len()));
-        self.flights.reserve(self.running.len());
+        self.in_flight.reserve(self.running.len());
     }
 
-    /// Takes a sequence off its seat and its blocks back.
-    fn leave_seat(&mut self, seq: SeqId, rank: Rank, blocks: &mut BlockAllocator) {
-        if let Ok(at) = self.running.binary_search_by_key(&rank, |seat| seat.rank) {
+    /// Takes a sequence off its `running_seq` and its blocks back.
+    fn stop_running(&mut self, seq: SeqId, key: QueueKey, blocks: &mut BlockAllocator) {
+        if let Ok(at) = self.running.binary_search_by_key(&key, |running_seq| running_seq.key) {
             self.running.remove(at);
         }
         let released = blocks.release(seq);

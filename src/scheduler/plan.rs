@@ -14,7 +14,7 @@ pub struct StepPlan {
     pub preempted: Vec<SeqId>,
     /// Sequences that can go no further: alone in the pool without room for one more token, or at their limit. They have
     /// left the scheduler; the engine ends them for their length. Their tokens can be read until the next `schedule`.
-    pub exhausted: Vec<SeqId>,
+    pub capped: Vec<SeqId>,
     /// Blocks to copy, `(from, to)`, in this order, before the rows run.
     pub copies: Vec<(BlockId, BlockId)>,
 }
@@ -28,7 +28,7 @@ impl StepPlan {
     pub(crate) fn clear(&mut self) {
         self.chunks.clear();
         self.preempted.clear();
-        self.exhausted.clear();
+        self.capped.clear();
         self.copies.clear();
     }
 }
@@ -48,7 +48,7 @@ pub struct Chunk {
     pub placeholder: Option<Placeholder>,
 }
 
-/// The token that a chunk of a plan in flight samples.
+/// The token that a chunk of a plan in `in_flight_plan` samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placeholder {
     /// The plan's number.

@@ -31,13 +31,13 @@ pub const PRIORITY_STEP_US: u64 = 1_000_000;
 
 /// Place of a sequence in the order; smaller goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Rank {
+pub(super) struct QueueKey {
     virtual_us: i128,
     /// Number of the sequence in order of `add`: decides among equals, and makes ranks unique.
     arrival: u64,
 }
 
-impl Rank {
+impl QueueKey {
     pub(super) fn new(policy: SchedulePolicy, priority: i32, arrived: Tick, arrival: u64) -> Self {
         let virtual_us = match policy {
             SchedulePolicy::Fcfs => 0,
@@ -46,36 +46,36 @@ impl Rank {
         Self { virtual_us, arrival }
     }
 
-    /// The place of a twin that arrives as number `arrival`.
-    pub(super) fn twin(self, arrival: u64) -> Self {
+    /// The place of a sibling that arrives as number `arrival`.
+    pub(super) fn sibling(self, arrival: u64) -> Self {
         Self { arrival, ..self }
     }
 }
 
-/// Sequences that hold no blocks: new ones and preempted ones. A preempted sequence keeps its rank, and since sequences of
+/// Sequences that hold no blocks: new ones and preempted ones. A preempted sequence keeps its key, and since sequences of
 /// one class are admitted in order, that is the front of its class.
 #[derive(Clone, Debug, Default)]
-pub(super) struct WaitQueue(BTreeMap<Rank, SeqId>);
+pub(super) struct WaitQueue(BTreeMap<QueueKey, SeqId>);
 
 impl WaitQueue {
-    pub(super) fn push(&mut self, rank: Rank, seq: SeqId) {
-        self.0.insert(rank, seq);
+    pub(super) fn push(&mut self, key: QueueKey, seq: SeqId) {
+        self.0.insert(key, seq);
     }
 
-    pub(super) fn first(&self) -> Option<(Rank, SeqId)> {
-        self.0.first_key_value().map(|(&rank, &seq)| (rank, seq))
+    pub(super) fn first(&self) -> Option<(QueueKey, SeqId)> {
+        self.0.first_key_value().map(|(&key, &seq)| (key, seq))
     }
 
-    pub(super) fn remove(&mut self, rank: Rank) {
-        self.0.remove(&rank);
+    pub(super) fn remove(&mut self, key: QueueKey) {
+        self.0.remove(&key);
     }
 
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
 
-    pub(super) fn get(&self, rank: Rank) -> Option<SeqId> {
-        self.0.get(&rank).copied()
+    pub(super) fn get(&self, key: QueueKey) -> Option<SeqId> {
+        self.0.get(&key).copied()
     }
 }
 
@@ -83,29 +83,29 @@ impl WaitQueue {
 mod tests {
     use super::*;
 
-    fn rank(policy: SchedulePolicy, priority: i32, at_us: u64, arrival: u64) -> Rank {
-        Rank::new(policy, priority, Tick(at_us), arrival)
+    fn key(policy: SchedulePolicy, priority: i32, at_us: u64, arrival: u64) -> QueueKey {
+        QueueKey::new(policy, priority, Tick(at_us), arrival)
     }
 
     #[test]
     fn fcfs_ignores_priority() {
         let policy = SchedulePolicy::Fcfs;
-        assert!(rank(policy, -5, 9, 0) < rank(policy, 5, 0, 1));
+        assert!(key(policy, -5, 9, 0) < key(policy, 5, 0, 1));
     }
 
     #[test]
     fn higher_priority_goes_first_until_the_other_has_waited_its_levels() {
         let policy = SchedulePolicy::Priority;
-        let old = rank(policy, 0, 0, 0);
-        assert!(rank(policy, 2, PRIORITY_STEP_US, 1) < old, "a second late, two levels up");
-        assert!(rank(policy, 2, 2 * PRIORITY_STEP_US, 1) > old, "two seconds late, two levels up: the older wins");
-        assert!(rank(policy, 2, 3 * PRIORITY_STEP_US, 1) > old);
-        assert!(rank(policy, 0, 0, 1) > old);
+        let old = key(policy, 0, 0, 0);
+        assert!(key(policy, 2, PRIORITY_STEP_US, 1) < old, "a second late, two levels up");
+        assert!(key(policy, 2, 2 * PRIORITY_STEP_US, 1) > old, "two seconds late, two levels up: the older wins");
+        assert!(key(policy, 2, 3 * PRIORITY_STEP_US, 1) > old);
+        assert!(key(policy, 0, 0, 1) > old);
     }
 
     #[test]
     fn extreme_inputs_keep_their_order() {
         let policy = SchedulePolicy::Priority;
-        assert!(rank(policy, i32::MAX, u64::MAX, 1) < rank(policy, i32::MIN, u64::MAX, 0));
+        assert!(key(policy, i32::MAX, u64::MAX, 1) < key(policy, i32::MIN, u64::MAX, 0));
     }
 }

@@ -3,9 +3,9 @@
 //! A plan lists rows; the results say which token came out of each chunk that wanted one. A sequence's rows are computed
 //! in order and without gaps, each once, unless it is preempted and starts over, or rows ahead of a result are void.
 
-use super::in_flight::Flight;
-use super::preempt::Relief;
-use super::{Scheduler, State, Tick, reserved_tokens};
+use super::in_flight::InFlightPlan;
+use super::preempt::PreemptOutcome;
+use super::{Scheduler, SeqStatus, Tick, max_tokens_held};
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 
@@ -34,20 +34,20 @@ impl Scheduler {
     /// had to preempt. A plan without chunks needs no commit.
     pub fn schedule(&mut self, now: Tick, blocks: &mut BlockAllocator) -> &StepPlan {
         self.clock = self.clock.max(now);
-        for seq in self.plan.exhausted.drain(..) {
-            if self.entries.get(&seq).is_some_and(|entry| entry.state == State::Exhausted) {
-                self.entries.remove(&seq);
+        for seq in self.plan.capped.drain(..) {
+            if self.sequences.get(&seq).is_some_and(|sequence| sequence.status == SeqStatus::Capped) {
+                self.sequences.remove(&seq);
             }
         }
         self.plan.clear();
-        self.plan.number = self.flights.next_plan();
+        self.plan.number = self.in_flight.next_plan();
         let mut budget = Budget { rows: self.step_budget_tokens, logit_rows: self.config.max_logit_rows };
         let flows = self.plan_running(Phase::Decode, &mut budget, blocks)
             && self.plan_running(Phase::Prefill, &mut budget, blocks);
         if flows && self.plan.preempted.is_empty() {
             self.plan_waiting(&mut budget, blocks);
         }
-        self.flights.take_off(&self.plan);
+        self.in_flight.push(&self.plan);
         &self.plan
     }
 
@@ -56,14 +56,14 @@ impl Scheduler {
         &self.plan
     }
 
-    /// Whether rows of the sequence in a plan in flight are void by now: their results mean nothing.
-    pub fn is_void(&self, plan: u64, seq: SeqId) -> bool {
-        self.entries.get(&seq).is_none_or(|entry| entry.valid_from > plan)
+    /// Whether rows of the sequence in a plan in `in_flight_plan` are void by now: their results mean nothing.
+    pub fn is_stale(&self, plan: u64, seq: SeqId) -> bool {
+        self.sequences.get(&seq).is_none_or(|sequence| sequence.first_valid_plan > plan)
     }
 
-    /// Takes the results of the oldest plan in flight. Those of void chunks are ignored.
+    /// Takes the results of the oldest plan in `in_flight_plan`. Those of void chunks are ignored.
     pub fn commit(&mut self, done: &StepOutput, blocks: &mut BlockAllocator) {
-        let Some(Flight { plan, chunks }) = self.flights.pop() else { return };
+        let Some(InFlightPlan { plan, chunks }) = self.in_flight.pop() else { return };
         let mut results = done.results.as_slice();
         for chunk in &chunks {
             let found = results.iter().position(|result| result.seq == chunk.seq);
@@ -72,68 +72,68 @@ impl Scheduler {
                 results = &results[at + 1..];
                 result
             });
-            if !self.is_void(plan, chunk.seq) {
+            if !self.is_stale(plan, chunk.seq) {
                 self.commit_chunk(chunk, result, blocks);
             }
         }
-        self.flights.recycle(chunks);
+        self.in_flight.reuse(chunks);
     }
 
     fn commit_chunk(&mut self, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
-        let next_plan = self.flights.next_plan();
-        let Some(entry) = self.entries.get_mut(&chunk.seq) else { return };
-        entry.in_flight -= chunk.len;
-        entry.pending -= u32::from(chunk.samples);
-        let redo = std::mem::take(&mut entry.redo);
+        let next_plan = self.in_flight.next_plan();
+        let Some(sequence) = self.sequences.get_mut(&chunk.seq) else { return };
+        sequence.in_flight -= chunk.len;
+        sequence.pending -= u32::from(chunk.samples);
+        let recompute = std::mem::take(&mut sequence.recompute);
         let Some(result) = result else {
-            self.wasted_rows += u64::from(entry.void(next_plan));
+            self.wasted_rows += u64::from(sequence.mark_stale(next_plan));
             return;
         };
         let end = chunk.start + chunk.len;
         let failed = result.token.is_none() && (chunk.samples || result.finished);
-        entry.computed = if failed { end - 1 } else { end };
-        entry.logits_from = entry.logits_from.map(|from| from.max(entry.computed));
+        sequence.computed = if failed { end - 1 } else { end };
+        sequence.logits_from = sequence.logits_from.map(|from| from.max(sequence.computed));
         if !(failed && result.finished) {
-            let shared = entry.f32_from.map_or(entry.computed, |from| from.min(entry.computed));
-            blocks.publish(chunk.seq, &entry.tokens[..shared as usize]);
+            let shared = sequence.f32_from.map_or(sequence.computed, |from| from.min(sequence.computed));
+            blocks.publish(chunk.seq, &sequence.tokens[..shared as usize]);
         }
         if result.finished {
-            let (rank, in_flight) = (entry.rank, entry.in_flight);
+            let (key, in_flight) = (sequence.key, sequence.in_flight);
             self.wasted_rows += u64::from(in_flight);
-            self.entries.remove(&chunk.seq);
-            self.leave_seat(chunk.seq, rank, blocks);
+            self.sequences.remove(&chunk.seq);
+            self.stop_running(chunk.seq, key, blocks);
             return;
         }
         if chunk.samples
             && let Some(token) = result.token
         {
-            entry.tokens.push(token);
+            sequence.tokens.push(token);
         }
-        if failed || redo {
-            self.wasted_rows += u64::from(entry.void(next_plan));
+        if failed || recompute {
+            self.wasted_rows += u64::from(sequence.mark_stale(next_plan));
         }
     }
 
-    /// False if nothing more may be planned, so that rows in flight come out of it.
+    /// False if nothing more may be planned, so that rows in `in_flight_plan` come out of it.
     fn plan_running(&mut self, phase: Phase, budget: &mut Budget, blocks: &mut BlockAllocator) -> bool {
         let mut at = 0;
         while at < self.running.len() && budget.rows > 0 {
             let seq = self.running[at].seq;
-            let Some(entry) = self.entries.get(&seq) else { break };
-            let (start, left) = (entry.next_row(), entry.rows_left());
+            let Some(sequence) = self.sequences.get(&seq) else { break };
+            let (start, left) = (sequence.next_row(), sequence.rows_left());
             if left == 0 || (left == 1) != (phase == Phase::Decode) {
                 at += 1;
                 continue;
             }
-            if entry.is_exhausted(blocks) {
-                if entry.in_flight > 0 {
+            if sequence.is_capped(blocks) {
+                if sequence.in_flight > 0 {
                     at += 1;
                 } else {
-                    self.exhaust(at, blocks);
+                    self.cap(at, blocks);
                 }
                 continue;
             }
-            let rows = entry.rows_within(start, left.min(budget.rows), budget.logit_rows);
+            let rows = sequence.rows_within(start, left.min(budget.rows), budget.logit_rows);
             if rows == 0 {
                 at += 1;
                 continue;
@@ -143,10 +143,10 @@ impl Scheduler {
                 at += 1;
                 continue;
             }
-            match self.relieve(at, blocks) {
-                Relief::Freed | Relief::Left => {}
-                Relief::Wait => at += 1,
-                Relief::Stall => return false,
+            match self.make_space(at, blocks) {
+                PreemptOutcome::Preempted | PreemptOutcome::Stopped => {}
+                PreemptOutcome::SitOut => at += 1,
+                PreemptOutcome::Stall => return false,
             }
         }
         true
@@ -154,52 +154,52 @@ impl Scheduler {
 
     fn plan_waiting(&mut self, budget: &mut Budget, blocks: &mut BlockAllocator) {
         while budget.rows > 0 && self.running.len() < self.config.max_num_seqs as usize {
-            let Some((rank, seq)) = self.waiting.first() else { return };
-            let Some(entry) = self.entries.get_mut(&seq) else { return };
-            let len = entry.len();
-            if entry.is_exhausted(blocks) {
+            let Some((key, seq)) = self.waiting.first() else { return };
+            let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+            let len = sequence.len();
+            if sequence.is_capped(blocks) {
                 // It was preempted just before its turn to be reported.
-                entry.state = State::Exhausted;
-                self.waiting.remove(rank);
-                self.plan.exhausted.push(seq);
+                sequence.status = SeqStatus::Capped;
+                self.waiting.remove(key);
+                self.plan.capped.push(seq);
                 continue;
             }
-            if entry.read_prefix_cache {
-                blocks.lookup_into(&entry.tokens, &entry.salt, &mut self.hit);
+            if sequence.read_prefix_cache {
+                blocks.lookup_into(&sequence.tokens, &sequence.salt, &mut self.hit);
             } else {
-                self.hit.reset(&entry.salt);
+                self.hit.reset(&sequence.salt);
             }
             let start = self.hit.tokens();
-            let rows = entry.rows_within(start, (len - start).min(budget.rows), budget.logit_rows);
+            let rows = sequence.rows_within(start, (len - start).min(budget.rows), budget.logit_rows);
             let spare = if self.running.is_empty() { 0 } else { self.config.watermark_blocks };
             let needed = blocks.admission_blocks(&self.hit, len);
             let fits = needed.saturating_add(spare) <= blocks.available();
             if rows == 0 || !fits || blocks.admit(seq, &self.hit, len).is_err() {
                 return;
             }
-            let reserved = reserved_tokens(entry, blocks);
+            let reserved = max_tokens_held(sequence, blocks);
             let table = blocks.reserve_table(seq, reserved);
             debug_assert!(table.is_ok());
-            entry.tokens.reserve_exact((reserved as usize).saturating_sub(entry.tokens.len()));
-            entry.state = State::Running;
-            entry.computed = start;
-            entry.cached_tokens = start.min(entry.prompt_len);
-            self.waiting.remove(rank);
-            self.seat(seq, rank);
+            sequence.tokens.reserve_exact((reserved as usize).saturating_sub(sequence.tokens.len()));
+            sequence.status = SeqStatus::Running;
+            sequence.computed = start;
+            sequence.cached_tokens = start.min(sequence.prompt_len);
+            self.waiting.remove(key);
+            self.start_running(seq, key);
             self.plan_chunk(seq, rows, budget);
         }
     }
 
     fn plan_chunk(&mut self, seq: SeqId, rows: u32, budget: &mut Budget) {
-        let Some(entry) = self.entries.get_mut(&seq) else { return };
-        let start = entry.next_row();
-        let samples = start + rows == entry.plannable();
-        let placeholder = (start >= entry.len()).then_some(entry.newest);
-        budget.take(rows, entry.prompt_logits(start, start + rows) + u32::from(samples));
-        entry.in_flight += rows;
+        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        let start = sequence.next_row();
+        let samples = start + rows == sequence.schedulable_len();
+        let placeholder = (start >= sequence.len()).then_some(sequence.newest_placeholder);
+        budget.take(rows, sequence.prompt_logits(start, start + rows) + u32::from(samples));
+        sequence.in_flight += rows;
         if samples {
-            entry.pending += 1;
-            entry.newest = Placeholder { plan: self.plan.number, chunk: self.plan.chunks.len() };
+            sequence.pending += 1;
+            sequence.newest_placeholder = Placeholder { plan: self.plan.number, chunk: self.plan.chunks.len() };
         }
         self.plan.chunks.push(Chunk { seq, start, len: rows, samples, placeholder });
     }

@@ -1,32 +1,32 @@
 //! What the scheduler knows of one sequence: its tokens, and how far they are planned and computed.
 
 use super::Placeholder;
-use super::queue::Rank;
+use super::queue::QueueKey;
 use crate::kv_cache::{BlockAllocator, count};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum SeqStatus {
     Waiting,
     Running,
     /// Reported in the last plan; kept readable until the next one.
-    Exhausted,
+    Capped,
 }
 
 /// See the head of this file.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(super) struct SeqState {
     /// Prompt and output.
     pub tokens: Vec<u32>,
     pub prompt_len: u32,
     /// Length at which it ends whatever the engine says.
     pub limit_tokens: u32,
-    pub rank: Rank,
+    pub key: QueueKey,
     pub salt: Box<[u8]>,
     pub read_prefix_cache: bool,
-    pub runs_ahead: bool,
+    pub allow_async_schedule: bool,
     /// The first prompt row whose logits are still wanted, if any are.
     pub logits_from: Option<u32>,
-    pub state: State,
+    pub status: SeqStatus,
     /// Leading tokens whose keys and values are in its blocks and committed.
     pub computed: u32,
     /// Rows behind those in plans that have not been committed yet.
@@ -34,17 +34,17 @@ pub(super) struct Entry {
     /// Of these, rows that sample: tokens behind the known ones that are being drawn.
     pub pending: u32,
     /// The newest of those tokens.
-    pub newest: Placeholder,
+    pub newest_placeholder: Placeholder,
     /// The first plan whose rows of it count; those of earlier ones are void.
-    pub valid_from: u64,
-    /// The rows in flight behind the next commit were computed from something bad.
-    pub redo: bool,
+    pub first_valid_plan: u64,
+    /// The rows in `in_flight_plan` behind the next commit were computed from something bad.
+    pub recompute: bool,
     pub cached_tokens: u32,
     /// Rows from this position on were computed in another arithmetic: not to be shared with sequences that were not.
     pub f32_from: Option<u32>,
 }
 
-impl Entry {
+impl SeqState {
     pub fn len(&self) -> u32 {
         count(self.tokens.len())
     }
@@ -56,13 +56,13 @@ impl Entry {
 
     /// Tokens that rows can be planned for: known ones, and placeholders if it runs ahead. Rows in another arithmetic are
     /// nobody's to run ahead of: whether they are right shows when they are committed.
-    pub fn plannable(&self) -> u32 {
-        self.len() + if self.runs_ahead && self.f32_from.is_none() { self.pending } else { 0 }
+    pub fn schedulable_len(&self) -> u32 {
+        self.len() + if self.allow_async_schedule && self.f32_from.is_none() { self.pending } else { 0 }
     }
 
     /// Rows until its next token can be sampled.
     pub fn rows_left(&self) -> u32 {
-        self.plannable().saturating_sub(self.next_row())
+        self.schedulable_len().saturating_sub(self.next_row())
     }
 
     /// Rows of `start..end` whose logits are wanted of the prompt.
@@ -76,7 +76,7 @@ impl Entry {
     pub fn rows_within(&self, start: u32, rows: u32, room: u32) -> u32 {
         let end = start + rows;
         let wanted = self.prompt_logits(start, end);
-        let samples = u32::from(end == self.plannable());
+        let samples = u32::from(end == self.schedulable_len());
         if wanted + samples <= room {
             return rows;
         }
@@ -88,23 +88,23 @@ impl Entry {
         rows - 1
     }
 
-    /// Makes all rows in flight void; how many there were.
-    pub fn void(&mut self, next_plan: u64) -> u32 {
+    /// Makes all rows in `in_flight_plan` void; how many there were.
+    pub fn mark_stale(&mut self, next_plan: u64) -> u32 {
         self.pending = 0;
-        self.valid_from = next_plan;
+        self.first_valid_plan = next_plan;
         std::mem::take(&mut self.in_flight)
     }
 
-    /// Whether it can go no further: at its limit, or larger than the whole pool. With rows in flight it is only about to.
-    pub fn is_exhausted(&self, blocks: &BlockAllocator) -> bool {
-        let len = self.plannable();
+    /// Whether it can go no further: at its limit, or larger than the whole pool. With rows in `in_flight_plan` it is only about to.
+    pub fn is_capped(&self, blocks: &BlockAllocator) -> bool {
+        let len = self.schedulable_len();
         let at_limit = len >= self.limit_tokens && len > self.prompt_len;
         at_limit || blocks.blocks_for(len) > blocks.capacity()
     }
 }
 
 /// Tokens a sequence can come to hold: its limit, or one more than the pool has slots for.
-pub(super) fn reserved_tokens(entry: &Entry, blocks: &BlockAllocator) -> u32 {
+pub(super) fn max_tokens_held(sequence: &SeqState, blocks: &BlockAllocator) -> u32 {
     let slots = blocks.capacity() * blocks.block_size();
-    entry.limit_tokens.min(slots.saturating_add(1)).max(entry.len())
+    sequence.limit_tokens.min(slots.saturating_add(1)).max(sequence.len())
 }

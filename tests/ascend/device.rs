@@ -17,7 +17,7 @@ use ascend_llm::engine::{
 };
 use ascend_llm::graph::{CompileOptions, Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::{BlockId, KvDType};
-use ascend_llm::runner::{Forward as _, ForwardInput};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _};
 use ascend_llm::sampler::SamplingParams;
 
 const PROMPT: [u32; 7] = [1, 40, 100, 7, 300, 21, 5];
@@ -87,7 +87,7 @@ fn padded_replays_give_the_eager_bits_and_disturb_no_block() {
             }
             let out = runner.forward(&input).unwrap().logits;
             assert!(out.status.iter().all(|status| *status == 0));
-            for (row, best) in out.logits.chunks(out.vocab).zip(out.best) {
+            for (row, best) in out.logits.chunks(out.vocab).zip(out.argmax) {
                 assert_eq!(*best, model::argmax(row), "step {step}");
             }
             all.extend(out.logits.iter().map(|logit| logit.to_bits()));
@@ -287,13 +287,13 @@ fn drawn_tokens_are_fed_on_the_device() {
     };
     put(ids, &[10, 11, 12, 13, 14, 15]);
     put(best, &[700, u32::MAX, 3, 0]);
-    device.feed(ids, best, &[(5, 0), (0, 2), (2, 1), (3, 3)], stream).unwrap();
+    device.copy_sampled_tokens(ids, best, &[(5, 0), (0, 2), (2, 1), (3, 3)], stream).unwrap();
     let event = device.record(stream).unwrap();
     let mut bytes = [0u8; 24];
     device.read(ids, &mut bytes, Some(event)).unwrap();
     let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
     assert_eq!(got, [3, 11, 0, 0, 14, 700]);
-    assert!(device.feed(ids, best, &[(6, 0)], stream).is_err());
+    assert!(device.copy_sampled_tokens(ids, best, &[(6, 0)], stream).is_err());
     device.free(ids.buffer);
     device.free(best.buffer);
     drop(runner);

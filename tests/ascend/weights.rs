@@ -16,7 +16,7 @@ use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Request};
 use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Numerics, OverflowPolicy, Weight, WeightRole, compile};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
-use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner, Programs, RunnerShape};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner, Programs, RunnerShape};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
 

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{
-    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind,
-    ProgramId, Span, StepArgs, StreamId, WeightSetId,
+    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, LaunchShape,
+    MemKind, ProgramId, Span, StreamId, WeightSetId,
 };
 use ascend_llm::graph::{CompileError, Plan, Weight};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
@@ -40,7 +40,7 @@ impl Work {
             Self::Feed { ids, best, .. } => is(ids) || is(best),
             Self::Launch { io, .. } => {
                 let ins = [io.token_ids, io.positions, io.block_tables, io.logit_rows];
-                ins.iter().chain(&[io.logits, io.best, io.row_status, io.kv_pool]).any(is)
+                ins.iter().chain(&[io.logits, io.argmax, io.row_status, io.kv_pool]).any(is)
             }
             Self::Record(_) | Self::Wait(_) => false,
         }
@@ -133,7 +133,7 @@ impl LateDevice {
         }
         let line = io.logits.bytes / rows as u64;
         let word = |span: Span, offset: u64| Span { offset: span.offset + offset, bytes: 4, ..span };
-        self.cpu.write(word(io.best, 4 * row), &u32::MAX.to_le_bytes(), on)?;
+        self.cpu.write(word(io.argmax, 4 * row), &u32::MAX.to_le_bytes(), on)?;
         self.cpu.write(word(io.logits, line * row + 4 * 5), &f32::NAN.to_le_bytes(), on)
     }
 
@@ -197,10 +197,10 @@ impl LateDevice {
         match work {
             Work::Write { dst, data } => self.cpu.write(dst, &data, inline),
             Work::Copy { dst, src } => self.cpu.copy(dst, src, inline),
-            Work::Feed { ids, best, rows } => self.cpu.feed(ids, best, &rows, inline),
+            Work::Feed { ids, best, rows } => self.cpu.copy_sampled_tokens(ids, best, &rows, inline),
             Work::Launch { program, io, shape, q_lens, kv_lens } => {
                 queues.launched -= 1;
-                self.cpu.launch(program, &StepArgs { io, shape, q_lens: &q_lens, kv_lens: &kv_lens }, inline)?;
+                self.cpu.launch(program, &LaunchArgs { io, shape, q_lens: &q_lens, kv_lens: &kv_lens }, inline)?;
                 self.spoil_launched(&io, shape.logit_rows, inline)
             }
             Work::CopyBlocks { layout, src, dst, pairs } => self.cpu.copy_blocks(&layout, src, dst, &pairs, inline),
@@ -253,7 +253,7 @@ impl Device for LateDevice {
         self.call()?;
         self.push(on, Work::Copy { dst, src })
     }
-    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
         self.call()?;
         self.push(on, Work::Feed { ids, best, rows: rows.to_vec() })
     }
@@ -305,9 +305,9 @@ impl Device for LateDevice {
     fn unload(&self, program: ProgramId) {
         self.cpu.unload(program);
     }
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+    fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         self.call()?;
-        let StepArgs { io, shape, q_lens, kv_lens } = *args;
+        let LaunchArgs { io, shape, q_lens, kv_lens } = *args;
         let (q_lens, kv_lens) = (q_lens.to_vec(), kv_lens.to_vec());
         self.push(on, Work::Launch { program, io, shape, q_lens, kv_lens })
     }

@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
-use ascend_llm::scheduler::{Scheduler, SeqMeta, SeqResult, StepOutput, Tick};
+use ascend_llm::scheduler::{NewSequence, Scheduler, SeqResult, StepOutput, Tick};
 
 pub fn digest(before: u64, token: u32) -> u64 {
     let mixed = (before ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -76,7 +76,7 @@ impl Rig {
         }
     }
 
-    pub fn add(&mut self, id: u64, meta: SeqMeta) -> Result<(), ascend_llm::scheduler::ScheduleError> {
+    pub fn add(&mut self, id: u64, meta: NewSequence) -> Result<(), ascend_llm::scheduler::ScheduleError> {
         let twin = Twin {
             prompt: meta.prompt.clone(),
             max_tokens: meta.max_tokens,
@@ -120,7 +120,7 @@ impl Rig {
             self.live.get_mut(seq).unwrap().computed = 0;
             assert!(self.blocks.table(*seq).is_empty());
         }
-        for seq in &plan.exhausted {
+        for seq in &plan.capped {
             let twin = self.live.remove(seq).unwrap();
             assert_eq!(self.scheduler.tokens(*seq), [&twin.prompt[..], &twin.output].concat());
             assert!(self.blocks.table(*seq).is_empty());

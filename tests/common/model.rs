@@ -4,7 +4,7 @@
 
 use ascend_llm::engine::{EngineBuilder, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{Forward as _, ForwardInput, ModelRunner};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
 /// One sequence on a runner of its own.
 pub struct Model {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, ManualClock, ModelLimits, Output, RequestHandle};
-use ascend_llm::runner::Forward;
+use ascend_llm::runner::ModelExecutor;
 use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::text::Vocabulary;
 
@@ -42,7 +42,7 @@ impl Rig {
         ScriptedForward::hashed(self.model.vocab_size, self.blocks(), BLOCK)
     }
 
-    pub fn core(&self, forward: impl Forward + 'static) -> EngineCore {
+    pub fn core(&self, forward: impl ModelExecutor + 'static) -> EngineCore {
         EngineCore::from_parts(
             self.config.clone(),
             Box::new(forward),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::device::{
-    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, ProgramId, Span, StepArgs,
+    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, MemKind, ProgramId, Span,
     StreamId, WeightSetId,
 };
 use ascend_llm::engine::{BuildError, Engine, EngineConfig, EngineCore, Request};
@@ -64,8 +64,8 @@ impl Device for Lesser {
     fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
         self.cpu.read(src, dst, after)
     }
-    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
-        self.cpu.feed(ids, best, rows, on)
+    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+        self.cpu.copy_sampled_tokens(ids, best, rows, on)
     }
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
         self.cpu.copy(dst, src, on)
@@ -100,7 +100,7 @@ impl Device for Lesser {
     fn unload(&self, program: ProgramId) {
         self.cpu.unload(program);
     }
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+    fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         self.cpu.launch(program, args, on)
     }
     fn copy_blocks(

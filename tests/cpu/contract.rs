@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::device::{
-    Bindings, BufferId, Device as _, DeviceError, EventId, KvLayout, LaunchShape, MemKind, ProgramId, Span, StepArgs,
+    Bindings, BufferId, Device as _, DeviceError, EventId, KvLayout, LaunchArgs, LaunchShape, MemKind, ProgramId, Span,
     StreamId, WeightSetId,
 };
 use ascend_llm::engine::Engine;
@@ -99,14 +99,14 @@ fn feeding_moves_drawn_tokens_to_the_next_ids() {
     let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
     device.write(ids, &words(&[1, 2, 3, 4]), stream).unwrap();
     device.write(best, &words(&[70, u32::MAX, 90]), stream).unwrap();
-    device.feed(ids, best, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
+    device.copy_sampled_tokens(ids, best, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
     // What is no token becomes one that a launch accepts.
     assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]));
-    device.feed(ids, best, &[], stream).unwrap();
+    device.copy_sampled_tokens(ids, best, &[], stream).unwrap();
     for pair in [(4, 0), (0, 3), (u32::MAX, 0), (0, u32::MAX)] {
-        invalid("a row outside", device.feed(ids, best, &[(1, 0), pair], stream));
+        invalid("a row outside", device.copy_sampled_tokens(ids, best, &[(1, 0), pair], stream));
     }
-    invalid("an unknown stream", device.feed(ids, best, &[], StreamId(0)));
+    invalid("an unknown stream", device.copy_sampled_tokens(ids, best, &[], StreamId(0)));
     assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]), "a refused call moves nothing");
     let event = device.record(stream).unwrap();
     device.read(ids, &mut [0; 16], Some(event)).unwrap();
@@ -332,7 +332,7 @@ impl Rig {
             block_tables: words(&[3, 0, 1, 4]),
             logit_rows: words(&[4, 5]),
             logits: whole(&device, 2 * 160 * 4),
-            best: whole(&device, 2 * 4),
+            argmax: whole(&device, 2 * 4),
             row_status: whole(&device, 6),
             kv_pool: whole(&device, POOL_BLOCKS * layout(&device).bytes_per_block),
         };
@@ -341,7 +341,7 @@ impl Rig {
     }
 
     fn launch(&self) -> Result<(), DeviceError> {
-        let args = StepArgs { io: self.io, shape: self.shape, q_lens: &self.q_lens, kv_lens: &self.kv_lens };
+        let args = LaunchArgs { io: self.io, shape: self.shape, q_lens: &self.q_lens, kv_lens: &self.kv_lens };
         self.device.launch(self.program, &args, self.stream)
     }
 
@@ -471,7 +471,7 @@ fn breaks() -> Vec<Break> {
         |io| &mut io.block_tables,
         |io| &mut io.logit_rows,
         |io| &mut io.logits,
-        |io| &mut io.best,
+        |io| &mut io.argmax,
         |io| &mut io.row_status,
         |io| &mut io.kv_pool,
     ];
@@ -545,7 +545,7 @@ fn shared_blocks_are_read_by_all() {
 fn batches_without_wanted_rows_and_without_rows_run() {
     let mut rig = Rig::new();
     rig.shape.logit_rows = 0;
-    for span in [&mut rig.io.logit_rows, &mut rig.io.logits, &mut rig.io.best] {
+    for span in [&mut rig.io.logit_rows, &mut rig.io.logits, &mut rig.io.argmax] {
         span.bytes = 0;
     }
     rig.launch().unwrap();

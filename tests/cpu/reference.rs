@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::reference::model::ReferenceModel;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
-use ascend_llm::device::{Bindings, BufferId, Device, LaunchShape, MemKind, Span, StepArgs};
+use ascend_llm::device::{Bindings, BufferId, Device, LaunchArgs, LaunchShape, MemKind, Span};
 use ascend_llm::engine::Engine;
 use ascend_llm::graph::passes::{OpSet, PrecisionPolicy, apply_precision, fuse};
 use ascend_llm::graph::{
@@ -278,13 +278,13 @@ fn launch(
         block_tables: words(&table),
         logit_rows: words(rows),
         logits: buffer(device, rows.len() * graph.vocab_size * 4),
-        best: buffer(device, rows.len() * 4),
+        argmax: buffer(device, rows.len() * 4),
         row_status: buffer(device, tokens.len()),
         kv_pool: buffer(device, pool_bytes as usize),
     };
     let shape = LaunchShape { tokens: tokens.len(), seqs: 1, logit_rows: rows.len(), table_stride: blocks as usize };
     let lens = [tokens.len() as u32];
-    device.launch(program, &StepArgs { io, shape, q_lens: &lens, kv_lens: &lens }, stream).unwrap();
+    device.launch(program, &LaunchArgs { io, shape, q_lens: &lens, kv_lens: &lens }, stream).unwrap();
     let (mut logits, mut status) = (vec![0; rows.len() * graph.vocab_size * 4], vec![9; tokens.len()]);
     device.read(io.logits, &mut logits, None).unwrap();
     device.read(io.row_status, &mut status, None).unwrap();

@@ -9,7 +9,7 @@ use ascend_llm::device::DeviceError;
 use ascend_llm::engine::{
     Engine, EngineCore, EngineError, FinishReason, Health, Request, RequestError, RequestHandle, SubmitError,
 };
-use ascend_llm::runner::Ticket;
+use ascend_llm::runner::BatchId;
 use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::sampler::SamplingParams;
 
@@ -407,11 +407,15 @@ fn recv_timeout_tells_waiting_from_the_end() {
 #[test]
 fn a_model_that_gives_the_wrong_number_of_rows_is_an_engine_error() {
     struct Short(ScriptedForward);
-    impl ascend_llm::runner::Forward for Short {
-        fn launch(&mut self, input: &ascend_llm::runner::ForwardInput) -> Result<Ticket, DeviceError> {
+    impl ascend_llm::runner::ModelExecutor for Short {
+        fn launch(&mut self, input: &ascend_llm::runner::ForwardInput) -> Result<BatchId, DeviceError> {
             self.0.launch(input)
         }
-        fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<ascend_llm::runner::Forwarded<'_>, DeviceError> {
+        fn collect(
+            &mut self,
+            ticket: BatchId,
+            void: &[bool],
+        ) -> Result<ascend_llm::runner::ForwardOutput<'_>, DeviceError> {
             let mut rows = self.0.collect(ticket, void)?;
             rows.logits.logits = &rows.logits.logits[1..];
             Ok(rows)

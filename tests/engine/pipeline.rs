@@ -12,7 +12,7 @@ use ascend_llm::engine::{
 };
 use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::scripted::{Pieces, ScriptedForward, hashed_logits};
-use ascend_llm::runner::{Forward, ForwardInput, Forwarded, Ticket};
+use ascend_llm::runner::{BatchId, ForwardInput, ForwardOutput, ModelExecutor};
 use ascend_llm::sampler::SamplingParams;
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -198,12 +198,12 @@ struct Logged {
     log: Arc<Mutex<Vec<Call>>>,
 }
 
-impl Forward for Logged {
-    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
-        self.log.lock().push(Call::Launch { rows: input.tokens.len(), fed: input.fed.len() });
+impl ModelExecutor for Logged {
+    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+        self.log.lock().push(Call::Launch { rows: input.tokens.len(), fed: input.deferred.len() });
         self.model.launch(input)
     }
-    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+    fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
         self.log.lock().push(Call::Collect);
         self.model.collect(ticket, void)
     }
@@ -358,11 +358,11 @@ fn whoever_leaves_gives_its_blocks_back_at_once() {
 #[test]
 fn a_depth_that_nobody_has_is_refused_by_name() {
     struct Single(ScriptedForward);
-    impl Forward for Single {
-        fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
+    impl ModelExecutor for Single {
+        fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
             self.0.launch(input)
         }
-        fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+        fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
             self.0.collect(ticket, void)
         }
         fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use ascend_llm::device::DeviceError;
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{Forward as _, ForwardInput};
+use ascend_llm::runner::{ForwardInput, ModelExecutor as _};
 
 fn good() -> ForwardInput {
     ForwardInput {

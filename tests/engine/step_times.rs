@@ -13,18 +13,18 @@ use std::time::Duration;
 
 use crate::common::scripted_engine::{Rig, drain};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::device::{Device as _, DeviceError, Peaks, ProgramId};
+use ascend_llm::device::{Device as _, DeviceError, PeakRates, ProgramId};
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, ManualClock, Request, Utilization};
 use ascend_llm::graph::Cost;
 use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::scripted::ScriptedForward;
-use ascend_llm::runner::{Forward, ForwardInput, Forwarded, ModelRunner, Ticket};
+use ascend_llm::runner::{BatchId, ForwardInput, ForwardOutput, ModelExecutor, ModelRunner};
 use ascend_llm::sampler::SamplingParams;
 use op_table::OpTable;
 
 /// A thousand f32 operations a microsecond, four thousand on int8, fifty bytes.
-const PEAKS: Peaks =
-    Peaks { f32_flops_per_s: 1_000_000_000, int8_ops_per_s: 4_000_000_000, read_bytes_per_s: 50_000_000 };
+const PEAKS: PeakRates =
+    PeakRates { f32_flops_per_s: 1_000_000_000, int8_ops_per_s: 4_000_000_000, read_bytes_per_s: 50_000_000 };
 
 fn model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fable/gguf/fable-q8_0.gguf")
@@ -101,13 +101,13 @@ struct Timed {
     clock: ManualClock,
 }
 
-impl Forward for Timed {
-    fn launch(&mut self, input: &ForwardInput) -> Result<Ticket, DeviceError> {
+impl ModelExecutor for Timed {
+    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
         self.clock.advance(Duration::from_micros(100 * input.tokens.len() as u64));
         self.model.launch(input)
     }
 
-    fn collect(&mut self, ticket: Ticket, void: &[bool]) -> Result<Forwarded<'_>, DeviceError> {
+    fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
         self.model.collect(ticket, void)
     }
 
@@ -131,7 +131,7 @@ fn a_window_has_the_shares_that_one_counts_by_hand() {
     let rig = Rig::new(50, 64);
     let mut core = rig.core(Timed { model: rig.hashed(), clock: rig.clock.clone() });
     assert_eq!(core.stats().window, Utilization::default());
-    assert_eq!((core.stats().window.mfu(&PEAKS), core.peaks()), (None, None));
+    assert_eq!((core.stats().window.mfu(&PEAKS), core.peak_rates()), (None, None));
 
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
@@ -159,7 +159,7 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
     options.peaks = Some(PEAKS);
     let device = Arc::new(CpuDevice::new(options).unwrap());
     let mut core = Engine::builder(model()).config(config()).device(device).build_core().unwrap();
-    assert_eq!(core.peaks(), Some(PEAKS));
+    assert_eq!(core.peak_rates(), Some(PEAKS));
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(5);
     let handle = core.submit(Request::tokens(vec![5; 10]).sampling(params)).unwrap();
@@ -179,9 +179,9 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
 
     // Without figures of its own a device measures: once, for everybody.
     let engine = Engine::builder(model()).config(config()).build().unwrap();
-    let peaks = engine.peaks().unwrap();
+    let peaks = engine.peak_rates().unwrap();
     assert!(peaks.f32_flops_per_s > 0 && peaks.int8_ops_per_s > 0 && peaks.read_bytes_per_s > 0, "{peaks:?}");
-    assert_eq!(CpuDevice::new(CpuOptions::default()).unwrap().peaks(), Some(peaks));
+    assert_eq!(CpuDevice::new(CpuOptions::default()).unwrap().peak_rates(), Some(peaks));
 }
 
 #[test]

@@ -2,8 +2,8 @@
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use crate::common::digest_model::{Rig, oracle_output};
-use ascend_llm::kv_cache::{BlockAllocator, PrefixKeyer, SeqId};
-use ascend_llm::scheduler::{SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta};
+use ascend_llm::kv_cache::{BlockAllocator, PrefixHasher, SeqId};
+use ascend_llm::scheduler::{NewSequence, SchedulePolicy, Scheduler, SchedulerConfig};
 use proptest::prelude::*;
 use serde::Deserialize;
 
@@ -45,8 +45,8 @@ fn scheduler(budget: u32, max_num_seqs: u32) -> Scheduler {
     .unwrap()
 }
 
-fn meta(prompt: &[u32], salt: &[u8], max_tokens: u32) -> SeqMeta {
-    SeqMeta { prompt: prompt.to_vec(), max_tokens, salt: salt.into(), ..SeqMeta::default() }
+fn meta(prompt: &[u32], salt: &[u8], max_tokens: u32) -> NewSequence {
+    NewSequence { prompt: prompt.to_vec(), max_tokens, salt: salt.into(), ..NewSequence::default() }
 }
 
 /// Runs one request alone and compares it with the cache-free model.
@@ -85,7 +85,7 @@ fn every_case_at_every_chunk_size() {
 fn colliding_keys_cost_hits_and_never_answers() {
     for digest in [constant_digest, coarse_digest] {
         for case in cases() {
-            let keyer = PrefixKeyer::with_digest(1, digest);
+            let keyer = PrefixHasher::with_digest(1, digest);
             let blocks = BlockAllocator::new(64, case.block_size).with_prefix_keyer(keyer);
             let mut rig = Rig::new(scheduler(5, 1), blocks);
             for (id, request) in case.requests.iter().enumerate() {
@@ -98,7 +98,7 @@ fn colliding_keys_cost_hits_and_never_answers() {
 
 #[test]
 fn a_collision_hides_the_newcomer_and_serves_the_first() {
-    let keyer = PrefixKeyer::with_digest(1, constant_digest);
+    let keyer = PrefixHasher::with_digest(1, constant_digest);
     let mut rig = Rig::new(scheduler(64, 1), BlockAllocator::new(16, 4).with_prefix_keyer(keyer));
     let (first, second) = ([1, 2, 3, 4, 5], [9, 9, 9, 9, 9]);
     assert_eq!(run_alone(&mut rig, 0, &first, b"", 1), 0);
@@ -194,7 +194,7 @@ fn bypassing_reads_still_publishes() {
     let mut rig = Rig::new(scheduler(64, 1), BlockAllocator::new(32, 4).with_prefix_cache(1));
     let prompt: Vec<u32> = (0..9).collect();
     for id in 0..2 {
-        rig.add(id, SeqMeta { read_prefix_cache: false, ..meta(&prompt, b"t", 1) }).unwrap();
+        rig.add(id, NewSequence { read_prefix_cache: false, ..meta(&prompt, b"t", 1) }).unwrap();
         rig.drain();
         assert_eq!(rig.finished(id).cached_tokens, 0);
     }
@@ -274,8 +274,8 @@ proptest! {
         let blocks = match digest {
             0 => blocks,
             1 => blocks.with_prefix_cache(3),
-            2 => blocks.with_prefix_keyer(PrefixKeyer::with_digest(3, constant_digest)),
-            _ => blocks.with_prefix_keyer(PrefixKeyer::with_digest(3, coarse_digest)),
+            2 => blocks.with_prefix_keyer(PrefixHasher::with_digest(3, constant_digest)),
+            _ => blocks.with_prefix_keyer(PrefixHasher::with_digest(3, coarse_digest)),
         };
         let mut rig = Rig::new(scheduler(budget, 4), blocks);
         let mut taken = Vec::new();

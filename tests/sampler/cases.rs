@@ -27,7 +27,7 @@ fn ids(value: &Value) -> Vec<u32> {
 
 fn sample(logits: &[f32], row: SampleRow<'_>) -> Result<Sampled, SampleError> {
     let mut out = Vec::new();
-    let rows = LogitRows { logits, vocab: logits.len(), status: &[0], best: &[] };
+    let rows = LogitRows { logits, vocab: logits.len(), status: &[0], argmax: &[] };
     Sampler::new(logits.len()).sample(rows, &[row], &mut out);
     out.remove(0)
 }
@@ -112,7 +112,7 @@ fn bad_logits_end_their_row_only() {
         let mut out = Vec::new();
         let logits = [good, nan, infinite, good, good].concat();
         let at = |at| SampleRow { row: at, ..row(&params, &[], &[], 1) };
-        let rows = LogitRows { logits: &logits, vocab: 3, status: &[0, 0, 0, 0, 1], best: &[] };
+        let rows = LogitRows { logits: &logits, vocab: 3, status: &[0, 0, 0, 0, 1], argmax: &[] };
         Sampler::new(3).sample(rows, &[at(0), at(1), at(2), at(3), at(4), at(5)], &mut out);
         assert_eq!(out[0], sample(&good, row(&params, &[], &[], 1)));
         assert_eq!(out[1], Err(SampleError::NonFinite { row: 1, token: Some(1) }));
@@ -151,7 +151,7 @@ fn numbers_out_of_range_and_foreign_logits_are_errors() {
     }
     let params = SamplingParams::default();
     let mut out = Vec::new();
-    let rows = LogitRows { logits: &[0.0; 4], vocab: 4, status: &[0], best: &[] };
+    let rows = LogitRows { logits: &[0.0; 4], vocab: 4, status: &[0], argmax: &[] };
     Sampler::new(5).sample(rows, &[row(&params, &[], &[], 0)], &mut out);
     assert_eq!(out, [Err(SampleError::WrongWidth { got: 4, expected: 5 })]);
 }

@@ -30,7 +30,7 @@ impl Case {
 fn run(sampler: &mut Sampler, cases: &[Case], order: &[usize], out: &mut Vec<Result<Sampled, SampleError>>) {
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
     let rows: Vec<SampleRow<'_>> = order.iter().map(|&at| cases[at].row(at)).collect();
-    sampler.sample(LogitRows { logits: &logits, vocab: VOCAB, status: &vec![0; cases.len()], best: &[] }, &rows, out);
+    sampler.sample(LogitRows { logits: &logits, vocab: VOCAB, status: &vec![0; cases.len()], argmax: &[] }, &rows, out);
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -112,7 +112,7 @@ proptest! {
 proptest! {
     /// Rows whose largest logit the model has found already give what they give without it.
     #[test]
-    fn a_known_best_changes_nothing(cases in prop::collection::vec(case(), 1..6)) {
+    fn a_known_argmax_changes_nothing(cases in prop::collection::vec(case(), 1..6)) {
         let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
         let finite = |case: &Case| case.logits.iter().all(|logit| logit.is_finite());
         let status: Vec<u8> = cases.iter().map(|case| u8::from(!finite(case)) * 2).collect();
@@ -120,11 +120,11 @@ proptest! {
             let largest = case.logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             case.logits.iter().position(|logit| *logit == largest && finite(case)).map_or(u32::MAX, |id| id as u32)
         };
-        let best: Vec<u32> = cases.iter().map(best).collect();
+        let argmax: Vec<u32> = cases.iter().map(best).collect();
         let rows: Vec<SampleRow<'_>> = cases.iter().enumerate().map(|(at, case)| case.row(at)).collect();
         let mut out = [Vec::new(), Vec::new()];
-        for (out, best) in out.iter_mut().zip([[].as_slice(), &best]) {
-            let logits = LogitRows { logits: &logits, vocab: VOCAB, status: &status, best };
+        for (out, argmax) in out.iter_mut().zip([[].as_slice(), &argmax]) {
+            let logits = LogitRows { logits: &logits, vocab: VOCAB, status: &status, argmax };
             Sampler::new(VOCAB).sample(logits, &rows, out);
         }
         prop_assert_eq!(&out[0], &out[1]);
@@ -149,7 +149,7 @@ fn a_known_best_is_used() {
             choice: 0,
         };
         let mut out = Vec::new();
-        Sampler::new(4).sample(LogitRows { logits: &logits, vocab: 4, status: &[0], best }, &[row], &mut out);
+        Sampler::new(4).sample(LogitRows { logits: &logits, vocab: 4, status: &[0], argmax: best }, &[row], &mut out);
         out.remove(0).unwrap().token
     };
     assert_eq!(token(&[1], |_| {}), 1);
@@ -163,7 +163,7 @@ fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, positio
     let output = vec![0; position];
     let row = SampleRow { row: 0, params, prompt: &[], output: &output, eos_ids: &[], bad_words: &[], seed, choice };
     let mut out = Vec::new();
-    let logits = LogitRows { logits, vocab: logits.len(), status: &[0], best: &[] };
+    let logits = LogitRows { logits, vocab: logits.len(), status: &[0], argmax: &[] };
     Sampler::new(logits.vocab).sample(logits, &[row], &mut out);
     out.remove(0).expect("a token").token
 }
@@ -292,7 +292,7 @@ fn frequencies_match_the_probabilities() {
                 .collect();
             let mut out = Vec::new();
             Sampler::new(200).sample(
-                LogitRows { logits: &logits, vocab: 200, status: &[0], best: &[] },
+                LogitRows { logits: &logits, vocab: 200, status: &[0], argmax: &[] },
                 &rows,
                 &mut out,
             );

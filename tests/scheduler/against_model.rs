@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use crate::common::digest_model::{End, Rig, oracle_output};
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
 use ascend_llm::scheduler::{
-    PRIORITY_STEP_US, ScheduleError, SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick,
+    NewSequence, PRIORITY_STEP_US, ScheduleError, SchedulePolicy, Scheduler, SchedulerConfig, SeqResult, StepOutput,
+    Tick,
 };
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -85,7 +86,7 @@ impl Scenario {
             for _ in 0..if now { arrival.count.unwrap_or(1) } else { 0 } {
                 // Prompts differ from their first token on, so that no prefix is shared.
                 let prompt = (0..arrival.prompt).map(|i| (*next_id as u32) << 16 | i).collect();
-                let meta = SeqMeta { prompt, max_tokens: arrival.max_tokens, ..SeqMeta::default() };
+                let meta = NewSequence { prompt, max_tokens: arrival.max_tokens, ..NewSequence::default() };
                 refused.extend(rig.add(*next_id, meta).err());
                 *next_id += 1;
             }
@@ -208,7 +209,7 @@ fn d07_a_prompt_of_exactly_the_pool_fits() {
     each_setting("d07", |scenario, mut rig| {
         assert_eq!(scenario.run(&mut rig), []);
         assert_eq!((rig.finished(0).output.len(), rig.finished(1).output.len()), (1, 1));
-        let one_more = SeqMeta { prompt: vec![1; 17], max_tokens: 1, ..SeqMeta::default() };
+        let one_more = NewSequence { prompt: vec![1; 17], max_tokens: 1, ..NewSequence::default() };
         assert!(matches!(rig.add(9, one_more), Err(ScheduleError::NeverFits { needed_blocks: 5, pool_blocks: 4, .. })));
     });
 }
@@ -230,8 +231,8 @@ fn rig(config: SchedulerConfig, pool: u32, block_size: u32) -> Rig {
     Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(pool, block_size))
 }
 
-fn meta(prompt: usize, max_tokens: u32) -> SeqMeta {
-    SeqMeta { prompt: vec![3; prompt], max_tokens, ..SeqMeta::default() }
+fn meta(prompt: usize, max_tokens: u32) -> NewSequence {
+    NewSequence { prompt: vec![3; prompt], max_tokens, ..NewSequence::default() }
 }
 
 #[test]
@@ -309,7 +310,7 @@ fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
     let policy = SchedulePolicy::Priority;
     let mut rig = rig(SchedulerConfig { policy, max_num_seqs: 3, ..config() }, 6, 4);
     for (id, priority) in [(0, 1), (1, 0), (2, 0), (3, 0)] {
-        rig.add(id, SeqMeta { priority, ..meta(7, 9) }).unwrap();
+        rig.add(id, NewSequence { priority, ..meta(7, 9) }).unwrap();
     }
     // 7 rows + 1 fill two blocks each; the ninth token of each needs a third.
     while rig.preempted.is_empty() {
@@ -351,7 +352,7 @@ fn waiting_outweighs_priority_in_bounded_time() {
     let mut blocks = BlockAllocator::new(8, 4);
     let mut scheduler = Scheduler::new(config).unwrap();
     let add = |scheduler: &mut Scheduler, blocks: &BlockAllocator, id, priority, now| {
-        let meta = SeqMeta { priority, ..meta(2, 1) };
+        let meta = NewSequence { priority, ..meta(2, 1) };
         scheduler.add(SeqId(id), meta, now, blocks).unwrap();
     };
     add(&mut scheduler, &blocks, 0, 0, Tick(0));
@@ -518,7 +519,7 @@ proptest! {
                     let salt = vec![(kind % 2) as u8].into();
                     let read_prefix_cache = cached && !prompt_logits;
                     let meta =
-                        SeqMeta { prompt: tokens, max_tokens, priority, salt, read_prefix_cache, prompt_logits, ..SeqMeta::default() };
+                        NewSequence { prompt: tokens, max_tokens, priority, salt, read_prefix_cache, prompt_logits, ..NewSequence::default() };
                     let fits = (prompt as u32).div_ceil(setting.block_size) <= setting.pool;
                     let added = rig.add(next_id, meta);
                     prop_assert_eq!(added.is_ok(), fits);

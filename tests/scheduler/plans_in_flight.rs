@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crate::common::digest_model::{digest, oracle_output, root};
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
-use ascend_llm::scheduler::{Chunk, SchedulePolicy, Scheduler, SchedulerConfig, SeqMeta, SeqResult, StepOutput, Tick};
+use ascend_llm::scheduler::{
+    Chunk, NewSequence, SchedulePolicy, Scheduler, SchedulerConfig, SeqResult, StepOutput, Tick,
+};
 use proptest::prelude::*;
 
 /// A sequence as the test knows it.
@@ -69,7 +71,12 @@ impl Rig {
     }
 
     fn add(&mut self, id: u64, prompt: Vec<u32>, max_tokens: u32, stops_at: usize, runs_ahead: bool) -> bool {
-        let meta = SeqMeta { prompt: prompt.clone(), max_tokens, runs_ahead, ..SeqMeta::default() };
+        let meta = NewSequence {
+            prompt: prompt.clone(),
+            max_tokens,
+            allow_async_schedule: runs_ahead,
+            ..NewSequence::default()
+        };
         if self.scheduler.add(SeqId(id), meta, Tick(self.now), &self.blocks).is_err() {
             return false;
         }
@@ -127,7 +134,7 @@ impl Rig {
             (twin.planned, twin.committed) = (0, 0);
             self.preemptions += 1;
         }
-        for seq in &plan.exhausted {
+        for seq in &plan.capped {
             let twin = &self.live[seq];
             assert_eq!(twin.planned, twin.committed, "{seq:?} is exhausted in flight");
             self.end(*seq, true);
@@ -190,7 +197,7 @@ impl Rig {
         let mut results = Vec::new();
         let mut redo = Vec::new();
         for ((chunk, drawn), void) in flight.chunks.iter().zip(&flight.drawn).zip(&flight.void) {
-            assert_eq!(self.scheduler.is_void(flight.plan, chunk.seq), *void, "{chunk:?}");
+            assert_eq!(self.scheduler.is_stale(flight.plan, chunk.seq), *void, "{chunk:?}");
             let mut result = SeqResult { seq: chunk.seq, token: *drawn, finished: false };
             if *void {
                 // Whatever it says is ignored.

@@ -22,8 +22,8 @@ use super::worker::command::{Command, pairs_list};
 use super::worker::group::Cards;
 use super::worker::{Card, Facts};
 use crate::device::{
-    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchShape, MemKind, Peaks,
-    ProgramId, Span, StepArgs, StreamId, WeightSetId,
+    BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, LaunchShape, MemKind,
+    PeakRates, ProgramId, Span, StreamId, WeightSetId,
 };
 use crate::graph::passes::OpSet;
 use crate::graph::{Bucket, CompileError, Plan, Rank, Target, Weight};
@@ -205,7 +205,7 @@ impl Known {
     }
 
     /// A launch that keeps the contract, as far as it can be seen on the host.
-    fn check_launch(&self, loaded: &Loaded, args: &StepArgs<'_>) -> Result<(), DeviceError> {
+    fn check_launch(&self, loaded: &Loaded, args: &LaunchArgs<'_>) -> Result<(), DeviceError> {
         let Loaded { bucket, vocab_size, cache } = *loaded;
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
         let io = &args.io;
@@ -215,7 +215,7 @@ impl Known {
             (io.block_tables, seqs.saturating_mul(table_stride).saturating_mul(4)),
             (io.logit_rows, 4 * logit_rows),
             (io.logits, logit_rows.saturating_mul(4 * vocab_size)),
-            (io.best, 4 * logit_rows),
+            (io.argmax, 4 * logit_rows),
             (io.row_status, tokens),
         ];
         for (span, _) in spans.iter().chain(&[(io.kv_pool, 0)]) {
@@ -223,9 +223,17 @@ impl Known {
                 return Err(invalid("a launch's buffers are device memory"));
             }
         }
-        let keys =
-            [io.token_ids, io.positions, io.block_tables, io.logit_rows, io.logits, io.best, io.row_status, io.kv_pool]
-                .map(|span| span.buffer.0);
+        let keys = [
+            io.token_ids,
+            io.positions,
+            io.block_tables,
+            io.logit_rows,
+            io.logits,
+            io.argmax,
+            io.row_status,
+            io.kv_pool,
+        ]
+        .map(|span| span.buffer.0);
         let block_size = cache.geometry.block_size;
         let longest = args.kv_lens.iter().copied().max().unwrap_or(0) as usize;
         let blocks = cache.blocks(io.kv_pool.bytes) as u64;
@@ -368,7 +376,7 @@ impl Device for AscendDevice {
         self.cards.turn().push(|_, _| Command::Copy { dst, src, on })
     }
 
-    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
         self.cards.failures.check()?;
         let on = {
             let known = self.known.lock();
@@ -545,7 +553,7 @@ impl Device for AscendDevice {
         }
     }
 
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+    fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         self.cards.failures.take()?;
         let on = {
             let known = self.known.lock();
@@ -600,7 +608,7 @@ impl Device for AscendDevice {
         self.cards.notes.all()
     }
 
-    fn peaks(&self) -> Option<Peaks> {
+    fn peak_rates(&self) -> Option<PeakRates> {
         Telemetry::peaks(&self.caps.description, self.cards.count())
     }
 

@@ -16,8 +16,8 @@ use super::memory::AlignedBytes;
 use super::thread_pool::Team;
 use super::weights::WeightSet;
 use crate::device::{
-    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, MemKind, Peaks, ProgramId,
-    Span, StepArgs, StreamId, WeightSetId,
+    Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, MemKind,
+    PeakRates, ProgramId, Span, StreamId, WeightSetId,
 };
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -34,8 +34,8 @@ pub struct CpuOptions {
     /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
     pub profile: bool,
     /// What the machine is known to do at most; `None` = measured when it is first asked for, once a process for each
-    /// instruction-set path and number of threads. See [`Device::peaks`].
-    pub peaks: Option<Peaks>,
+    /// instruction-set path and number of threads. See [`Device::peak_rates`].
+    pub peaks: Option<PeakRates>,
     /// For tests of placement: what of the arena is filled with NaN between steps.
     #[doc(hidden)]
     pub poison: Poison,
@@ -49,7 +49,7 @@ pub struct CpuDevice {
     poison: Poison,
     team: Team,
     profile: bool,
-    peaks: Option<Peaks>,
+    peaks: Option<PeakRates>,
     /// Looked for when it is first asked for.
     energy: OnceLock<PackageEnergy>,
     /// High bits of every id, so that another device's ids are not found here.
@@ -223,7 +223,7 @@ impl Device for CpuDevice {
         copy_between(&mut state.buffers, dst.buffer, src.buffer, (src.offset, dst.offset), src.bytes)
     }
 
-    fn feed(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
         let state = &mut *self.on(on)?;
         let words = |span: Span| Ok::<_, DeviceError>(state.bytes(span)?.len() as u64 / 4);
         let (to_words, from_words) = (words(ids)?, words(best)?);
@@ -314,10 +314,11 @@ impl Device for CpuDevice {
         self.state.lock().programs.remove(&program.0);
     }
 
-    fn launch(&self, program: ProgramId, args: &StepArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
+    fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         let State { buffers, programs, .. } = &mut *self.on(on)?;
         let program = programs.get_mut(&program.0).ok_or_else(|| invalid("unknown program"))?;
-        let Bindings { token_ids, positions, block_tables, logit_rows, logits, best, row_status, kv_pool } = args.io;
+        let Bindings { token_ids, positions, block_tables, logit_rows, logits, argmax: best, row_status, kv_pool } =
+            args.io;
         let spans = [token_ids, positions, block_tables, logit_rows, logits, best, row_status, kv_pool];
         let keys = spans.map(|span| span.buffer.0);
         if (1..keys.len()).any(|i| keys[..i].contains(&keys[i])) {
@@ -349,7 +350,7 @@ impl Device for CpuDevice {
         self.energy.get_or_init(PackageEnergy::of_this_machine).used_uj()
     }
 
-    fn peaks(&self) -> Option<Peaks> {
+    fn peak_rates(&self) -> Option<PeakRates> {
         // Without memory to read there is nothing to say.
         self.peaks.or_else(|| super::measure::peak_rates::peaks(&self.team, self.isa).ok())
     }

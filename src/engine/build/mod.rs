@@ -28,7 +28,7 @@ use crate::runner::ModelRunner;
 use crate::text::Vocabulary;
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
 use memory_fit::{FittedModel, MemoryFit};
-use programs::{shard_graphs, resolve_overflow, stored_heads};
+use programs::{resolve_overflow, shard_graphs, stored_heads};
 use text_assets::TextAssets;
 use warm_up::warm_up;
 
@@ -169,7 +169,8 @@ impl EngineBuilder {
         };
         // What cannot be compiled is refused before anything is uploaded.
         let plans = fitting.compile(&config)?;
-        let source = ProgressSource::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
+        let source =
+            ProgressSource::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;

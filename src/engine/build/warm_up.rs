@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::device::DeviceError;
 use crate::engine::clock::{Clock, elapsed_us, micros};
 use crate::kv_cache::BlockId;
-use crate::runner::{Forward as _, ForwardInput, ModelRunner};
+use crate::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
 /// Runs one step of each of these numbers of rows, ascending, until `budget` is spent: each row is the first of a sequence
 /// of its own. `report` is told how many have run.
@@ -36,7 +36,7 @@ pub(crate) fn warm_up(
             input.kv_lens.push(1);
             input.tables.push(BlockId(row));
             input.logit_rows.push(row);
-            input.best_only.push(true);
+            input.argmax_only.push(true);
         }
         runner.forward(&input)?;
         report(ran);

@@ -1,7 +1,7 @@
 //! What the engine counts, and how it is read.
 //!
 //! The loop adds to atomic counters and never waits for a reader; a [`Stats`] is a copy taken field by field, so its
-//! numbers may be one step apart from each other while the engine runs. Those of the [`Window`] belong together.
+//! numbers may be one step apart from each other while the engine runs. Those of the [`Utilization`] belong together.
 
 pub(super) mod utilization;
 

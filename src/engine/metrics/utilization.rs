@@ -1,6 +1,6 @@
 //! What the last steps computed, and in what time.
 
-use crate::device::Peaks;
+use crate::device::PeakRates;
 use crate::graph::Cost;
 
 /// Steps that a window looks back on.
@@ -10,7 +10,7 @@ const STEPS: usize = 64;
 /// the calls of the model took.
 ///
 /// Scheduling and sampling are not in it: it tells how well the device is used while it is used. Time is the engine's
-/// clock's, and the work is zero for a [`Forward`](crate::runner::Forward) that does not tell its cost.
+/// clock's, and the work is zero for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not tell its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Utilization {
@@ -30,13 +30,13 @@ impl Utilization {
     /// Compute density (model FLOPs utilisation): the share of the time that the operations would have taken at the peaks,
     /// `(f32 operations / f32 peak + int8 operations / int8 peak) / time`. `None` while the window is empty or no time has
     /// passed in it.
-    pub fn mfu(&self, peaks: &Peaks) -> Option<f64> {
+    pub fn mfu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mfu(self.flops, self.int8_flops, self.seconds()?)
     }
 
     /// Memory utilisation (model bandwidth utilisation): the share of the time that moving the bytes would have taken at the
-    /// peak, `bytes / (time · bandwidth)`; see [`Peaks::mbu`] for what caches make of it. `None` as for [`mfu`](Self::mfu).
-    pub fn mbu(&self, peaks: &Peaks) -> Option<f64> {
+    /// peak, `bytes / (time · bandwidth)`; see [`PeakRates::mbu`] for what caches make of it. `None` as for [`mfu`](Self::mfu).
+    pub fn mbu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mbu(self.bytes, self.seconds()?)
     }
 
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn an_empty_window_and_one_without_time_have_no_shares() {
-        let peaks = Peaks { f32_flops_per_s: 1_000_000, int8_ops_per_s: 4_000_000, read_bytes_per_s: 2_000_000 };
+        let peaks = PeakRates { f32_flops_per_s: 1_000_000, int8_ops_per_s: 4_000_000, read_bytes_per_s: 2_000_000 };
         let shares = |window: Utilization| (window.mfu(&peaks), window.mbu(&peaks));
         assert_eq!(shares(Utilization::default()), (None, None));
         assert_eq!(shares(Utilization { steps: 1, flops: 5, ..Utilization::default() }), (None, None));

@@ -132,11 +132,16 @@ impl Admission {
         let choices = request.sampling.n;
         let mailbox = Arc::new(Mailbox::new(choices as usize, request.sampling.logprobs.is_some()));
         let arrived = self.clock.now();
-        let handle =
-            RequestHandle::new(id, Arc::clone(&checked.prompt), choices, Arc::clone(&mailbox), Arc::clone(&self.doorbell));
+        let handle = RequestHandle::new(
+            id,
+            Arc::clone(&checked.prompt),
+            choices,
+            Arc::clone(&mailbox),
+            Arc::clone(&self.doorbell),
+        );
         gate.admitted.push(AdmittedRequest {
             id,
-            mailbox: mailbox,
+            mailbox,
             prompt: checked.prompt,
             max_tokens: checked.max_tokens,
             bad_words: checked.bad_words,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::RequestId;
 use super::doorbell::Doorbell;
-use super::mailbox::{Poll, Mailbox, deadline_after};
+use super::mailbox::{Mailbox, Poll, deadline_after};
 use super::output::{Choice, Delta, FinishReason, Output, Usage};
 use crate::engine::error::RequestError;
 
@@ -114,7 +114,9 @@ impl RequestHandle {
     fn item(&mut self, found: Poll) -> Option<Result<Delta, RequestError>> {
         match found {
             Poll::Delta(delta) => {
-                if let (Some(mailbox), Some(reason)) = (self.reasons.get_mut(delta.index as usize), &delta.finish_reason) {
+                if let (Some(mailbox), Some(reason)) =
+                    (self.reasons.get_mut(delta.index as usize), &delta.finish_reason)
+                {
                     *mailbox = Some(reason.clone());
                 }
                 Some(Ok(delta))

@@ -143,7 +143,7 @@ impl Mailbox {
             pending.closed = true;
             state.open -= 1;
         }
-        self.announce(state);
+        self.wake_reader(state);
     }
 
     /// Ends every choice that is still open with an error.
@@ -157,17 +157,17 @@ impl Mailbox {
         }
         state.open = 0;
         state.error = Some(error);
-        self.announce(state);
+        self.wake_reader(state);
     }
 
     #[cfg(not(feature = "async"))]
-    fn announce(&self, state: parking_lot::MutexGuard<'_, State>) {
+    fn wake_reader(&self, state: parking_lot::MutexGuard<'_, State>) {
         drop(state);
-        self.arrived.notify_all();
+        self.changed.notify_all();
     }
 
     #[cfg(feature = "async")]
-    fn announce(&self, mut state: parking_lot::MutexGuard<'_, State>) {
+    fn wake_reader(&self, mut state: parking_lot::MutexGuard<'_, State>) {
         let waker = state.waker.take();
         drop(state);
         self.changed.notify_all();

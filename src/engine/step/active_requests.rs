@@ -11,18 +11,18 @@ use crate::device::CustomFailure;
 use crate::graph::RowStatus;
 use crate::kv_cache::SeqId;
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob, is_argmax_only};
-use crate::scheduler::{SeqMeta, Tick};
+use crate::scheduler::{NewSequence, Tick};
 use crate::text::Vocabulary;
 
-use super::choice::{StopRules, ChoiceState};
+use super::choice::{ChoiceState, StopRules};
 use crate::engine::clock::elapsed_us;
 use crate::engine::error::RequestError;
 use crate::engine::metrics::{Counters, Ending};
 use crate::engine::request::RequestId;
 use crate::engine::request::admission::AdmittedRequest;
-use crate::engine::request::mailbox::{Update, Mailbox};
+use crate::engine::request::mailbox::{Mailbox, Update};
 use crate::engine::request::output::{FinishReason, PromptInfo};
-use crate::runner::{Outcome, SequenceOutcome};
+use crate::runner::{RowOutcome, SequenceOutcome};
 
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
@@ -44,7 +44,7 @@ pub(crate) struct ActiveRequest {
     /// is computed once.
     unforked: Vec<SeqId>,
     /// What the scheduler is told of such a choice if choice 0 ends before they can fork.
-    sibling: Option<SeqMeta>,
+    sibling: Option<NewSequence>,
     /// Failed in this step; its choices leave once the step is committed.
     failed: bool,
 }
@@ -76,7 +76,7 @@ impl ActiveRequests {
     }
 
     /// Takes a request in; the sequence of its choice 0, which is scheduled first. `sibling` describes the others.
-    pub fn admit(&mut self, admitted: AdmittedRequest, sibling: Option<SeqMeta>) -> SeqId {
+    pub fn admit(&mut self, admitted: AdmittedRequest, sibling: Option<NewSequence>) -> SeqId {
         let ids = self.next_seq..self.next_seq + u64::from(admitted.params.n);
         self.next_seq = ids.end;
         for (choice, seq) in (0..).zip(ids.clone()) {
@@ -98,7 +98,7 @@ impl ActiveRequests {
             queued: true,
             open: ids.clone().map(SeqId).collect(),
             unforked: ids.clone().skip(1).map(SeqId).collect(),
-            sibling: sibling,
+            sibling,
             failed: false,
         };
         self.requests.insert(admitted.id, active);
@@ -116,7 +116,7 @@ impl ActiveRequests {
     }
 
     /// The request's choices that have not forked and now have to be scheduled by themselves, and as what.
-    pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, SeqMeta)> {
+    pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, NewSequence)> {
         let active = self.requests.get_mut(&request)?;
         let unforked = std::mem::take(&mut active.unforked);
         Some((unforked, active.sibling.take()?))
@@ -259,7 +259,7 @@ impl ActiveRequests {
 
     /// Ends the request of a sequence with what a step told of one of its rows.
     pub fn fail_sequence(&mut self, seq: SeqId, found: &SequenceOutcome) {
-        let Outcome::Failed { status, custom } = &found.outcome else { return };
+        let RowOutcome::Failed { status, custom } = &found.outcome else { return };
         let Some((sequence, _)) = self.get(seq) else { return };
         let (request, choice, position) = (sequence.request, sequence.choice, found.position);
         let error = match (status, custom) {

@@ -6,7 +6,7 @@ use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
 use super::active_requests::ActiveRequests;
-use crate::runner::{FedRow, ForwardInput, NEVER, Ticket};
+use crate::runner::{BatchId, DeferredToken, ForwardInput, NEVER};
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) struct BatchBuilder {
 impl BatchBuilder {
     pub fn with_room(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
         Self {
-            input: ForwardInput::with_room(tokens, seqs, table_blocks, wanted),
+            input: ForwardInput::with_capacity(tokens, seqs, table_blocks, wanted),
             logit_requests: Vec::with_capacity(wanted),
             sampled_rows: Vec::with_capacity(seqs),
         }
@@ -59,7 +59,7 @@ impl BatchBuilder {
         scheduler: &Scheduler,
         blocks: &BlockAllocator,
         requests: &ActiveRequests,
-        source: impl Fn(Placeholder) -> Option<(Ticket, u32)>,
+        source: impl Fn(Placeholder) -> Option<(BatchId, u32)>,
     ) {
         self.input.clear();
         self.logit_requests.clear();
@@ -69,7 +69,7 @@ impl BatchBuilder {
             let offset = index_of(self.input.tokens.len());
             if let Some((ticket, logit_row)) = chunk.placeholder.and_then(&source) {
                 self.input.tokens.push(0);
-                self.input.fed.push(FedRow { row: offset, ticket, logit_row });
+                self.input.deferred.push(DeferredToken { row: offset, batch_id: ticket, logit_row });
             } else {
                 let tokens = &scheduler.tokens(chunk.seq)[chunk.start as usize..end as usize];
                 self.input.tokens.extend_from_slice(tokens);
@@ -82,8 +82,13 @@ impl BatchBuilder {
 
             let mut want = |position: u32, purpose, best_only| {
                 self.input.logit_rows.push(offset + position - chunk.start);
-                self.input.best_only.push(best_only);
-                self.logit_requests.push(Some(LogitRequest { chunk: index, seq: chunk.seq, position, logit_use: purpose }));
+                self.input.argmax_only.push(best_only);
+                self.logit_requests.push(Some(LogitRequest {
+                    chunk: index,
+                    seq: chunk.seq,
+                    position,
+                    logit_use: purpose,
+                }));
             };
             for position in prompt_rows(chunk, scheduler, requests) {
                 want(position, LogitUse::PromptLogprob, false);

@@ -30,7 +30,7 @@ pub(crate) struct StopRules<'a> {
     pub vocabulary: Option<&'a dyn Vocabulary>,
 }
 
-/// What of a drawn token is published, beside the text in [`Sequence::text`].
+/// What of a drawn token is published, beside the text in [`ChoiceState::text`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Accepted {
     pub token: Option<u32>,

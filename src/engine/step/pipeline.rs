@@ -22,7 +22,7 @@ use crate::scheduler::{Chunk, Placeholder, Scheduler, SeqResult, StepOutput, Tic
 use super::active_requests::ActiveRequests;
 use super::batch_builder::BatchBuilder;
 use crate::engine::config::EngineConfig;
-use crate::runner::Ticket;
+use crate::runner::BatchId;
 
 /// One planned step and what comes of it.
 #[derive(Debug, Default)]
@@ -34,7 +34,7 @@ pub(crate) struct InFlightStep {
     pub output: StepOutput,
     /// By chunk: whether its results mean nothing any more.
     pub stale: Vec<bool>,
-    pub batch_id: Ticket,
+    pub batch_id: BatchId,
     /// When it was planned.
     pub planned_at: Tick,
     /// When it was launched.
@@ -54,7 +54,8 @@ impl Pipeline {
     /// Reserves what the steps of `depth` plans need.
     pub fn with_room(depth: u32, config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let depth = depth as usize;
-        let spare = (0..depth).map(|_| InFlightStep::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
+        let spare =
+            (0..depth).map(|_| InFlightStep::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
         Self { depth, in_flight: VecDeque::with_capacity(depth), free_steps: spare }
     }
 
@@ -68,7 +69,13 @@ impl Pipeline {
     }
 
     /// The step of the plan made last.
-    pub fn prepare(&mut self, now: Tick, scheduler: &Scheduler, blocks: &BlockAllocator, requests: &ActiveRequests) -> InFlightStep {
+    pub fn prepare(
+        &mut self,
+        now: Tick,
+        scheduler: &Scheduler,
+        blocks: &BlockAllocator,
+        requests: &ActiveRequests,
+    ) -> InFlightStep {
         let mut step = self.free_steps.pop().unwrap_or_default();
         let plan = scheduler.plan();
         step.plan = plan.number;
@@ -95,7 +102,7 @@ impl Pipeline {
     }
 
     /// The batch in flight that draws a placeholder, and its row of logits.
-    fn deferred_source(&self, placeholder: Placeholder) -> Option<(Ticket, u32)> {
+    fn deferred_source(&self, placeholder: Placeholder) -> Option<(BatchId, u32)> {
         let step = self.in_flight.iter().find(|step| step.plan == placeholder.plan)?;
         Some((step.batch_id, step.batch.sampled_row(placeholder.chunk)?))
     }
@@ -125,7 +132,7 @@ impl InFlightStep {
     pub fn mark_stale(&mut self, scheduler: &Scheduler) {
         let Self { plan, chunks, batch, output, stale: void, .. } = self;
         void.clear();
-        void.extend(chunks.iter().map(|chunk| scheduler.is_void(*plan, chunk.seq)));
+        void.extend(chunks.iter().map(|chunk| scheduler.is_stale(*plan, chunk.seq)));
         batch.drop_stale(void);
         output.results.clear();
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));

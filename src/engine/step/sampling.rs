@@ -8,7 +8,7 @@ use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
 use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
 
 use super::active_requests::ActiveRequests;
-use super::batch_builder::{LogitUse, LogitRequest};
+use super::batch_builder::{LogitRequest, LogitUse};
 use crate::engine::error::RequestError;
 use crate::engine::request::RequestId;
 use crate::runner::LogitRows;
@@ -123,7 +123,13 @@ impl StepSampler {
         }
     }
 
-    fn sample(&mut self, logits: LogitRows<'_>, wanted: &[Option<LogitRequest>], scheduler: &Scheduler, requests: &ActiveRequests) {
+    fn sample(
+        &mut self,
+        logits: LogitRows<'_>,
+        wanted: &[Option<LogitRequest>],
+        scheduler: &Scheduler,
+        requests: &ActiveRequests,
+    ) {
         self.targets.clear();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut self.rows);
         for (row, want) in rows_for(wanted, LogitUse::Sample) {

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use ascend_sys::{AscendError, Dcmi};
 
 use super::notes::Notes;
-use crate::device::Peaks;
+use crate::device::PeakRates;
 use energy::Meter;
 
 /// Chips with what they do at most: cube operations a second at f16 (cores · 8192 · clock, from the platform files of CANN
@@ -53,10 +53,10 @@ impl Telemetry {
     }
 
     /// What `cards` of the chip named in `description` do at most; none for one that is not known.
-    pub(super) fn peaks(description: &str, cards: u32) -> Option<Peaks> {
+    pub(super) fn peaks(description: &str, cards: u32) -> Option<PeakRates> {
         let cards = u64::from(cards);
         let (_, tflops, gb_per_s) = CHIPS.iter().find(|(name, _, _)| description.contains(name))?;
-        Some(Peaks {
+        Some(PeakRates {
             f32_flops_per_s: cards * tflops * 1_000_000_000_000,
             int8_ops_per_s: cards * 2 * tflops * 1_000_000_000_000,
             read_bytes_per_s: cards * gb_per_s * 1_000_000_000,

@@ -421,7 +421,7 @@ impl Card {
         let (q_lens, kv_lens) = lens.split_at(shape.seqs);
         let results = Results {
             logits: self.address(io.logits),
-            best: self.address(io.best),
+            best: self.address(io.argmax),
             status: self.address(io.row_status),
         };
         let batch = Batch {

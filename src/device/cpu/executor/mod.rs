@@ -34,7 +34,7 @@ use super::measure::profile::{StepTime, StepTimes};
 use super::memory::{AlignedBytes, Loans, available_bytes};
 use super::thread_pool::Team;
 use super::weights::WeightSet;
-use crate::device::{CustomFailure, DeviceError, LaunchShape, StepArgs};
+use crate::device::{CustomFailure, DeviceError, LaunchArgs, LaunchShape};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, row_bytes};
 use crate::kv_cache::BlockId;
 use poison::ArenaPoison;
@@ -134,7 +134,7 @@ impl Program {
         &mut self,
         team: &Team,
         isa: Isa,
-        args: &StepArgs<'_>,
+        args: &LaunchArgs<'_>,
         mut io: IoBytes<'_>,
     ) -> Result<(), DeviceError> {
         self.check(args, &io)?;
@@ -175,7 +175,7 @@ impl Program {
     }
 
     /// What kernels rely on: sizes agree, every id, row and block is in range, and no block has two writers.
-    fn check(&mut self, args: &StepArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
+    fn check(&mut self, args: &LaunchArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
         let plan = &self.ranks[0].plan;
         let bucket = &plan.bucket;

@@ -18,7 +18,7 @@ use crate::device::cpu::memory::AlignedBytes;
 use crate::device::cpu::simd::int8_chains;
 use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
 use crate::device::cpu::thread_pool::Team;
-use crate::device::{DeviceError, Peaks};
+use crate::device::{DeviceError, PeakRates};
 
 /// What all members read, at least: far beyond second-level caches, and more than the last-level cache of many machines. A
 /// larger buffer would take longer to bring in than all the rest.
@@ -40,8 +40,8 @@ const TIME: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(15);
 
 /// The peaks of this team on this path, from memory if they are known.
-pub(crate) fn peaks(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
-    static KNOWN: Mutex<Vec<(Isa, usize, Peaks)>> = Mutex::new(Vec::new());
+pub(crate) fn peaks(team: &Team, isa: Isa) -> Result<PeakRates, DeviceError> {
+    static KNOWN: Mutex<Vec<(Isa, usize, PeakRates)>> = Mutex::new(Vec::new());
     // Held while measuring: two at once would measure each other.
     let mut known = KNOWN.lock();
     if let Some((.., peaks)) = known.iter().find(|(path, threads, _)| (*path, *threads) == (isa, team.count())) {
@@ -52,7 +52,7 @@ pub(crate) fn peaks(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
     Ok(peaks)
 }
 
-fn measure(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
+fn measure(team: &Team, isa: Isa) -> Result<PeakRates, DeviceError> {
     // Reading first: to bring the buffer in takes long enough for members to get to processors of their own.
     let read_bytes_per_s = bytes_per_s(team, isa)?;
     let f32_flops_per_s = best_rates(team, TIME, &|_, _| fma_chains(isa, PIECE_ROUNDS)).each;
@@ -62,7 +62,7 @@ fn measure(team: &Team, isa: Isa) -> Result<Peaks, DeviceError> {
         // Without an instruction for it, int8 is no faster.
         f32_flops_per_s
     };
-    Ok(Peaks { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s })
+    Ok(PeakRates { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s })
 }
 
 /// One member's share of the work: gets its number and that of the piece, and says how much it did.
