@@ -15,19 +15,19 @@ use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::attention::{
-    Attention, AttentionSchedules, AttentionScratch, AttentionShape, Schedule,
+    Attention, AttentionDims, AttentionSchedules, AttentionScratch, WorkSplit,
 };
-use ascend_llm::device::cpu::kernels::kv_cache::{KvLayout, KvRows, KvWrite, Rows, kv_write};
-use ascend_llm::device::cpu::memory::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::kernels::kv_cache::{BatchRows, CpuKvLayout, KvRows, KvWrite, kv_write};
+use ascend_llm::device::cpu::memory::{AlignedBytes, Partition};
+use ascend_llm::device::cpu::thread_pool::ThreadPool;
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 use ascend_llm_benches::Noise;
 
-const SHAPE: AttentionShape =
-    AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None, schedules: None };
+const SHAPE: AttentionDims =
+    AttentionDims { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None, schedules: None };
 const LAYERS: usize = 30;
 const BLOCK_SIZE: usize = 16;
 const Q_WIDTH: usize = SHAPE.heads * SHAPE.head_dim;
@@ -67,7 +67,7 @@ impl Case {
 
 /// What a step reads.
 struct Inputs {
-    layout: KvLayout,
+    layout: CpuKvLayout,
     pool: AlignedBytes,
     tables: Vec<BlockId>,
     q_lens: Vec<u32>,
@@ -79,7 +79,7 @@ impl Inputs {
     fn new(case: Case) -> Self {
         let count = |n: usize| u32::try_from(n).expect("a small number");
         let blocks = case.seqs * case.kv_len.div_ceil(BLOCK_SIZE);
-        let layout = KvLayout::new(geometry(case.dtype));
+        let layout = CpuKvLayout::new(geometry(case.dtype));
         let mut pool = AlignedBytes::zeroed(blocks * layout.bytes_per_block()).expect("memory");
         // The same noise in every block: what keys and values are costs no time as long as they are ordinary numbers.
         let width = SHAPE.kv_heads * SHAPE.head_dim;
@@ -109,11 +109,11 @@ impl Inputs {
     fn attention(&self, isa: Isa, schedules: Option<AttentionSchedules>, layer: usize) -> Attention<'_> {
         Attention {
             isa,
-            shape: AttentionShape { schedules, ..SHAPE },
+            shape: AttentionDims { schedules, ..SHAPE },
             layout: self.layout,
             layer,
             pool: self.pool.as_slice(),
-            rows: Rows { q_lens: &self.q_lens, kv_lens: &self.kv_lens, tables: &self.tables },
+            rows: BatchRows { q_lens: &self.q_lens, kv_lens: &self.kv_lens, tables: &self.tables },
             q: &self.q,
             q_stride: Q_WIDTH,
             sinks: None,
@@ -123,21 +123,21 @@ impl Inputs {
 
 /// The team and what its members write.
 struct Bench {
-    team: Team,
+    threads: ThreadPool,
     rooms: Vec<AttentionScratch>,
-    schedule: Schedule,
+    schedule: WorkSplit,
     partials: Vec<f32>,
     out: Vec<f32>,
 }
 
 impl Bench {
     fn new(schedules: Option<AttentionSchedules>) -> Self {
-        let team = Team::new(None).expect("a team");
-        let members = team.parts();
+        let threads = ThreadPool::new(None).expect("a team");
+        let workers = threads.parts();
         Self {
-            rooms: (0..members).map(|_| AttentionScratch::new(&AttentionShape { schedules, ..SHAPE })).collect(),
-            schedule: Schedule::new(members).parts_per_thread(members / team.count()),
-            team,
+            rooms: (0..workers).map(|_| AttentionScratch::new(&AttentionDims { schedules, ..SHAPE })).collect(),
+            schedule: WorkSplit::new(workers).parts_per_thread(workers / threads.count()),
+            threads,
             partials: Vec::new(),
             out: Vec::new(),
         }
@@ -145,24 +145,24 @@ impl Bench {
 
     /// One layer's attention, as the device drives it.
     fn run(&mut self, attention: &Attention<'_>) {
-        let Self { team, rooms, schedule, partials, out } = self;
+        let Self { threads, rooms, schedule, partials, out } = self;
         schedule.plan(&attention.shape, attention.rows, BLOCK_SIZE);
         out.resize(attention.rows.total() * Q_WIDTH, 0.0);
         if !schedule.needs_merge() {
-            let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.bounds());
-            attend(team, rooms, attention, schedule, &parts);
+            let parts = Partition::rows_at(out, SHAPE.piece_len(), schedule.bounds());
+            attend(threads, rooms, attention, schedule, &parts);
             return;
         }
         partials.resize(schedule.bounds().last().map_or(0, |end| end * SHAPE.partial_len()), 0.0);
-        let parts = Parts::rows_at(partials, SHAPE.partial_len(), schedule.bounds());
-        attend(team, rooms, attention, schedule, &parts);
+        let parts = Partition::rows_at(partials, SHAPE.partial_len(), schedule.bounds());
+        attend(threads, rooms, attention, schedule, &parts);
         let partials = parts.read();
-        let parts = Parts::rows_at(out, SHAPE.piece_len(), schedule.merge_bounds());
-        let rooms = Parts::rows(rooms, 1, team.parts(), 1);
-        team.share(&|member| {
-            let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
+        let parts = Partition::rows_at(out, SHAPE.piece_len(), schedule.merge_bounds());
+        let rooms = Partition::rows(rooms, 1, threads.parts(), 1);
+        threads.run_parallel(&|worker| {
+            let (mut room, mut tile) = (rooms.claim(worker.index()), parts.claim(worker.index()));
             let first = tile.first();
-            attention.merge(schedule, member.index(), partials, &mut room.row_mut(0)[0], &mut |piece, values| {
+            attention.merge(schedule, worker.index(), partials, &mut room.row_mut(0)[0], &mut |piece, values| {
                 tile.row_mut(piece - first).copy_from_slice(values);
             });
         });
@@ -170,17 +170,17 @@ impl Bench {
 }
 
 fn attend(
-    team: &Team,
+    threads: &ThreadPool,
     rooms: &mut [AttentionScratch],
     attention: &Attention<'_>,
-    schedule: &Schedule,
-    parts: &Parts<'_, f32>,
+    schedule: &WorkSplit,
+    parts: &Partition<'_, f32>,
 ) {
-    let rooms = Parts::rows(rooms, 1, team.parts(), 1);
-    team.share(&|member| {
-        let (mut room, mut tile) = (rooms.claim(member.index()), parts.claim(member.index()));
+    let rooms = Partition::rows(rooms, 1, threads.parts(), 1);
+    threads.run_parallel(&|worker| {
+        let (mut room, mut tile) = (rooms.claim(worker.index()), parts.claim(worker.index()));
         let first = tile.first();
-        attention.attend(schedule, member.index(), &mut room.row_mut(0)[0], &mut |piece, values| {
+        attention.attend(schedule, worker.index(), &mut room.row_mut(0)[0], &mut |piece, values| {
             tile.row_mut(piece - first).copy_from_slice(values);
         });
     });

@@ -11,7 +11,7 @@ use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::float_rows::FloatRows;
 use ascend_llm::device::cpu::kernels::matmul::matmul_f32;
 use ascend_llm::device::cpu::memory::{AlignedBytes, Tile};
-use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::thread_pool::ThreadPool;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::DType;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -24,14 +24,14 @@ const SHAPES: [(usize, usize, usize); 5] =
 
 fn products(c: &mut Criterion) {
     print_peaks();
-    let (isa, team) = (Isa::detect(), Team::new(Some(1)).expect("a team"));
+    let (isa, threads) = (Isa::detect(), ThreadPool::new(Some(1)).expect("a team"));
     let mut group = c.benchmark_group("gemm_f32");
     for (m, n, k) in SHAPES {
         if ascend_llm_benches::is_smoke() && m * n * k > 1 << 24 {
             continue;
         }
         let (x, w) = (Noise(1).floats(m * k), Noise(2).floats(n * k));
-        let matrix = PackedMatrix::pack(&team, DType::F32, n, k, bytemuck::cast_slice(&w)).expect("a weight");
+        let matrix = PackedMatrix::pack(&threads, DType::F32, n, k, bytemuck::cast_slice(&w)).expect("a weight");
         let mut out = AlignedBytes::zeroed(m * n * size_of::<f32>()).expect("memory");
         let out: &mut [f32] = bytemuck::cast_slice_mut(out.as_mut_slice());
         group.throughput(Throughput::Elements((2 * m * n * k) as u64));

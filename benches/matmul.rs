@@ -12,12 +12,12 @@ use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
 use ascend_llm::device::cpu::kernels::float_rows::FloatRows;
 use ascend_llm::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
 use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
-use ascend_llm::device::cpu::kernels::quantize::quantise_rows;
-use ascend_llm::device::cpu::memory::{AlignedBytes, Parts};
-use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::kernels::quantize::quantize_rows;
+use ascend_llm::device::cpu::memory::{AlignedBytes, Partition};
+use ascend_llm::device::cpu::thread_pool::ThreadPool;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::DType;
-use ascend_llm::weights::convert::quantise;
+use ascend_llm::weights::convert::quantize;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 use ascend_llm_benches::{Noise, is_smoke};
@@ -57,9 +57,9 @@ impl Elem {
     /// Whether a path has a product of its own for these rows and weights, or is shown in whatever it has.
     fn multiplies(self, dtype: DType, isa: Isa) -> bool {
         match self {
-            Self::F32 => !dtype.is_quantised() || isa == Isa::detect(),
+            Self::F32 => !dtype.is_quantized() || isa == Isa::detect(),
             Self::BF16 => dtype == DType::BF16 && isa == Isa::Avx512Bf16,
-            Self::Q8 => dtype.is_quantised(),
+            Self::Q8 => dtype.is_quantized(),
         }
     }
 }
@@ -76,7 +76,7 @@ impl Rows {
         match elem {
             Elem::F32 => bytes.as_mut_slice().copy_from_slice(bytemuck::cast_slice(&x)),
             Elem::BF16 => round_bf16_row(isa, &x, bytemuck::cast_slice_mut(bytes.as_mut_slice())),
-            Elem::Q8 => quantise_rows(isa, layout, &x, bytes.as_mut_slice()),
+            Elem::Q8 => quantize_rows(isa, layout, &x, bytes.as_mut_slice()),
         }
         Self { elem, k, bytes }
     }
@@ -93,13 +93,13 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(team: &Team, dtype: DType, n: usize, k: usize) -> Self {
+    fn new(threads: &ThreadPool, dtype: DType, n: usize, k: usize) -> Self {
         // Repeated values: what they are costs no time, where they lie does.
         let mut panel = Vec::new();
-        quantise(dtype, &Noise(2).floats(PANEL * k), &mut panel);
+        quantize(dtype, &Noise(2).floats(PANEL * k), &mut panel);
         let copies = if is_smoke() { 1 } else { WALK_BYTES.div_ceil(panel.len() * n / PANEL) };
         let data = panel.repeat(n / PANEL * copies);
-        let matrix = PackedMatrix::pack(team, dtype, n * copies, k, &data).expect("a weight");
+        let matrix = PackedMatrix::pack(threads, dtype, n * copies, k, &data).expect("a weight");
         Self { matrix, n }
     }
 
@@ -108,11 +108,11 @@ impl Weights {
     }
 
     /// Multiplies with weight `index` as the device does: members take whole panels of columns.
-    fn multiply(&self, team: &Team, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
+    fn multiply(&self, threads: &ThreadPool, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
         let first = index * self.n / PANEL;
-        let parts = Parts::columns(out, self.n, team.parts(), PANEL);
-        team.share(&|member| {
-            let mut tile = parts.claim(member.index());
+        let parts = Partition::columns(out, self.n, threads.parts(), PANEL);
+        threads.run_parallel(&|worker| {
+            let mut tile = parts.claim(worker.index());
             let start = first + tile.first() / PANEL;
             let panels = start..start + tile.cols().div_ceil(PANEL);
             let bytes = x.bytes.as_slice();
@@ -150,7 +150,7 @@ fn products(c: &mut Criterion, elem: Elem) {
 }
 
 fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes: &[(usize, usize, &[usize])]) {
-    let team = Team::new(None).expect("a team");
+    let threads = ThreadPool::new(None).expect("a team");
     let mut group = c.benchmark_group(format!("matmul/{}/{}", elem.name(), isa.name()));
     for &dtype in dtypes {
         if !elem.multiplies(dtype, isa) {
@@ -161,7 +161,7 @@ fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes
             let k = k.next_multiple_of(dtype.block_len());
             let bytes = dtype.bytes_for(n * k).expect("whole blocks");
             // Made only if the command line selects it.
-            let weights = LazyCell::new(|| Weights::new(&team, dtype, n, k));
+            let weights = LazyCell::new(|| Weights::new(&threads, dtype, n, k));
             for &m in batches {
                 let x = LazyCell::new(|| Rows::new(isa, elem, m, k));
                 let mut out = aligned(m * n * size_of::<f32>());
@@ -172,7 +172,7 @@ fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes
                     let (weights, x) = (&*weights, &*x);
                     let out: &mut [f32] = bytemuck::cast_slice_mut(out.as_mut_slice());
                     b.iter(|| {
-                        weights.multiply(&team, isa, x, next, out);
+                        weights.multiply(&threads, isa, x, next, out);
                         next = (next + 1) % weights.count();
                         black_box(&mut *out);
                     });
@@ -193,20 +193,20 @@ fn float(c: &mut Criterion) {
 }
 
 /// Activations to int8, on one thread.
-fn quantise_activations(c: &mut Criterion) {
+fn quantize_activations(c: &mut Criterion) {
     let (isa, k) = (Isa::detect(), 576);
     let layout = QuantLayout::new(k);
-    let mut group = c.benchmark_group(format!("quantise_rows/{}", isa.name()));
+    let mut group = c.benchmark_group(format!("quantize_rows/{}", isa.name()));
     for rows in [1, 64, 512] {
         let x = Noise(3).floats(rows * k);
         let mut out = aligned(rows * layout.row_bytes());
         group.throughput(Throughput::Elements((rows * k) as u64));
         group.bench_function(BenchmarkId::new(k.to_string(), rows), |b| {
-            b.iter(|| quantise_rows(isa, layout, black_box(&x), out.as_mut_slice()));
+            b.iter(|| quantize_rows(isa, layout, black_box(&x), out.as_mut_slice()));
         });
     }
     group.finish();
 }
 
-criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = int8, float, quantise_activations);
+criterion_group!(name = benches; config = ascend_llm_benches::criterion(); targets = int8, float, quantize_activations);
 criterion_main!(benches);

@@ -8,11 +8,11 @@ use std::hint::black_box;
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::activation::{add_row, gelu_tanh_mul_row, mul_row, silu_mul_row};
-use ascend_llm::device::cpu::kernels::argmax::{arg_max, is_finite};
+use ascend_llm::device::cpu::kernels::argmax::{argmax_row, is_finite};
 use ascend_llm::device::cpu::kernels::cast::{count_beyond, round_bf16_row, round_f16_row};
 use ascend_llm::device::cpu::kernels::norm::rms_norm_row;
 use ascend_llm::device::cpu::kernels::q8_rows::QuantLayout;
-use ascend_llm::device::cpu::kernels::quantize::quantise_row;
+use ascend_llm::device::cpu::kernels::quantize::quantize_row;
 use ascend_llm::device::cpu::kernels::rope::{rope_angles, rope_row};
 use ascend_llm::graph::RopeStyle;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -61,12 +61,12 @@ fn rows(c: &mut Criterion) {
     });
     each_row(c, "count_beyond", (ROWS, HIDDEN, HIDDEN), |_, x, _| _ = black_box(count_beyond(isa, x, 65_504.0)));
     each_row(c, "is_finite", (ROWS, HIDDEN, HIDDEN), |_, x, _| _ = black_box(is_finite(isa, x)));
-    each_row(c, "arg_max", (8, VOCAB, VOCAB), |_, x, _| _ = black_box(arg_max(isa, x, 0)));
+    each_row(c, "arg_max", (8, VOCAB, VOCAB), |_, x, _| _ = black_box(argmax_row(isa, x, 0)));
 
     let layout = QuantLayout::new(HIDDEN);
     let mut quants = vec![0; layout.row_bytes()];
     let moved = HIDDEN + layout.row_bytes() / size_of::<f32>();
-    each_row(c, "quantise", (ROWS, HIDDEN, moved), |_, x, _| quantise_row(isa, layout, x, &mut quants));
+    each_row(c, "quantize", (ROWS, HIDDEN, moved), |_, x, _| quantize_row(isa, layout, x, &mut quants));
 
     let inv_freq: Vec<f32> = (0..32u8).map(|i| 10_000f32.powf(-f32::from(i) / 32.0)).collect();
     let (mut cos, mut sin) = (vec![0.0; 32], vec![0.0; 32]);

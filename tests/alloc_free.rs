@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request};
 use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
-use common::fable::{assert_at_rest, core, drain, float, plain_config, quantised};
+use common::fable::{assert_at_rest, core, drain, float, plain_config, quantized};
 
 /// Threads are numbered in the order of their first allocation; the test runner's own is the first of all.
 const THREADS: usize = 64;
@@ -158,8 +158,8 @@ fn steady_decode_steps_allocate_nothing() {
     for (model, numerics, threads, prefix_caching, fusion) in [
         (float(), Numerics::Exact, 1, false, 2),
         (float(), Numerics::Fast, 2, true, 0),
-        (quantised(), Numerics::Fast, 2, true, 2),
-        (quantised(), Numerics::Fast, 1, false, 0),
+        (quantized(), Numerics::Fast, 2, true, 2),
+        (quantized(), Numerics::Fast, 1, false, 0),
     ] {
         let label = format!("{}, {numerics:?}, {threads} threads, fusion {fusion}", model.display());
         let mut config = config(threads);
@@ -171,12 +171,12 @@ fn steady_decode_steps_allocate_nothing() {
         let mut config = config(2);
         (config.pipeline_depth, config.prefix_caching) = (Some(depth), depth == 2);
         let label = format!("{depth} steps in flight");
-        total += crowd(&quantised(), config.clone(), &format!("{label}, crowd"));
-        total += alone(&quantised(), config.clone(), &format!("{label}, alone"));
+        total += crowd(&quantized(), config.clone(), &format!("{label}, crowd"));
+        total += alone(&quantized(), config.clone(), &format!("{label}, alone"));
         let mut greedy = params(3, 300);
         greedy.temperature = 0.0;
-        total += one(&quantised(), config, greedy, &format!("{label}, greedy"));
+        total += one(&quantized(), config, greedy, &format!("{label}, greedy"));
     }
-    total += with_logprobs(&quantised(), config(1), "log-probabilities");
+    total += with_logprobs(&quantized(), config(1), "log-probabilities");
     assert_eq!(total, 0, "steady steps allocate; see above where");
 }

@@ -13,7 +13,7 @@ use std::process::Command;
 use ascend_llm::engine::{Engine, Request};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
-use common::fable::{builder, core, finish, float, plain_config, quantised};
+use common::fable::{builder, core, finish, float, plain_config, quantized};
 
 const ROLE: &str = "ASCEND_LLM_SILENCE_CHILD";
 const BEGIN: &str = "<<library begins>>";
@@ -27,7 +27,7 @@ fn mark(mark: &str) {
 
 /// Loads, answers, refuses, cancels, fails and shuts down.
 fn work() {
-    for model in [float(), quantised()] {
+    for model in [float(), quantized()] {
         let engine = builder(&model, plain_config()).on_progress(|_| {}).build().unwrap();
         let mut params = SamplingParams::greedy();
         params.max_tokens = Some(8);

@@ -4,7 +4,7 @@
 /* Products keep their operands' types (cubeMathType). */
 enum { KEEP_TYPES = 0, FRACTAL_NZ = 29, GELU_TANH = 1 };
 
-/* A transposed view over stored rows is recognised as a transposition: nothing is copied. */
+/* A transposed view over stored rows is recognized as a transposition: nothing is copied. */
 ascend_status ascend_linear(const struct ascend_table *t, const ascend_tensor *x, const ascend_tensor *weight,
                             const ascend_tensor *bias, const ascend_tensor *out, ascend_op **op)
 {

@@ -142,7 +142,7 @@ ascend_status ascend_attention(const struct ascend_table *t, const ascend_tensor
                                const ascend_tensor *block_table, const ascend_tensor *out,
                                const ascend_attention_shape *shape, ascend_op **op);
 
-/* ---- Quantised products. ---- */
+/* ---- Quantized products. ---- */
 
 /* y int8[T,K] and scale f32[T], symmetric a row. */
 ascend_status ascend_dynamic_quant(const struct ascend_table *t, const ascend_tensor *x, const ascend_tensor *y,

@@ -95,7 +95,7 @@ constants! {
 
     /// Launch resources are allocated with the stream.
     ACL_STREAM_FAST_LAUNCH: u32 = 1;
-    /// The host spins in a synchronise.
+    /// The host spins in a synchronize.
     ACL_STREAM_FAST_SYNC: u32 = 2;
     /// After a failure nothing more runs in the context.
     ACL_STOP_ON_FAILURE: u64 = 1;

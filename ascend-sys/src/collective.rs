@@ -3,7 +3,7 @@
 //! Every rank queues the same operations with the same counts and types in the same order; nobody checks that, and ranks
 //! that do not agree wait for each other until the stream fails with a time-out (507048, after 1836 s unless the variable
 //! `HCCL_EXEC_TIMEOUT` says otherwise: read when a communicator is made). Failures of an operation come out where its
-//! stream is synchronised, or at [`Communicator::async_error`]. After one, the communicator is of no use to any rank: each
+//! stream is synchronized, or at [`Communicator::async_error`]. After one, the communicator is of no use to any rank: each
 //! rank aborts its streams ([`Stream::abort`]), drops its communicator, and joins a new one with a new [`RootInfo`].
 //!
 //! An operation may be captured into a graph. On replay every rank must replay the graph of the same capture.
@@ -96,7 +96,7 @@ impl RootInfo {
 
 /// One rank of a group of devices. It may move to another thread; one thread at a time uses it, with its context current.
 ///
-/// Before it is dropped its streams have been synchronised or aborted, and graphs that hold its operations are gone.
+/// Before it is dropped its streams have been synchronized or aborted, and graphs that hold its operations are gone.
 #[derive(Debug)]
 pub struct Communicator {
     context: Context,

@@ -22,14 +22,14 @@ pub const DCMI_LIBRARY: &str = "/usr/local/dcmi/libdcmi.so";
 /// Temperatures from here on are codes: 0x7ffd invalid, 0x7fff not readable.
 const NO_TEMPERATURE: c_int = 0x7ffd;
 
-/// The library, initialised. Copies are the same.
+/// The library, initialized. Copies are the same.
 #[derive(Clone, Copy, Debug)]
 pub struct Dcmi {
     symbols: DcmiSymbols,
 }
 
 impl Dcmi {
-    /// Opens and initialises the library at `path`, or where the driver puts it.
+    /// Opens and initializes the library at `path`, or where the driver puts it.
     ///
     /// Any [`LoadError`] means that cards say nothing of themselves here; a program works without.
     pub fn open(path: Option<&Path>) -> Result<Self, LoadError> {
@@ -45,7 +45,7 @@ impl Dcmi {
     }
 
     /// The card of a device as the runtime counts them in this process, which `ASCEND_RT_VISIBLE_DEVICES` changes.
-    pub fn card_of_device(&self, device: u32) -> Result<Card, AscendError> {
+    pub fn card_of_device(&self, device: u32) -> Result<DcmiCard, AscendError> {
         let visible = std::env::var("ASCEND_RT_VISIBLE_DEVICES").ok();
         match logic_id(device, visible.as_deref()) {
             Some(logic_id) => self.card(logic_id),
@@ -59,14 +59,14 @@ impl Dcmi {
     }
 
     /// The card of a logical device number, as the host counts them.
-    pub fn card(&self, logic_id: u32) -> Result<Card, AscendError> {
+    pub fn card(&self, logic_id: u32) -> Result<DcmiCard, AscendError> {
         let (mut card_id, mut device_id) = (0, 0);
         // SAFETY: two valid places for an int.
         let code = unsafe {
             (self.symbols.dcmi_get_card_id_device_id_from_logicid)(&raw mut card_id, &raw mut device_id, logic_id)
         };
         check("dcmi_get_card_id_device_id_from_logicid", code)?;
-        Ok(Card { symbols: self.symbols, logic_id, ids: (card_id, device_id) })
+        Ok(DcmiCard { symbols: self.symbols, logic_id, ids: (card_id, device_id) })
     }
 }
 
@@ -128,14 +128,14 @@ pub struct Hbm {
 
 /// A chip, and what it says of itself. It may be asked from any thread.
 #[derive(Clone, Copy, Debug)]
-pub struct Card {
+pub struct DcmiCard {
     symbols: DcmiSymbols,
     logic_id: u32,
     /// Card number, and chip on the card.
     ids: (c_int, c_int),
 }
 
-impl Card {
+impl DcmiCard {
     /// Logical device number on the host.
     pub fn logic_id(&self) -> u32 {
         self.logic_id
@@ -214,7 +214,7 @@ impl Card {
     }
 
     /// Percent of a unit in use.
-    pub fn utilisation(&self, unit: Unit) -> Result<u32, AscendError> {
+    pub fn utilization(&self, unit: Unit) -> Result<u32, AscendError> {
         const CALL: &str = "dcmi_get_device_utilization_rate";
         let function = optional(CALL, self.symbols.dcmi_get_device_utilization_rate)?;
         let unit = match unit {

@@ -131,8 +131,8 @@ pub enum AscendErrorKind {
     Refused,
     /// The chip or the installed version does not have this.
     Unsupported,
-    /// Initialised before: as good as success.
-    AlreadyInitialised,
+    /// Initialized before: as good as success.
+    AlreadyInitialized,
     /// Any other code.
     Other,
 }
@@ -175,7 +175,7 @@ impl AscendErrorKind {
             SHIM_NO_SYMBOL | 200_001 | 207_000 | 207_019 | 507_009 | 561_003 | 561_107 | 561_108 | 561_112 => {
                 Self::Unsupported
             }
-            100_002 => Self::AlreadyInitialised,
+            100_002 => Self::AlreadyInitialized,
             _ => Self::Other,
         }
     }
@@ -224,7 +224,7 @@ impl fmt::Display for AscendErrorKind {
             Self::Usage => "wrong use",
             Self::Refused => "operation refused",
             Self::Unsupported => "unsupported",
-            Self::AlreadyInitialised => "already initialised",
+            Self::AlreadyInitialized => "already initialized",
             Self::Other => "unclassified",
         })
     }

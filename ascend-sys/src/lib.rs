@@ -7,7 +7,7 @@
 //! - [`Runtime`], [`Context`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Graph`]: each call a `Result`
 //!   with the runtime's own words, each object destroyed in its own context;
 //! - [`Ops`]: the operations of a decoder over the kernel shim, a small C library that is compiled in;
-//! - [`Communicator`]: sums and copies between devices; [`Card`]: what a card says of its power, clocks and memory.
+//! - [`Communicator`]: sums and copies between devices; [`DcmiCard`]: what a card says of its power, clocks and memory.
 //!
 //! Libraries stay loaded until the process ends, since they leave threads and exit handlers behind. Host memory stays
 //! safe whatever is passed: a wrong device address is a failure of its stream. Queued copies to and from host memory are
@@ -40,7 +40,7 @@ mod tensor;
 
 pub use collective::{Collectives, Communicator, RootInfo};
 pub use context::Context;
-pub use dcmi::{Card, DCMI_LIBRARY, Dcmi, Hbm, Health, Unit};
+pub use dcmi::{DCMI_LIBRARY, Dcmi, DcmiCard, Hbm, Health, Unit};
 pub use error::{AscendError, AscendErrorKind, Attempt, LoadError, SHIM_MISUSE, SHIM_NO_DESCRIPTOR, SHIM_NO_SYMBOL};
 pub use ffi::loader::Library;
 pub use ffi::symbols::{DcmiSymbols, HcclSymbols, Symbols};

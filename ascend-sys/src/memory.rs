@@ -11,8 +11,7 @@ use crate::abi::{
 use crate::context::Context;
 use crate::error::AscendError;
 use std::ffi::c_void;
-use std::ptr;
-use std::slice;
+use std::{ptr, slice};
 
 /// Pages device memory is made of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,7 +42,7 @@ impl DeviceAddress {
     }
 }
 
-/// A stretch of device memory, not initialised, aligned to 64 bytes.
+/// A stretch of device memory, not initialized, aligned to 64 bytes.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     context: Context,
@@ -188,13 +187,13 @@ impl PinnedBuffer {
     ///
     /// A queued copy into it must have ended: whoever queued it has promised so.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: this many initialised bytes, and no copy writes to them now.
+        // SAFETY: this many initialized bytes, and no copy writes to them now.
         unsafe { slice::from_raw_parts(self.memory, self.bytes) }
     }
 
     /// What it holds, to be written. As with [`Self::as_slice`], queued copies must have ended.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: this many initialised bytes, borrowed exclusively, and no copy touches them now.
+        // SAFETY: this many initialized bytes, borrowed exclusively, and no copy touches them now.
         unsafe { slice::from_raw_parts_mut(self.memory, self.bytes) }
     }
 }

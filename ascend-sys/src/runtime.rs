@@ -1,7 +1,7 @@
-//! The runtime of a process: initialise it, ask what it is, turn its codes into results.
+//! The runtime of a process: initialize it, ask what it is, turn its codes into results.
 //!
 //! After a failed call the runtime's own message is fetched at once, on the same thread: it is thread-local and reading
-//! clears it. Nothing happens on drop; the runtime crashes when it is finalised while a process exits.
+//! clears it. Nothing happens on drop; the runtime crashes when it is finalized while a process exits.
 
 #![allow(unsafe_code)]
 
@@ -82,7 +82,7 @@ impl Runtime {
         }
     }
 
-    /// Initialises the runtime for the process. That somebody else has done so is success too.
+    /// Initializes the runtime for the process. That somebody else has done so is success too.
     pub fn init(&self) -> Result<(), AscendError> {
         // SAFETY: a null configuration is allowed.
         match unsafe { (self.symbols().acl_init)(ptr::null()) } {

@@ -234,7 +234,7 @@ impl Event {
         }
     }
 
-    /// Time from an earlier timing event to this one. Synchronise first.
+    /// Time from an earlier timing event to this one. Synchronize first.
     pub fn since(&self, earlier: &Self) -> Result<Duration, AscendError> {
         let runtime = self.context.runtime();
         let function = runtime.optional("aclrtEventElapsedTime", runtime.symbols().aclrt_event_elapsed_time)?;

@@ -73,7 +73,7 @@ fn codes_are_sorted_as_documented() {
         "aborted" => AscendErrorKind::Aborted,
         "usage" => AscendErrorKind::Usage,
         "unsupported" => AscendErrorKind::Unsupported,
-        "already-initialised" => AscendErrorKind::AlreadyInitialised,
+        "already-initialized" => AscendErrorKind::AlreadyInitialized,
         other => panic!("unknown class {other}"),
     };
     let mut documented = std::collections::HashMap::new();

@@ -20,7 +20,7 @@ use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, Weigh
 use ascend_llm::device::{Device, OwnedProgram, OwnedWeights};
 use ascend_llm::graph::passes::shard;
 use ascend_llm::graph::{
-    Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, Rank, Weight, WeightRole, compile,
+    Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, TpRank, Weight, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
@@ -164,7 +164,7 @@ fn run(args: &Args) -> Result<()> {
     let config = config_from_hub(args.model.config().as_bytes())?;
     let source = Zeros::new(&config, args.weights.dtype())?;
     let graph = decoder_graph(&config, &source)?;
-    let ranks = (0..args.cards).map(|index| shard(&graph, Rank { index, of: args.cards }));
+    let ranks = (0..args.cards).map(|index| shard(&graph, TpRank { index, of: args.cards }));
     let graphs = ranks.collect::<std::result::Result<Vec<_>, _>>()?;
     let sim = Simulator::beside_this_binary()?;
     sim.reset();

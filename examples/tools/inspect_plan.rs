@@ -10,9 +10,9 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ascend_llm::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalise, shard};
+use ascend_llm::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalize, shard};
 use ascend_llm::graph::{
-    Bucket, CompileOptions, Cost, CostShape, Graph, Numerics, Operand, Plan, Rank, Target, compile,
+    Bucket, CompileOptions, Cost, CostShape, Graph, Numerics, Operand, Plan, Target, TpRank, compile,
 };
 use ascend_llm::model::ModelConfig;
 use clap::Parser;
@@ -65,7 +65,7 @@ fn run(args: &Args) -> Result<()> {
     let graph = if args.passes {
         passes(&graph, target, numerics, &options, args.model.ranks)?
     } else {
-        shard(&graph, Rank { index: 0, of: args.model.ranks })?
+        shard(&graph, TpRank { index: 0, of: args.model.ranks })?
     };
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
     let plan = compile(&graph, target, numerics, &options, bucket)?;
@@ -88,7 +88,7 @@ fn run(args: &Args) -> Result<()> {
 fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOptions, ranks: u32) -> Result<Graph> {
     options.validate(numerics)?;
     println!("the model's graph\n{}", graph.dump());
-    let graph = shard(graph, Rank { index: 0, of: ranks })?;
+    let graph = shard(graph, TpRank { index: 0, of: ranks })?;
     if ranks > 1 {
         println!("shard\n{}", graph.dump());
     }
@@ -102,7 +102,7 @@ fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOp
     println!("precision\n{}", rounded.dump());
     let (fused, report) = fuse(&rounded, options.resolved_fusion(), target.ops, options.attention);
     println!("fuse: {report:?}\n{}", fused.dump());
-    println!("legalise\n{}", legalise(&fused, target.ops, target.attention_schedules)?.dump());
+    println!("legalize\n{}", legalize(&fused, target.ops, target.attention_schedules)?.dump());
     Ok(graph)
 }
 

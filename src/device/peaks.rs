@@ -14,7 +14,7 @@ pub struct PeakRates {
 }
 
 impl PeakRates {
-    /// Compute density, also called model FLOPs utilisation: the share of `seconds` that the operations would have taken at
+    /// Compute density, also called model FLOPs utilization: the share of `seconds` that the operations would have taken at
     /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
     ///
     /// `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). `None` where no time passed, or a peak that
@@ -24,7 +24,7 @@ impl PeakRates {
         share(f32_seconds + at(int8_flops, self.int8_ops_per_s), seconds)
     }
 
-    /// Memory utilisation, also called model bandwidth utilisation: the share of `seconds` that moving the bytes would have
+    /// Memory utilization, also called model bandwidth utilization: the share of `seconds` that moving the bytes would have
     /// taken at the peak, `bytes / (seconds · bandwidth)`.
     ///
     /// The cost model counts a byte each time a step reads or writes it, so what caches hold between steps makes this larger

@@ -25,5 +25,5 @@ pub(super) fn tensor_part<'a>(source: &'a dyn WeightSource, weight: &Weight) -> 
         return Err(invalid("has another shape or type than the graph says"));
     }
     let Some(WeightSlice { dim, start, .. }) = weight.slice else { return Ok(Cow::Borrowed(tensor.data)) };
-    slice::along(&tensor, dim, start..start + weight.shape[dim]).ok_or_else(|| invalid("cannot be cut there"))
+    slice::slice_dim(&tensor, dim, start..start + weight.shape[dim]).ok_or_else(|| invalid("cannot be cut there"))
 }

@@ -15,7 +15,7 @@ use crate::device::{Device, PeakRates};
 use crate::kv_cache::BlockAllocator;
 use crate::sampler::ParamLimits;
 use crate::scheduler::{NewSequence, Scheduler, SchedulerConfig, Tick};
-use crate::text::{ChatRender, Vocabulary};
+use crate::text::{ChatRenderer, Vocabulary};
 
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig, refuse};
@@ -79,7 +79,7 @@ impl EngineCore {
         forward: Box<dyn ModelExecutor>,
         model: ModelLimits,
         vocabulary: Option<Arc<dyn Vocabulary>>,
-        chat: Option<Arc<dyn ChatRender>>,
+        chat: Option<Arc<dyn ChatRenderer>>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BuildError> {
         let config = resolve_config(config, &model, forward.max_in_flight())?;

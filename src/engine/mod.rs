@@ -123,7 +123,7 @@ impl Engine {
     /// # use ascend_llm::sampler::SamplingParams;
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
-    /// let peaks = engine.peaks().ok_or("a CPU measures its peaks")?;
+    /// let peaks = engine.peak_rates().ok_or("a CPU measures its peaks")?;
     /// engine.generate("Once upon a time", &SamplingParams::greedy())?;
     /// let window = engine.stats().window;
     /// if let (Some(mfu), Some(mbu)) = (window.mfu(&peaks), window.mbu(&peaks)) {

@@ -1,8 +1,8 @@
 //! Builds graphs node by node; the only place that invents value names.
 
 use super::{
-    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RegisteredOp, RopeFrequencies, RopeStyle, Rows, Value,
-    ValueId, Weight, WeightId, WeightRole, id32,
+    AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RegisteredOp, RopeFrequencies, RopeStyle, RowDim,
+    Value, ValueId, Weight, WeightId, WeightRole, id32,
 };
 
 /// Appends operations to a graph in topological order.
@@ -42,11 +42,11 @@ impl GraphBuilder {
         self.graph.value(id).cols
     }
 
-    fn rows(&self, id: ValueId) -> Rows {
+    fn rows(&self, id: ValueId) -> RowDim {
         self.graph.value(id).rows
     }
 
-    fn push(&mut self, op: Op, inputs: Vec<ValueId>, tag: &str, rows: Rows, cols: usize, elem: Elem) -> ValueId {
+    fn push(&mut self, op: Op, inputs: Vec<ValueId>, tag: &str, rows: RowDim, cols: usize, elem: Elem) -> ValueId {
         let id = ValueId(id32(self.graph.values.len()));
         let name = match self.layer {
             Some(layer) => format!("{tag}.{layer}"),
@@ -63,7 +63,7 @@ impl GraphBuilder {
         let weight = &mut self.graph.weights[table.0 as usize];
         weight.role = WeightRole::Table;
         let hidden = weight.shape[1];
-        self.push(Op::Embed { table, first_id: 0 }, vec![], tag, Rows::Tokens, hidden, Elem::F32)
+        self.push(Op::Embed { table, first_id: 0 }, vec![], tag, RowDim::Tokens, hidden, Elem::F32)
     }
 
     /// Cosines and sines for the batch's positions: `2 × pairs` columns.
@@ -71,7 +71,7 @@ impl GraphBuilder {
         let cols = 2 * rope.inv_freq.len();
         let index = self.graph.ropes.len();
         self.graph.ropes.push(rope);
-        self.push(Op::RopeAngles { rope: index }, vec![], tag, Rows::Tokens, cols, Elem::F32)
+        self.push(Op::RopeAngles { rope: index }, vec![], tag, RowDim::Tokens, cols, Elem::F32)
     }
 
     /// RMS norm over groups of each row.
@@ -107,17 +107,17 @@ impl GraphBuilder {
 
     /// Stores the rows' keys and values; the effect orders attention behind it.
     pub fn kv_write(&mut self, k: ValueId, v: ValueId, layer: usize, tag: &str) -> ValueId {
-        self.push(Op::KvWrite { layer }, vec![k, v], tag, Rows::Tokens, 0, Elem::Effect)
+        self.push(Op::KvWrite { layer }, vec![k, v], tag, RowDim::Tokens, 0, Elem::Effect)
     }
 
     /// Attention of the rows' queries over the stored keys and values.
     pub fn attention(&mut self, q: ValueId, stored: ValueId, shape: AttentionShape, tag: &str) -> ValueId {
-        self.push(Op::Attention(shape), vec![q, stored], tag, Rows::Tokens, self.cols(q), Elem::F32)
+        self.push(Op::Attention(shape), vec![q, stored], tag, RowDim::Tokens, self.cols(q), Elem::F32)
     }
 
     /// The rows whose logits are wanted.
     pub fn gather_rows(&mut self, x: ValueId, tag: &str) -> ValueId {
-        self.push(Op::GatherRows, vec![x], tag, Rows::LogitRows, self.cols(x), Elem::F32)
+        self.push(Op::GatherRows, vec![x], tag, RowDim::LogitRows, self.cols(x), Elem::F32)
     }
 
     /// x after the user's operation.
@@ -131,7 +131,7 @@ impl GraphBuilder {
     /// `last`, the layers' last sums.
     pub fn finish(mut self, last: ValueId, logits: ValueId) -> Graph {
         self.graph.vocab_size = self.cols(logits);
-        let best = self.push(Op::ArgMax, vec![logits], "best", Rows::LogitRows, 1, Elem::U32);
+        let best = self.push(Op::ArgMax, vec![logits], "best", RowDim::LogitRows, 1, Elem::U32);
         self.graph.nodes.push(Node { op: Op::RowStatus, inputs: vec![last, best], outputs: vec![], layer: None });
         self.graph
     }

@@ -1,15 +1,15 @@
 //! From a graph to a plan: the passes in order, then streams and memory.
 
-use crate::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalise};
-use crate::graph::plan::memory::{lower_bound_bytes, place, place_apart};
-use crate::graph::plan::streams::assign;
+use crate::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalize};
+use crate::graph::plan::memory::{lower_bound_bytes, plan_arena, plan_without_reuse};
+use crate::graph::plan::streams::assign_streams;
 use crate::graph::plan::verify::{counts, fits};
 use crate::graph::{
     Bucket, CompileError, CompileOptions, Elem, Graph, Io, Node, Numerics, Op, Operand, Plan, PlanValue, RegisteredOp,
     Step, Target, Value, ValueId,
 };
 
-/// Compiles a graph: precision, fusion, legalisation, lanes, placement. Pure; the same arguments give the same plan. The
+/// Compiles a graph: precision, fusion, legalization, lanes, placement. Pure; the same arguments give the same plan. The
 /// graph of a rank comes from [`shard`](super::passes::shard()).
 pub fn compile(
     graph: &Graph,
@@ -31,7 +31,7 @@ pub fn compile(
     };
     let graph = apply_precision(graph, &policy)?;
     let (graph, fused) = fuse(&graph, fusion, target.ops, options.attention);
-    let graph = legalise(&graph, target.ops, target.attention_schedules)?;
+    let graph = legalize(&graph, target.ops, target.attention_schedules)?;
     check_customs(&graph)?;
 
     let mut plan = Plan {
@@ -44,7 +44,7 @@ pub fn compile(
         arena_bound_bytes: 0,
         alignment: target.alignment,
         fusion,
-        lanes: options.resolved_parallel_ops(),
+        streams: options.resolved_parallel_ops(),
         memory_reuse,
         fused,
         vocab_size: graph.vocab_size,
@@ -52,7 +52,7 @@ pub fn compile(
         rank: graph.rank,
         overflow: options.resolved_overflow(),
     };
-    let lanes = assign(&needs(&graph), usize::from(plan.lanes));
+    let lanes = assign_streams(&needs(&graph), usize::from(plan.streams));
     for (node, placement) in graph.nodes.iter().zip(lanes) {
         let scratch = scratch_of(&graph, node).map(|value| {
             plan.values.push(unplaced(&value));
@@ -75,7 +75,7 @@ pub fn compile(
             outputs: index(&node.outputs),
             scratch,
             layer: node.layer,
-            lane: placement.lane,
+            stream: placement.stream,
             waits_on: placement.waits_on,
         });
     }
@@ -87,7 +87,7 @@ pub fn compile(
         return Err(CompileError::Invalid(format!("{} of {rows} rows of {cols} is too large", value.name)));
     }
     plan.arena_bound_bytes = lower_bound_bytes(&plan.values, &plan.steps, &bucket, target.alignment);
-    let place = if memory_reuse { place } else { place_apart };
+    let place = if memory_reuse { plan_arena } else { plan_without_reuse };
     plan.arena_bytes = place(&mut plan.values, &plan.steps, &bucket, target.alignment);
     if cfg!(debug_assertions) {
         plan.check()?;

@@ -1,7 +1,7 @@
 //! The model as data: a graph of operations, pure passes over it, and the plan a device executes.
 //!
 //! ```text
-//! model ─► Graph ─ shard(rank) ─ precision ─ fuse(level) ─ legalise ─► Graph ─ lanes ─ place ─► Plan ─ Device::load ─► program
+//! model ─► Graph ─ shard(rank) ─ precision ─ fuse(level) ─ legalize ─► Graph ─ lanes ─ place ─► Plan ─ Device::load ─► program
 //! ```
 //! Nothing here computes a number of the model, knows a device or reads a file: every function is a pure function of
 //! its arguments, and graphs and plans print themselves as text that tests compare.
@@ -75,7 +75,7 @@ pub struct WeightId(pub u32);
 /// The symbolic number of rows of a value: known only when a batch is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Rows {
+pub enum RowDim {
     /// One row a token of the batch.
     Tokens,
     /// One row a wanted row of logits.
@@ -90,7 +90,7 @@ pub enum Elem {
     F32,
     /// bfloat16.
     BF16,
-    /// Rows quantised to int8 in blocks of 32, with a scale and a sum a block.
+    /// Rows quantized to int8 in blocks of 32, with a scale and a sum a block.
     Q8,
     /// 32-bit unsigned integers.
     U32,
@@ -126,7 +126,7 @@ pub struct Value {
     /// Short name for dumps, unique in the graph.
     pub name: String,
     /// Symbolic number of rows.
-    pub rows: Rows,
+    pub rows: RowDim,
     /// Elements a row.
     pub cols: usize,
     /// Element type.
@@ -180,20 +180,20 @@ pub struct WeightSlice {
 
 /// Which part of a model a graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Rank {
+pub struct TpRank {
     /// From 0 on.
     pub index: u32,
     /// How many there are.
     pub of: u32,
 }
 
-impl Default for Rank {
+impl Default for TpRank {
     fn default() -> Self {
         Self { index: 0, of: 1 }
     }
 }
 
-impl Rank {
+impl TpRank {
     /// Its share of `n` units; shares differ by one at most.
     pub fn share(self, n: usize) -> std::ops::Range<usize> {
         let (index, of) = (self.index as usize, self.of as usize);
@@ -239,7 +239,7 @@ pub struct Graph {
     /// Operations a user registered; `Op::Custom` indexes here.
     pub customs: Vec<RegisteredOp>,
     /// The part of the model this graph computes.
-    pub rank: Rank,
+    pub rank: TpRank,
 }
 
 impl Graph {
@@ -303,8 +303,8 @@ impl Graph {
     fn dump_value(&self, id: ValueId) -> String {
         let value = self.value(id);
         let rows = match value.rows {
-            Rows::Tokens => "tokens",
-            Rows::LogitRows => "logit_rows",
+            RowDim::Tokens => "tokens",
+            RowDim::LogitRows => "logit_rows",
         };
         match value.elem {
             Elem::F32 => format!("{}[{rows},{}]f32", value.name, value.cols),

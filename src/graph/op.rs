@@ -60,7 +60,7 @@ pub enum RopeStyle {
     Interleaved,
 }
 
-/// RMS normalisation over groups of a row.
+/// RMS normalization over groups of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormSpec {
     /// Scale vector, as long as a group.
@@ -115,7 +115,7 @@ pub enum Op {
         /// Index into [`Graph::ropes`](super::Graph::ropes).
         rope: usize,
     },
-    /// x → normalised x.
+    /// x → normalized x.
     RmsNorm(NormSpec),
     /// a, b → a + b.
     Add,
@@ -159,19 +159,19 @@ pub enum Op {
     // Fused operations.
     /// x, d → x + d, norm(x + d) rounded.
     AddRmsNorm {
-        /// The normalisation.
+        /// The normalization.
         norm: NormSpec,
         /// What the second output is rounded to.
         to: ActivationType,
     },
     /// x → norm(x) rounded.
     NormCast {
-        /// The normalisation.
+        /// The normalization.
         norm: NormSpec,
         /// What it is rounded to.
         to: ActivationType,
     },
-    /// x, angles → x normalised a head, then rotated.
+    /// x, angles → x normalized a head, then rotated.
     QkNormRope {
         /// The head norm.
         norm: NormSpec,

@@ -3,12 +3,12 @@
 //! Checked of every plan, so that devices may index operands, weights and rows without a doubt. The rules are of shapes
 //! only; who writes what before it is read, and where it lies, is `check`'s business.
 
-use super::{Elem, LinearPart, NormSpec, Op, RopeFrequencies, Rows, Weight, WeightId, WeightRole};
+use super::{Elem, LinearPart, NormSpec, Op, RopeFrequencies, RowDim, Weight, WeightId, WeightRole};
 
 /// Shape of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Operand {
-    pub rows: Rows,
+    pub rows: RowDim,
     pub cols: usize,
     pub elem: Elem,
 }
@@ -44,7 +44,7 @@ impl Operand {
     }
 
     fn is_effect(self, what: &str) -> Checked {
-        same(what, self, Self { rows: Rows::Tokens, cols: 0, elem: Elem::Effect })
+        same(what, self, Self { rows: RowDim::Tokens, cols: 0, elem: Elem::Effect })
     }
 }
 
@@ -60,14 +60,14 @@ impl Operands<'_> {
                 let role = self.weight(*table)?.role;
                 must(role == WeightRole::Table, || format!("rows gathered from a {role:?}"))?;
                 let (_, width) = self.matrix(*table)?;
-                same("the output", out, Operand { rows: Rows::Tokens, cols: width, elem: Elem::F32 })
+                same("the output", out, Operand { rows: RowDim::Tokens, cols: width, elem: Elem::F32 })
             }
             Op::RopeAngles { rope } => {
                 let [] = self.inputs()?;
                 let [out] = self.outputs()?;
                 let table = self.ropes.get(*rope).ok_or_else(|| format!("there is no rotary table {rope}"))?;
                 let cols = 2 * table.inv_freq.len();
-                same("the output", out, Operand { rows: Rows::Tokens, cols, elem: Elem::F32 })
+                same("the output", out, Operand { rows: RowDim::Tokens, cols, elem: Elem::F32 })
             }
             Op::RmsNorm(norm) => self.norm_of(norm, Elem::F32),
             Op::NormCast { norm, to } => self.norm_of(norm, to.elem()),
@@ -169,7 +169,7 @@ impl Operands<'_> {
                 let [x] = self.inputs()?;
                 let [out] = self.outputs()?;
                 rows_of_tokens("the input", x)?;
-                same("the output", out, Operand { rows: Rows::LogitRows, ..x })
+                same("the output", out, Operand { rows: RowDim::LogitRows, ..x })
             }
             Op::ArgMax => {
                 let [logits] = self.inputs()?;
@@ -194,7 +194,7 @@ impl Operands<'_> {
     }
 
     fn is_logits(&self, logits: Operand) -> Checked {
-        same("the logits", logits, Operand { rows: Rows::LogitRows, cols: self.vocab_size, elem: Elem::F32 })
+        same("the logits", logits, Operand { rows: RowDim::LogitRows, cols: self.vocab_size, elem: Elem::F32 })
     }
 
     fn inputs<const N: usize>(&self) -> Result<[Operand; N], String> {
@@ -235,9 +235,9 @@ impl Operands<'_> {
     fn linear(&self, part: &LinearPart, x: Operand, out: Operand) -> Checked {
         let (n, k) = self.matrix(part.weight)?;
         must(x.cols == k, || format!("rows of {} columns for a weight of {k}", x.cols))?;
-        let quantised = self.weight(part.weight)?.dtype.is_quantised();
-        must(matches!(x.elem, Elem::F32 | Elem::BF16) || (x.elem == Elem::Q8 && quantised), || {
-            format!("rows of {:?} for a weight that is not quantised", x.elem)
+        let quantized = self.weight(part.weight)?.dtype.is_quantized();
+        must(matches!(x.elem, Elem::F32 | Elem::BF16) || (x.elem == Elem::Q8 && quantized), || {
+            format!("rows of {:?} for a weight that is not quantized", x.elem)
         })?;
         part.bias.map_or(Ok(()), |bias| self.vector(bias, n))?;
         same("the output", out, Operand { rows: x.rows, cols: n, elem: Elem::F32 })
@@ -270,12 +270,12 @@ impl Operands<'_> {
 }
 
 fn is_best(best: Operand) -> Checked {
-    same("the largest ids", best, Operand { rows: Rows::LogitRows, cols: 1, elem: Elem::U32 })
+    same("the largest ids", best, Operand { rows: RowDim::LogitRows, cols: 1, elem: Elem::U32 })
 }
 
 fn rows_of_tokens(what: &str, x: Operand) -> Checked {
     x.is_f32(what)?;
-    must(x.rows == Rows::Tokens, || format!("{what} have a row a {:?}, expected one a token", x.rows))
+    must(x.rows == RowDim::Tokens, || format!("{what} have a row a {:?}, expected one a token", x.rows))
 }
 
 fn rotation(x: Operand, angles: Operand, head_dim: usize) -> Checked {

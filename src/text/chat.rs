@@ -90,7 +90,7 @@ impl From<ChatMessage> for Value {
 }
 
 /// Turns a conversation into the text a model was trained on. The feature `text` has one for Jinja templates.
-pub trait ChatRender: Send + Sync + std::fmt::Debug {
+pub trait ChatRenderer: Send + Sync + std::fmt::Debug {
     /// The conversation as text that ends where the assistant is to go on.
     fn render(&self, messages: &[ChatMessage]) -> Result<String, String>;
 }

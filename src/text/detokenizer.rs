@@ -1,4 +1,4 @@
-//! Streaming detokeniser: bytes of tokens in, whole characters out.
+//! Streaming detokenizer: bytes of tokens in, whole characters out.
 //!
 //! It keeps the bytes of a character whose last byte has not come yet, and nothing else: a character is sent in the
 //! delta in which its last byte arrives, a U+FFFD that the model really wrote goes out at once, and text once sent is
@@ -22,13 +22,13 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// A detokeniser at the beginning of a text: a vocabulary that puts a space before the first word loses it here.
+    /// A detokenizer at the beginning of a text: a vocabulary that puts a space before the first word loses it here.
     /// `skip_special` leaves control tokens out of the text.
     pub fn new(skip_special: bool) -> Self {
         Self { carry: Vec::with_capacity(TOKEN_ROOM_BYTES), skip_special, first: true }
     }
 
-    /// A detokeniser for tokens that continue a text (a prompt): no leading space is taken away.
+    /// A detokenizer for tokens that continue a text (a prompt): no leading space is taken away.
     pub fn continuing(skip_special: bool) -> Self {
         Self { first: false, ..Self::new(skip_special) }
     }

@@ -30,8 +30,8 @@ pub enum TextError {
         /// What would be accepted.
         expected: String,
     },
-    /// The text could not be tokenised.
-    #[error("text cannot be tokenised: {reason}")]
+    /// The text could not be tokenized.
+    #[error("text cannot be tokenized: {reason}")]
     Encode {
         /// Why.
         reason: String,

@@ -4,7 +4,7 @@
 //! tests give a plain map. A key of another type than asked for answers `None`, as does an absent one.
 
 /// Metadata of a GGUF file as the tokenizer reads it.
-pub trait GgufText {
+pub trait TokenizerMetadata {
     /// The string under `key`.
     fn str(&self, key: &str) -> Option<&str>;
     /// The unsigned number under `key`.

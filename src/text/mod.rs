@@ -1,4 +1,4 @@
-//! Text on either side of the engine: vocabulary, tokenizer, streaming detokeniser, chat templates.
+//! Text on either side of the engine: vocabulary, tokenizer, streaming detokenizer, chat templates.
 //!
 //! The engine itself sees only [`Vocabulary`] and bytes; the feature `text` provides one from `tokenizer.json` or from
 //! GGUF metadata.
@@ -19,12 +19,12 @@ mod token_bytes;
 mod tokenizer;
 mod vocabulary;
 
-pub use chat::{ChatMessage, ChatRender};
+pub use chat::{ChatMessage, ChatRenderer};
 #[cfg(feature = "text")]
 pub use chat_template::{ChatOptions, ChatTemplate};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
-pub use gguf_metadata::GgufText;
+pub use gguf_metadata::TokenizerMetadata;
 #[cfg(feature = "text")]
 pub use tokenizer::Tokenizer;
 pub use vocabulary::Vocabulary;

@@ -34,7 +34,7 @@ const BLOOM: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
 pub(super) struct PreTokenizer {
     /// Patterns, in order.
     patterns: &'static [&'static str],
-    /// The tokenizer's normaliser composes characters (NFC).
+    /// The tokenizer's normalizer composes characters (NFC).
     pub(super) composes: bool,
     /// A word that is a token is taken whole, whatever the merges would make of it.
     pub(super) whole_words_first: bool,

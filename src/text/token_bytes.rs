@@ -6,7 +6,7 @@
 
 /// How a vocabulary spells the bytes of its ordinary tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Spelling {
+pub(super) enum TokenEncoding {
     /// One character a byte.
     ByteLevel,
     /// Text with `▁` for the space and `<0x0A>` for bytes.
@@ -15,12 +15,12 @@ pub(super) enum Spelling {
 
 /// Bytes of all tokens by id.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Pieces {
+pub(super) struct TokenBytes {
     bytes: Vec<u8>,
     ends: Vec<usize>,
 }
 
-impl Pieces {
+impl TokenBytes {
     /// Number of ids.
     pub(super) fn len(&self) -> usize {
         self.ends.len()
@@ -46,10 +46,10 @@ impl Pieces {
     }
 
     /// Appends an ordinary token.
-    pub(super) fn push_spelled(&mut self, token: &str, spelling: Spelling) {
+    pub(super) fn push_spelled(&mut self, token: &str, spelling: TokenEncoding) {
         match spelling {
-            Spelling::ByteLevel => self.push_byte_level(token),
-            Spelling::SentencePiece => self.push_sentence_piece(token),
+            TokenEncoding::ByteLevel => self.push_byte_level(token),
+            TokenEncoding::SentencePiece => self.push_sentence_piece(token),
         }
     }
 
@@ -127,8 +127,8 @@ fn byte_of_char(character: char) -> Option<u8> {
 mod tests {
     use super::*;
 
-    fn bytes_of(token: &str, spelling: Spelling) -> Vec<u8> {
-        let mut pieces = Pieces::default();
+    fn bytes_of(token: &str, spelling: TokenEncoding) -> Vec<u8> {
+        let mut pieces = TokenBytes::default();
         pieces.push_spelled(token, spelling);
         pieces.get(0).to_vec()
     }
@@ -146,19 +146,19 @@ mod tests {
 
     #[test]
     fn tokens_are_spelled_out_exactly() {
-        assert_eq!(bytes_of("Ġtea", Spelling::ByteLevel), b" tea");
-        assert_eq!(bytes_of("ðŁ", Spelling::ByteLevel), [0xF0, 0x9F]);
-        assert_eq!(bytes_of("<｜end｜>", Spelling::ByteLevel), "<｜end｜>".as_bytes());
-        assert_eq!(bytes_of("▁▁tea▁", Spelling::SentencePiece), b"  tea ");
-        assert_eq!(bytes_of("<0x0A>", Spelling::SentencePiece), b"\n");
-        assert_eq!(bytes_of("<0xfF>", Spelling::SentencePiece), [0xFF]);
-        assert_eq!(bytes_of("<0x+A>", Spelling::SentencePiece), b"<0x+A>");
-        assert_eq!(bytes_of("<0x0A>", Spelling::ByteLevel), b"<0x0A>");
+        assert_eq!(bytes_of("Ġtea", TokenEncoding::ByteLevel), b" tea");
+        assert_eq!(bytes_of("ðŁ", TokenEncoding::ByteLevel), [0xF0, 0x9F]);
+        assert_eq!(bytes_of("<｜end｜>", TokenEncoding::ByteLevel), "<｜end｜>".as_bytes());
+        assert_eq!(bytes_of("▁▁tea▁", TokenEncoding::SentencePiece), b"  tea ");
+        assert_eq!(bytes_of("<0x0A>", TokenEncoding::SentencePiece), b"\n");
+        assert_eq!(bytes_of("<0xfF>", TokenEncoding::SentencePiece), [0xFF]);
+        assert_eq!(bytes_of("<0x+A>", TokenEncoding::SentencePiece), b"<0x+A>");
+        assert_eq!(bytes_of("<0x0A>", TokenEncoding::ByteLevel), b"<0x0A>");
     }
 
     #[test]
     fn ids_out_of_range_and_holes_have_no_bytes() {
-        let mut pieces = Pieces::default();
+        let mut pieces = TokenBytes::default();
         pieces.push_literal("a");
         pieces.push_nothing();
         pieces.push_literal("b");

@@ -16,7 +16,7 @@ pub trait Vocabulary: Send + Sync + std::fmt::Debug {
     fn token_bytes(&self, id: u32, first: bool, out: &mut Vec<u8>);
 
     /// Ids of a text. `add_special` adds what the tokenizer puts around a prompt (for example BOS); special tokens
-    /// spelled out in the text are recognised either way.
+    /// spelled out in the text are recognized either way.
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String>;
 
     /// Ids of a rendered chat, whose template has written the special tokens already.

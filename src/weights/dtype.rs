@@ -22,7 +22,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Elements in one block: 1 for float types, 32 or 256 for quantised ones.
+    /// Elements in one block: 1 for float types, 32 or 256 for quantized ones.
     pub const fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
@@ -48,7 +48,7 @@ impl DType {
     }
 
     /// Whether elements are integers with block scales.
-    pub const fn is_quantised(self) -> bool {
+    pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }
 

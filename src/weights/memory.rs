@@ -69,7 +69,7 @@ impl MemorySource {
             return Err(WeightError::Size { name: name.into(), dtype, shape, got_bytes, expected_bytes });
         }
         let mut bytes = Vec::new();
-        convert::quantise(dtype, values, &mut bytes);
+        convert::quantize(dtype, values, &mut bytes);
         self.insert(name, dtype, shape, bytes)
     }
 }

@@ -1,6 +1,6 @@
 //! Weight files and their types: safetensors folders and GGUF files on a memory map.
 //!
-//! This room hands out tensors as stored, by name; it dequantises, quantises and slices, and never packs:
+//! This room hands out tensors as stored, by name; it dequantizes, quantizes and slices, and never packs:
 //! packing belongs to the device that will run them (`Device::upload`). Files are hostile until checked: opening costs
 //! memory and time in proportion to the header's bytes, whatever the counts and lengths in it say, and every tensor
 //! handed out lies in its file with the size that its type and shape ask for.
@@ -51,10 +51,10 @@ impl<'a> TensorView<'a> {
         self.data.get(rows.start.checked_mul(row_bytes)?..rows.end.checked_mul(row_bytes)?)
     }
 
-    /// The elements as f32, bit-exactly as GGML dequantises them.
+    /// The elements as f32, bit-exactly as GGML dequantizes them.
     pub fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.elements()];
-        convert::dequantise(self.dtype, self.data, &mut out);
+        convert::dequantize(self.dtype, self.data, &mut out);
         out
     }
 

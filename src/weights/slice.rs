@@ -9,7 +9,7 @@ use super::TensorView;
 
 /// Indices `range` of dimension `dim` of a tensor of one or two dimensions: rows (or elements) where they lie, columns
 /// copied together. `None` if the range is not inside, or cuts a block of the storage format.
-pub fn along<'a>(tensor: &TensorView<'a>, dim: usize, range: Range<usize>) -> Option<Cow<'a, [u8]>> {
+pub fn slice_dim<'a>(tensor: &TensorView<'a>, dim: usize, range: Range<usize>) -> Option<Cow<'a, [u8]>> {
     let (rows, cols) = match *tensor.shape {
         [len] => (1, len),
         [rows, cols] => (rows, cols),
@@ -41,16 +41,16 @@ mod tests {
     fn rows_lie_where_they_are_and_columns_come_in_whole_blocks() {
         let data: Vec<u8> = (0..3 * 2 * 34).map(|i| u8::try_from(i % 251).unwrap()).collect();
         let tensor = TensorView { dtype: DType::Q8_0, shape: &[3, 64], data: &data };
-        assert_eq!(along(&tensor, 0, 1..3).as_deref(), Some(&data[68..]));
-        let columns = along(&tensor, 1, 32..64).unwrap();
+        assert_eq!(slice_dim(&tensor, 0, 1..3).as_deref(), Some(&data[68..]));
+        let columns = slice_dim(&tensor, 1, 32..64).unwrap();
         let expected: Vec<u8> =
             [34..68, 102..136, 170..204].into_iter().flat_map(|range| data[range].to_vec()).collect();
         assert_eq!(*columns, expected);
         for (dim, range) in [(1, 16..48), (0, 2..4), (1, 0..65), (2, 0..1)] {
-            assert!(along(&tensor, dim, range.clone()).is_none(), "{dim} {range:?}");
+            assert!(slice_dim(&tensor, dim, range.clone()).is_none(), "{dim} {range:?}");
         }
         let bytes = [1u8, 0, 2, 0, 3, 0];
         let vector = TensorView { dtype: DType::F16, shape: &[3], data: &bytes };
-        assert_eq!(along(&vector, 0, 1..3).as_deref(), Some(&bytes[2..]));
+        assert_eq!(slice_dim(&vector, 0, 1..3).as_deref(), Some(&bytes[2..]));
     }
 }

@@ -1,4 +1,4 @@
-//! Weights of quantised files on the simulated Ascend card: every form gives the file's logits within its bound, takes the
+//! Weights of quantized files on the simulated Ascend card: every form gives the file's logits within its bound, takes the
 //! memory it should, and what the operations refuse is held in 16 bits and said so.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
@@ -153,7 +153,7 @@ fn exact_forms_give_the_bits_of_widened_weights() {
 }
 
 #[test]
-fn bf16_activations_take_quantised_weights() {
+fn bf16_activations_take_quantized_weights() {
     let npu = Npu::new();
     for (form, bound) in [(WeightForm::WeightOnly, 0.6), (WeightForm::Dynamic, 1.0)] {
         for kind in ["q8_0", "Q4_1"] {
@@ -260,7 +260,7 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
 
 /// Biases are added behind a product that takes none.
 #[test]
-fn quantised_models_with_biases_agree_with_widened_ones() {
+fn quantized_models_with_biases_agree_with_widened_ones() {
     let npu = Npu::new();
     let prompt = [1, 40, 100, 7, 90, 21, 5];
     for name in ["qwen2", "llama-mha-untied-bias"] {

@@ -29,12 +29,12 @@ pub fn float() -> PathBuf {
 }
 
 /// The story model in integer weights.
-pub fn quantised() -> PathBuf {
+pub fn quantized() -> PathBuf {
     data("fable/gguf/fable-q8_0.gguf")
 }
 
 /// The same with offsets.
-pub fn quantised_with_offsets() -> PathBuf {
+pub fn quantized_with_offsets() -> PathBuf {
     data("fable/gguf/fable-Q4_1.gguf")
 }
 

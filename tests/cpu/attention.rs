@@ -4,9 +4,9 @@
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::attention::{
-    Attention, AttentionSchedules, AttentionScratch, AttentionShape, LoopOrder, Schedule,
+    Attention, AttentionDims, AttentionSchedules, AttentionScratch, LoopOrder, WorkSplit,
 };
-use ascend_llm::device::cpu::kernels::kv_cache::{KvLayout, KvRows, Rows, kv_write, kv_writes};
+use ascend_llm::device::cpu::kernels::kv_cache::{BatchRows, CpuKvLayout, KvRows, kv_write, kv_writes};
 use ascend_llm::device::cpu::reference::{self, AttentionParams};
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 
@@ -43,7 +43,7 @@ struct Sequence {
 }
 
 impl Sequence {
-    fn new(shape: &AttentionShape, tokens: usize, seed: u64) -> Self {
+    fn new(shape: &AttentionDims, tokens: usize, seed: u64) -> Self {
         let mut rng = Rng(seed);
         let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         Self { q: rng.values(tokens * q), k: rng.values(tokens * kv), v: rng.values(tokens * kv), tokens }
@@ -63,26 +63,26 @@ enum Chunks {
 
 #[derive(Clone, Copy)]
 struct Setup {
-    shape: AttentionShape,
+    shape: AttentionDims,
     dtype: KvDType,
     isa: Isa,
     block_size: usize,
     blocks_seed: u64,
-    members: usize,
+    workers: usize,
     chunks: Chunks,
     poison: u8,
     threads: bool,
 }
 
 impl Setup {
-    fn plain(shape: AttentionShape, dtype: KvDType) -> Self {
+    fn plain(shape: AttentionDims, dtype: KvDType) -> Self {
         Self {
             shape,
             dtype,
             isa: Isa::detect(),
             block_size: 16,
             blocks_seed: 1,
-            members: 1,
+            workers: 1,
             chunks: Chunks::Whole,
             poison: 0xff,
             threads: false,
@@ -93,9 +93,9 @@ impl Setup {
 const LAYERS: usize = 2;
 const LAYER: usize = 1;
 
-fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
+fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionDims {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    AttentionShape { heads, kv_heads, head_dim, scale, window: None, softcap: None, schedules: None }
+    AttentionDims { heads, kv_heads, head_dim, scale, window: None, softcap: None, schedules: None }
 }
 
 /// Runs all sequences side by side, chunk by chunk, and returns the outputs of each. Says in how many steps segments were
@@ -110,7 +110,7 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
         block_size: setup.block_size,
         dtype: setup.dtype,
     };
-    let layout = KvLayout::new(geometry);
+    let layout = CpuKvLayout::new(geometry);
     let mut rng = Rng(setup.blocks_seed);
     let needed: usize = sequences.iter().map(|s| s.tokens.div_ceil(setup.block_size)).sum();
     let mut free: Vec<u32> = (0..needed as u32 + 3).collect();
@@ -125,9 +125,9 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
 
     let mut done = vec![0; sequences.len()];
     let mut outputs: Vec<Vec<f32>> = sequences.iter().map(|s| vec![f32::NAN; s.tokens * q_width]).collect();
-    let mut scratch: Vec<_> = (0..setup.members).map(|_| AttentionScratch::new(shape)).collect();
+    let mut scratch: Vec<_> = (0..setup.workers).map(|_| AttentionScratch::new(shape)).collect();
     // Four members stand for two threads with two parts each.
-    let mut schedule = Schedule::new(setup.members).parts_per_thread(if setup.members == 4 { 2 } else { 1 });
+    let mut schedule = WorkSplit::new(setup.workers).parts_per_thread(if setup.workers == 4 { 2 } else { 1 });
     let mut splits = 0;
     let mut chunk_rng = Rng(if let Chunks::Random(seed) = setup.chunks { seed } else { 0 });
     while done.iter().zip(sequences).any(|(d, s)| *d < s.tokens) {
@@ -155,10 +155,10 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
             who.push((i, from, take));
             done[i] = to;
         }
-        let rows = Rows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &table };
+        let rows = BatchRows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &table };
         let kv = KvRows { k: &k, k_stride: kv_width, v: &v, v_stride: kv_width };
-        for member in 0..setup.members {
-            for write in kv_writes(rows, setup.block_size, member, setup.members) {
+        for worker in 0..setup.workers {
+            for write in kv_writes(rows, setup.block_size, worker, setup.workers) {
                 let bytes = &mut pool[layout.layer_range(write.block, LAYER)];
                 kv_write(setup.isa, &layout, write, 0..shape.kv_heads, kv, bytes);
             }
@@ -183,16 +183,23 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
         if schedule.needs_merge() {
             let pieces = *schedule.bounds().last().unwrap();
             let most = *kv_lens.iter().max().unwrap() as usize;
-            assert!(pieces <= shape.max_partials(setup.members, most));
+            assert!(pieces <= shape.max_partials(setup.workers, most));
             let mut partials = vec![f32::NAN; pieces * shape.partial_len()];
-            team(setup, schedule.bounds(), shape.partial_len(), &mut partials, &mut scratch, &|m, scratch, store| {
-                attention.attend(&schedule, m, scratch, store);
-            });
-            team(setup, schedule.merge_bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
+            threads(
+                setup,
+                schedule.bounds(),
+                shape.partial_len(),
+                &mut partials,
+                &mut scratch,
+                &|m, scratch, store| {
+                    attention.attend(&schedule, m, scratch, store);
+                },
+            );
+            threads(setup, schedule.merge_bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
                 attention.merge(&schedule, m, &partials, scratch, store);
             });
         } else {
-            team(setup, schedule.bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
+            threads(setup, schedule.bounds(), shape.piece_len(), &mut out, &mut scratch, &|m, scratch, store| {
                 attention.attend(&schedule, m, scratch, store);
             });
         }
@@ -209,7 +216,7 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
 type Share<'a> = dyn Fn(usize, &mut AttentionScratch, &mut dyn FnMut(usize, &[f32])) + Sync + 'a;
 
 /// Every member fills its own contiguous part of `out`, one after the other or on threads.
-fn team(
+fn threads(
     setup: &Setup,
     bounds: &[usize],
     len: usize,
@@ -286,7 +293,7 @@ fn stored(dtype: KvDType, head_dim: usize, x: &[f32]) -> Vec<f64> {
 }
 
 /// Softmax attention in f64 over keys and values as they are stored, for the rows from `first_row` on.
-fn oracle(shape: &AttentionShape, dtype: KvDType, s: &Sequence, first_row: usize, sinks: Option<&[f32]>) -> Vec<f64> {
+fn oracle(shape: &AttentionDims, dtype: KvDType, s: &Sequence, first_row: usize, sinks: Option<&[f32]>) -> Vec<f64> {
     let (dim, group) = (shape.head_dim, shape.heads / shape.kv_heads);
     let [k, v] = [&s.k, &s.v].map(|x| stored(dtype, dim, x));
     let kv_width = shape.kv_heads * dim;
@@ -329,7 +336,7 @@ fn window_is_self_and_the_tokens_before_it() {
     // Lengths 3 to 12 with a window of 4: self and 3 before.
     for tokens in 3..=12 {
         for (window, dim) in [(4, 16), (1, 16), (3, 20), (20, 16)] {
-            let shape = AttentionShape { window: Some(window), ..shape(2, 1, dim) };
+            let shape = AttentionDims { window: Some(window), ..shape(2, 1, dim) };
             let s = Sequence::new(&shape, tokens, 7 + tokens as u64);
             let p = AttentionParams {
                 heads: 2,
@@ -357,7 +364,7 @@ fn error_against_f64_is_small() {
     for dtype in DTYPES {
         for (heads, kv_heads, dim) in [(3, 1, 64), (4, 2, 128), (2, 2, 80), (1, 1, 20), (7, 1, 16)] {
             for (window, softcap) in [(None, None), (Some(100), Some(5.0))] {
-                let shape = AttentionShape { window, softcap, ..shape(heads, kv_heads, dim) };
+                let shape = AttentionDims { window, softcap, ..shape(heads, kv_heads, dim) };
                 let s = Sequence::new(&shape, 600, 11);
                 let want = oracle(&shape, dtype, &s, 0, None);
                 for &isa in Isa::available() {
@@ -375,8 +382,8 @@ fn sinks_take_part_in_the_sum() {
     let s = Sequence::new(&shape, 300, 5);
     let sinks = [0.5, -2.0, 3.0, 40.0];
     let want = oracle(&shape, KvDType::F32, &s, 0, Some(&sinks));
-    for members in [1, 3] {
-        let setup = Setup { members, chunks: Chunks::AllButOne, ..Setup::plain(shape, KvDType::F32) };
+    for workers in [1, 3] {
+        let setup = Setup { workers, chunks: Chunks::AllButOne, ..Setup::plain(shape, KvDType::F32) };
         let got = run_counting(&setup, std::slice::from_ref(&s), Some(&sinks)).0;
         assert_close("sinks", &got[0], &want, 4e-6);
     }
@@ -387,7 +394,7 @@ fn chunking_does_not_show() {
     let groups = [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)];
     for (group, dtype) in groups.into_iter().chain([(1, KvDType::I8), (3, KvDType::I8)]) {
         for window in [None, Some(33)] {
-            let shape = AttentionShape { window, ..shape(group * 2, 2, 16) };
+            let shape = AttentionDims { window, ..shape(group * 2, 2, 16) };
             for tokens in LENGTHS {
                 let s = [Sequence::new(&shape, tokens, 100 + tokens as u64)];
                 let whole = run(&Setup::plain(shape, dtype), &s);
@@ -422,7 +429,7 @@ fn blocks_do_not_show() {
 #[test]
 fn what_unused_slots_hold_does_not_show() {
     for dtype in DTYPES {
-        let shape = AttentionShape { window: Some(40), ..shape(4, 2, 20) };
+        let shape = AttentionDims { window: Some(40), ..shape(4, 2, 20) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 50)).collect();
         for chunks in [Chunks::Whole, Chunks::Random(4)] {
             // 0xff is NaN in every type (of int8, the scale is), 0x7b is a large number.
@@ -438,7 +445,7 @@ fn what_unused_slots_hold_does_not_show() {
 #[test]
 fn tokens_that_cannot_be_seen_do_not_show() {
     // Keys and values before the window are infinite and NaN; rows behind them do not notice.
-    let shape = AttentionShape { window: Some(10), ..shape(2, 1, 16) };
+    let shape = AttentionDims { window: Some(10), ..shape(2, 1, 16) };
     let clean = Sequence::new(&shape, 60, 8);
     let mut dirty = clean.clone();
     for (i, x) in dirty.k[..30 * 16].iter_mut().enumerate() {
@@ -482,7 +489,7 @@ fn company_does_not_show() {
         let alone: Vec<_> =
             s.iter().map(|s| run(&Setup::plain(shape, dtype), std::slice::from_ref(s)).remove(0)).collect();
         for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
-            let together = run(&Setup { chunks, members: 2, ..Setup::plain(shape, dtype) }, &s);
+            let together = run(&Setup { chunks, workers: 2, ..Setup::plain(shape, dtype) }, &s);
             for (a, b) in together.iter().zip(&alone) {
                 assert_same("company", a, b);
             }
@@ -500,16 +507,16 @@ fn members_and_split_segments_do_not_show() {
         (3, 1, KvDType::I8),
     ] {
         for window in [None, Some(300)] {
-            let shape = AttentionShape { window, ..shape(heads, kv_heads, 32) };
+            let shape = AttentionDims { window, ..shape(heads, kv_heads, 32) };
             for tokens in LENGTHS {
                 let s = [Sequence::new(&shape, tokens, 77)];
                 let want = run(&Setup::plain(shape, dtype), &s);
-                for members in 1..=4 {
+                for workers in 1..=4 {
                     for chunks in [Chunks::Whole, Chunks::AllButOne, Chunks::Random(6)] {
-                        let setup = Setup { members, chunks, ..Setup::plain(shape, dtype) };
+                        let setup = Setup { workers, chunks, ..Setup::plain(shape, dtype) };
                         let (got, splits) = run_counting(&setup, &s, None);
-                        assert_same(&format!("{members} members, {tokens} tokens"), &got[0], &want[0]);
-                        if members > 1 && heads == 3 && tokens == 1000 && matches!(chunks, Chunks::AllButOne) {
+                        assert_same(&format!("{workers} members, {tokens} tokens"), &got[0], &want[0]);
+                        if workers > 1 && heads == 3 && tokens == 1000 && matches!(chunks, Chunks::AllButOne) {
                             assert_eq!(splits, 1, "the last step is split");
                         }
                     }
@@ -525,9 +532,9 @@ fn threads_do_not_show() {
     let s = [Sequence::new(&shape, 700, 21)];
     for dtype in [KvDType::F16, KvDType::I8] {
         let want = run(&Setup::plain(shape, dtype), &s);
-        for members in [2, 3] {
+        for workers in [2, 3] {
             for chunks in [Chunks::Whole, Chunks::AllButOne] {
-                let setup = Setup { members, chunks, threads: true, ..Setup::plain(shape, dtype) };
+                let setup = Setup { workers, chunks, threads: true, ..Setup::plain(shape, dtype) };
                 assert_same("threads", &run(&setup, &s)[0], &want[0]);
             }
         }
@@ -538,7 +545,7 @@ fn threads_do_not_show() {
 fn every_instruction_set_has_the_same_bits() {
     for dtype in DTYPES {
         for dim in [16, 20, 64, 80, 128] {
-            let shape = AttentionShape { window: Some(200), softcap: Some(20.0), ..shape(5, 1, dim) };
+            let shape = AttentionDims { window: Some(200), softcap: Some(20.0), ..shape(5, 1, dim) };
             let s = [Sequence::new(&shape, 270, 31)];
             let plain = run(&Setup { isa: Isa::Plain, ..Setup::plain(shape, dtype) }, &s);
             for &isa in Isa::available() {
@@ -598,7 +605,7 @@ fn loop_orders_do_not_show() {
             // Blocks of six queries that hold several rows, parts of two rows, and part of a row.
             for (heads, kv_heads) in [(1, 1), (4, 1), (7, 1)] {
                 for window in [None, Some(300)] {
-                    loop_orders_agree(dtype, tokens, &AttentionShape { window, ..shape(heads, kv_heads, 16) });
+                    loop_orders_agree(dtype, tokens, &AttentionDims { window, ..shape(heads, kv_heads, 16) });
                 }
             }
         }
@@ -606,7 +613,7 @@ fn loop_orders_do_not_show() {
 }
 
 /// The last rows of a sequence are near the oracle, and have the same bits in every order.
-fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionShape) {
+fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionDims) {
     const ROWS: usize = 37;
     let seed = 1000 + tokens as u64;
     let s = [Sequence::new(shape, tokens, seed)];
@@ -621,11 +628,11 @@ fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionShape) {
     assert_close(&name, &want, &oracle(shape, dtype, &s[0], tokens.saturating_sub(ROWS), None), bound.min(4e-6));
     for (order, schedules) in SCHEDULES {
         for &isa in Isa::available() {
-            for (rows, members) in [(1, 1), (1, 2), (19, 1), (ROWS, 2)] {
-                let shape = AttentionShape { schedules, ..*shape };
-                let got = last_rows(&Setup { isa, members, ..Setup::plain(shape, dtype) }, rows);
+            for (rows, workers) in [(1, 1), (1, 2), (19, 1), (ROWS, 2)] {
+                let shape = AttentionDims { schedules, ..*shape };
+                let got = last_rows(&Setup { isa, workers, ..Setup::plain(shape, dtype) }, rows);
                 let want = &want[want.len() - got.len()..];
-                assert_same(&format!("{order}, {isa:?}, last {rows}, {members} members, {name}"), &got, want);
+                assert_same(&format!("{order}, {isa:?}, last {rows}, {workers} members, {name}"), &got, want);
             }
         }
     }
@@ -635,18 +642,18 @@ fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionShape) {
 fn loop_orders_of_one_step_may_differ() {
     // Sequences that each have their own order, in chunks whose rows cross the boundaries.
     for window in [None, Some(20), Some(530)] {
-        let shape = AttentionShape { window, ..shape(6, 2, 16) };
+        let shape = AttentionDims { window, ..shape(6, 2, 16) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 60 + *t as u64)).collect();
         for dtype in [KvDType::F16, KvDType::I8] {
             let want = run(&Setup::plain(shape, dtype), &s);
             for (order, schedules) in SCHEDULES {
-                let shape = AttentionShape { schedules, ..shape };
-                for (members, chunks, threads) in
+                let shape = AttentionDims { schedules, ..shape };
+                for (workers, chunks, threads) in
                     [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
                 {
-                    let setup = Setup { members, chunks, threads, ..Setup::plain(shape, dtype) };
+                    let setup = Setup { workers, chunks, threads, ..Setup::plain(shape, dtype) };
                     for (got, want) in run(&setup, &s).iter().zip(&want) {
-                        assert_same(&format!("{order}, {dtype:?}, window {window:?}, {members} members"), got, want);
+                        assert_same(&format!("{order}, {dtype:?}, window {window:?}, {workers} members"), got, want);
                     }
                 }
             }
@@ -657,11 +664,11 @@ fn loop_orders_of_one_step_may_differ() {
 #[test]
 fn scratch_holds_the_longest_unit_of_the_partial_order() {
     // 16 rows that see 243 tokens each see 258 together, here from the last of a segment to the first of the next but one.
-    let shape = AttentionShape { window: Some(243), ..shape(1, 1, 16) };
+    let shape = AttentionDims { window: Some(243), ..shape(1, 1, 16) };
     let s = [Sequence::new(&shape, 513, 4)];
     let [want, got] = [None, Some(AttentionSchedules { full_max: 0, partial_max: 243 })].map(|schedules| {
         let setup = Setup { chunks: Chunks::Last(16), ..Setup::plain(shape, KvDType::F32) };
-        run(&Setup { shape: AttentionShape { schedules, ..shape }, ..setup }, &s)[0].split_off(497 * 16)
+        run(&Setup { shape: AttentionDims { schedules, ..shape }, ..setup }, &s)[0].split_off(497 * 16)
     });
     assert_same("the longest unit, seed 4", &got, &want);
 }
@@ -672,9 +679,9 @@ fn stores_round_to_nearest_even_and_clamp() {
     let v = [1e6, -1e6, f32::NAN, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0, 65519.0, f32::INFINITY, 6e-8];
     for &isa in Isa::available() {
         for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
-            let layout = KvLayout::new(KvGeometry { dtype, ..geometry });
+            let layout = CpuKvLayout::new(KvGeometry { dtype, ..geometry });
             let mut pool = vec![0; layout.bytes_per_block()];
-            let rows = Rows { q_lens: &[1], kv_lens: &[6], tables: &[BlockId(0)] };
+            let rows = BatchRows { q_lens: &[1], kv_lens: &[6], tables: &[BlockId(0)] };
             let kv = KvRows { k: &v, k_stride: 8, v: &v, v_stride: 8 };
             for write in kv_writes(rows, 16, 0, 1) {
                 kv_write(isa, &layout, write, 0..1, kv, &mut pool);
@@ -699,11 +706,11 @@ fn stores_round_to_nearest_even_and_clamp() {
 }
 
 /// Writes one row of keys and values of two heads of 20 into slot 21 of a block of 32, and gives each head's bytes.
-fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (KvLayout, Vec<u8>) {
+fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (CpuKvLayout, Vec<u8>) {
     let geometry = KvGeometry { layers: 1, kv_heads: 2, head_dim: 20, block_size: 32, dtype: KvDType::I8 };
-    let layout = KvLayout::new(geometry);
+    let layout = CpuKvLayout::new(geometry);
     let mut pool = vec![0xa5; layout.bytes_per_block()];
-    let rows = Rows { q_lens: &[1], kv_lens: &[22], tables: &[BlockId(0)] };
+    let rows = BatchRows { q_lens: &[1], kv_lens: &[22], tables: &[BlockId(0)] };
     for write in kv_writes(rows, 32, 0, 1) {
         kv_write(isa, &layout, write, 0..2, KvRows { k, k_stride: 40, v, v_stride: 40 }, &mut pool);
     }
@@ -760,7 +767,7 @@ fn int8_stores_round_each_row_by_its_own_scale() {
 fn int8_blocks_are_half_as_large_and_each_rank_has_its_heads_of_them() {
     for (head_dim, block_size) in [(64, 16), (128, 32), (20, 16), (7, 48)] {
         let geometry = |dtype| KvGeometry { layers: 3, kv_heads: 4, head_dim, block_size, dtype };
-        let [half, int8] = [KvDType::F16, KvDType::I8].map(|dtype| KvLayout::new(geometry(dtype)));
+        let [half, int8] = [KvDType::F16, KvDType::I8].map(|dtype| CpuKvLayout::new(geometry(dtype)));
         assert_eq!(half.bytes_per_block(), geometry(KvDType::F16).bytes_per_block());
         let rows = 2 * 3 * 4 * block_size;
         assert_eq!(geometry(KvDType::I8).bytes_per_block(), rows * (head_dim + 4));
@@ -771,7 +778,7 @@ fn int8_blocks_are_half_as_large_and_each_rank_has_its_heads_of_them() {
         let mut end = 0;
         for layer in 0..3 {
             for first in [0, 2] {
-                let range = int8.of_heads(first, 2).layer_range(BlockId(0), layer);
+                let range = int8.with_heads(first, 2).layer_range(BlockId(0), layer);
                 assert_eq!((range.start, range.len()), (end, 2 * int8.head_bytes()));
                 end = range.end;
             }
@@ -796,13 +803,13 @@ fn writes_cover_every_row_once_and_share_no_block() {
                 tables.push(BlockId(tables.len() as u32));
             }
         }
-        let rows = Rows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &tables };
-        let members = 1 + rng.below(4);
+        let rows = BatchRows { q_lens: &q_lens, kv_lens: &kv_lens, tables: &tables };
+        let workers = 1 + rng.below(4);
         let (mut written, mut owners) = (vec![0; rows.total()], std::collections::HashMap::new());
-        for member in 0..members {
-            for write in kv_writes(rows, block_size, member, members) {
+        for worker in 0..workers {
+            for write in kv_writes(rows, block_size, worker, workers) {
                 assert!(write.first_slot + write.rows <= block_size && write.rows > 0);
-                assert_eq!(*owners.entry(write.block).or_insert(member), member);
+                assert_eq!(*owners.entry(write.block).or_insert(worker), worker);
                 written[write.first_row..write.first_row + write.rows].iter_mut().for_each(|n| *n += 1);
             }
         }

@@ -6,9 +6,9 @@ use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
 use ascend_llm::device::cpu::kernels::float_rows::{FloatRows, columns_of};
 use ascend_llm::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
 use ascend_llm::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
-use ascend_llm::device::cpu::kernels::quantize::quantise_rows;
-use ascend_llm::device::cpu::memory::{Parts, Tile};
-use ascend_llm::device::cpu::thread_pool::Team;
+use ascend_llm::device::cpu::kernels::quantize::quantize_rows;
+use ascend_llm::device::cpu::memory::{Partition, Tile};
+use ascend_llm::device::cpu::thread_pool::ThreadPool;
 use ascend_llm::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use ascend_llm::weights::{DType, convert};
 use half::{bf16, f16};
@@ -62,7 +62,7 @@ impl Noise {
 }
 
 /// The values of one row, straight from the format's definition (ggml `dequantize_row_*`), shares no code with the packing.
-fn dequantise(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+fn dequantize(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let half = |b: &[u8], at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f32();
     let mut out = Vec::new();
     for b in bytes.chunks_exact(dtype.block_bytes()) {
@@ -143,20 +143,20 @@ enum Rows {
 }
 
 /// The whole product, computed by all members of a team, each over its panels.
-fn product(team: &Team, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
+fn product(threads: &ThreadPool, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
     let rows = x.len() / w.k();
     let layout = QuantLayout::new(w.k());
     let mut quants = vec![0; rows * layout.row_bytes()];
     if kind == Rows::Int8 {
-        quantise_rows(isa, layout, x, &mut quants);
+        quantize_rows(isa, layout, x, &mut quants);
     }
     let mut halves = vec![0; x.len()];
     round_bf16_row(isa, x, &mut halves);
     let mut out = vec![f32::NAN; rows * w.n()];
-    let parts = Parts::columns(&mut out, w.n(), team.parts(), PANEL);
-    team.share(&|member| {
-        let panels = member.span(w.panels(), 1);
-        let mut tile = parts.claim(member.index());
+    let parts = Partition::columns(&mut out, w.n(), threads.parts(), PANEL);
+    threads.run_parallel(&|worker| {
+        let panels = worker.span(w.panels(), 1);
+        let mut tile = parts.claim(worker.index());
         match kind {
             Rows::F32 => matmul_f32(isa, FloatRows::new(x, w.k(), w.k()), w, bias, panels, &mut tile),
             Rows::BF16 => matmul_bf16(isa, FloatRows::new(&halves, w.k(), w.k()), w, bias, panels, &mut tile),
@@ -188,7 +188,7 @@ fn combinations() -> Vec<(DType, usize, Rows)> {
 
 #[test]
 fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
-    let teams = [1, 2, 3].map(|threads| Team::new(Some(threads)).unwrap());
+    let teams = [1, 2, 3].map(|threads| ThreadPool::new(Some(threads)).unwrap());
     for (dtype, k, kind) in combinations() {
         let n = 167;
         let mut noise = Noise(k as u64);
@@ -207,17 +207,17 @@ fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
                 for first in [0, most - rows] {
                     let part = &x[first * k..(first + rows) * k];
                     let expected = bits(&reference[first * n..(first + rows) * n]);
-                    let team = &teams[rows % 3];
-                    let got = bits(&product(team, isa, kind, part, &w, Some(&bias)));
+                    let threads = &teams[rows % 3];
+                    let got = bits(&product(threads, isa, kind, part, &w, Some(&bias)));
                     assert!(got == expected, "{dtype} k {k} {kind:?} {isa:?}: rows {first}+{rows} differ");
                 }
             }
-            for team in &teams {
-                let got = bits(&product(team, isa, kind, &x[..13 * k], &w, Some(&bias)));
+            for threads in &teams {
+                let got = bits(&product(threads, isa, kind, &x[..13 * k], &w, Some(&bias)));
                 assert!(
                     got == bits(&reference[..13 * n])[..],
                     "{dtype} k {k} {kind:?} {isa:?}: {} threads",
-                    team.count()
+                    threads.count()
                 );
             }
         }
@@ -225,20 +225,20 @@ fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
 }
 
 /// f32 rows: at most one rounding for each of the K additions and one for the weight, 2^-24 each; int8 rows: exact against
-/// the quantised activations up to two roundings for each block and 16-half, and one for its minimum.
+/// the quantized activations up to two roundings for each block and 16-half, and one for its minimum.
 #[test]
-fn products_agree_with_the_dequantised_oracle() {
-    let team = Team::new(Some(2)).unwrap();
+fn products_agree_with_the_dequantized_oracle() {
+    let threads = ThreadPool::new(Some(2)).unwrap();
     for (dtype, k, kind) in combinations() {
         let (n, rows) = (37, 15);
         let mut noise = Noise(1000 + k as u64);
         let data = noise.weight(dtype, n, k);
-        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
-        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantise(dtype, row)).collect();
+        let w = PackedMatrix::pack(&threads, dtype, n, k, &data).unwrap();
+        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantize(dtype, row)).collect();
         let (x, bias) = (noise.floats(rows * k), noise.floats(n));
         for &isa in Isa::available() {
-            let got = product(&team, isa, kind, &x, &w, Some(&bias));
-            // What the kernel was given: for int8 the quantised activations, as f64.
+            let got = product(&threads, isa, kind, &x, &w, Some(&bias));
+            // What the kernel was given: for int8 the quantized activations, as f64.
             let seen: Vec<f64> = match kind {
                 Rows::F32 => x.iter().map(|&x| f64::from(x)).collect(),
                 Rows::BF16 => x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect(),
@@ -305,7 +305,7 @@ fn unscaled(dtype: DType, mut quants: impl FnMut() -> u8) -> Vec<u8> {
 #[test]
 fn integer_sums_are_exact_at_the_extremes() {
     type Signs = fn(usize) -> f32;
-    let team = Team::new(Some(1)).unwrap();
+    let threads = ThreadPool::new(Some(1)).unwrap();
     let signs: [(&str, Signs); 4] = [
         ("all up", |_| 127.0),
         ("all down", |_| -127.0),
@@ -320,15 +320,15 @@ fn integer_sums_are_exact_at_the_extremes() {
                 1 => [0x80, 0x7f, 0xff, 0][usize::from((noise.next() >> 62) as u8)],
                 _ => fill,
             });
-            let w = PackedMatrix::pack(&team, dtype, 1, 256, &data).unwrap();
-            let values = dequantise(dtype, &data);
+            let w = PackedMatrix::pack(&threads, dtype, 1, 256, &data).unwrap();
+            let values = dequantize(dtype, &data);
             for (name, sign) in signs {
                 // One row, and enough of them for the tallest tile.
                 let row: Vec<f32> = (0..256).map(sign).collect();
                 let exact: f64 = row.iter().zip(&values).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
                 for &isa in Isa::available() {
                     for rows in [1, 13] {
-                        let got = product(&team, isa, Rows::Int8, &row.repeat(rows), &w, None);
+                        let got = product(&threads, isa, Rows::Int8, &row.repeat(rows), &w, None);
                         assert!(
                             got.iter().all(|got| f64::from(*got) == exact),
                             "{dtype} {pattern}, {name}, {isa:?}, {rows} rows: {got:?} instead of {exact}"
@@ -343,36 +343,36 @@ fn integer_sums_are_exact_at_the_extremes() {
 /// Not promised, but these paths do the same operations in the same order: a difference is a mistake in one of them.
 #[test]
 fn paths_with_fused_additions_give_the_same_bits() {
-    let team = Team::new(Some(2)).unwrap();
+    let threads = ThreadPool::new(Some(2)).unwrap();
     for (dtype, k, kind) in combinations() {
         let (n, rows) = (41, 21);
         let mut noise = Noise(10 + k as u64);
-        let w = PackedMatrix::pack(&team, dtype, n, k, &noise.weight(dtype, n, k)).unwrap();
+        let w = PackedMatrix::pack(&threads, dtype, n, k, &noise.weight(dtype, n, k)).unwrap();
         let (x, bias) = (noise.floats(rows * k), noise.floats(n));
         let fused: Vec<Isa> = Isa::available().iter().copied().filter(|isa| *isa != Isa::Plain).collect();
         for pair in fused.windows(2) {
             if pair[1] == Isa::Avx512Bf16 && kind == Rows::BF16 && dtype == DType::BF16 {
                 continue; // which adds pairs of products, the second of them first
             }
-            let [a, b] = [pair[0], pair[1]].map(|isa| bits(&product(&team, isa, kind, &x, &w, Some(&bias))));
+            let [a, b] = [pair[0], pair[1]].map(|isa| bits(&product(&threads, isa, kind, &x, &w, Some(&bias))));
             assert!(a == b, "{dtype} k {k} {kind:?}: {pair:?}");
         }
     }
 }
 
 #[test]
-fn dequantised_rows_are_those_of_the_source() {
-    let team = Team::new(Some(3)).unwrap();
+fn dequantized_rows_are_those_of_the_source() {
+    let threads = ThreadPool::new(Some(3)).unwrap();
     for (dtype, k, _) in combinations() {
         let n = 35;
         let data = Noise(7).weight(dtype, n, k);
-        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
+        let w = PackedMatrix::pack(&threads, dtype, n, k, &data).unwrap();
         for (row, source) in data.chunks_exact(data.len() / n).enumerate() {
             let mut got = vec![f32::NAN; k];
             w.row_f32(row, &mut got);
-            assert!(got == dequantise(dtype, source), "{dtype} k {k} row {row}");
+            assert!(got == dequantize(dtype, source), "{dtype} k {k} row {row}");
             let mut converted = vec![f32::NAN; k];
-            convert::dequantise(dtype, source, &mut converted);
+            convert::dequantize(dtype, source, &mut converted);
             assert!(got == converted, "{dtype} k {k} row {row}");
         }
     }
@@ -381,17 +381,17 @@ fn dequantised_rows_are_those_of_the_source() {
 /// Multiplying by unit rows reads single weights back through the fast bodies: exactly the source's values.
 #[test]
 fn f32_bodies_see_exactly_the_values_of_the_source() {
-    let team = Team::new(Some(1)).unwrap();
+    let threads = ThreadPool::new(Some(1)).unwrap();
     for (dtype, k, _) in combinations() {
         let n = 19;
         let data = Noise(8).weight(dtype, n, k);
-        let w = PackedMatrix::pack(&team, dtype, n, k, &data).unwrap();
-        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantise(dtype, row)).collect();
+        let w = PackedMatrix::pack(&threads, dtype, n, k, &data).unwrap();
+        let values: Vec<Vec<f32>> = data.chunks_exact(data.len() / n).map(|row| dequantize(dtype, row)).collect();
         let mut x = vec![0.0; k * k];
         (0..k).for_each(|i| x[i * k + i] = 1.0);
         for &isa in Isa::available() {
             for kind in [Rows::F32, Rows::BF16] {
-                let got = product(&team, isa, kind, &x, &w, None);
+                let got = product(&threads, isa, kind, &x, &w, None);
                 for (i, row) in got.chunks_exact(n).enumerate() {
                     assert!(row.iter().zip(&values).all(|(got, row)| *got == row[i]), "{dtype} k {k} {isa:?} at {i}");
                 }
@@ -402,16 +402,16 @@ fn f32_bodies_see_exactly_the_values_of_the_source() {
 
 #[test]
 fn a_non_finite_activation_spoils_its_own_row_only() {
-    let team = Team::new(Some(2)).unwrap();
+    let threads = ThreadPool::new(Some(2)).unwrap();
     let kinds =
         [(DType::F32, Rows::F32), (DType::BF16, Rows::BF16), (DType::Q8_0, Rows::Int8), (DType::Q4_1, Rows::Int8)];
     for (dtype, kind) in kinds {
-        let w = PackedMatrix::pack(&team, dtype, 33, 64, &Noise(3).weight(dtype, 33, 64)).unwrap();
+        let w = PackedMatrix::pack(&threads, dtype, 33, 64, &Noise(3).weight(dtype, 33, 64)).unwrap();
         for &isa in Isa::available() {
             let mut x = Noise(4).floats(15 * 64);
-            let clean = product(&team, isa, kind, &x, &w, None);
+            let clean = product(&threads, isa, kind, &x, &w, None);
             x[7 * 64 + 5] = f32::NAN;
-            let got = product(&team, isa, kind, &x, &w, None);
+            let got = product(&threads, isa, kind, &x, &w, None);
             for row in 0..15 {
                 let part = row * 33..(row + 1) * 33;
                 if row == 7 {
@@ -426,13 +426,13 @@ fn a_non_finite_activation_spoils_its_own_row_only() {
 
 #[test]
 fn strided_rows_and_single_panels_work_alike() {
-    let team = Team::new(Some(1)).unwrap();
+    let threads = ThreadPool::new(Some(1)).unwrap();
     let (n, k, stride) = (40, 48, 50);
-    let w = PackedMatrix::pack(&team, DType::BF16, n, k, &Noise(5).weight(DType::BF16, n, k)).unwrap();
+    let w = PackedMatrix::pack(&threads, DType::BF16, n, k, &Noise(5).weight(DType::BF16, n, k)).unwrap();
     let padded = Noise(6).floats(6 * stride + k);
     let dense: Vec<f32> = (0..7).flat_map(|row| padded[row * stride..][..k].to_vec()).collect();
     for &isa in Isa::available() {
-        let expected = product(&team, isa, Rows::F32, &dense, &w, None);
+        let expected = product(&threads, isa, Rows::F32, &dense, &w, None);
         for panel in 0..w.panels() {
             let columns = columns_of(&w, &(panel..panel + 1));
             let mut out = vec![0.0; 7 * columns.len()];
@@ -447,7 +447,7 @@ fn strided_rows_and_single_panels_work_alike() {
 
 #[test]
 fn weights_of_wrong_size_are_refused() {
-    let team = Team::new(Some(1)).unwrap();
+    let threads = ThreadPool::new(Some(1)).unwrap();
     for (dtype, n, k, bytes) in [
         (DType::Q8_0, 1, 33, 34),
         (DType::Q8_0, 2, 32, 34),
@@ -455,7 +455,7 @@ fn weights_of_wrong_size_are_refused() {
         (DType::F32, 4, 0, 0),
         (DType::Q4_K, 1, 128, 72),
     ] {
-        let error = PackedMatrix::pack(&team, dtype, n, k, &vec![0; bytes]).unwrap_err().to_string();
+        let error = PackedMatrix::pack(&threads, dtype, n, k, &vec![0; bytes]).unwrap_err().to_string();
         assert!(error.contains(&format!("{n} × {k}")), "{error}");
     }
 }

@@ -12,8 +12,8 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{BuildError, Engine, EngineConfig};
 use ascend_llm::graph::passes::shard;
 use ascend_llm::graph::{
-    Bucket, CompileError, CompileOptions, CustomCall, CustomOp, CustomOpError, CustomSite, Graph, Numerics, Op, Rank,
-    Target, compile,
+    Bucket, CompileError, CompileOptions, CustomCall, CustomOp, CustomOpError, CustomSite, Graph, Numerics, Op, Target,
+    TpRank, compile,
 };
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{config_from_hub, decoder_graph};
@@ -148,7 +148,7 @@ fn ranks_share_the_work() {
         graph.nodes.iter().map(elements).sum()
     };
     for of in [2, 4] {
-        let parts: Vec<Graph> = (0..of).map(|index| shard(&whole, Rank { index, of }).unwrap()).collect();
+        let parts: Vec<Graph> = (0..of).map(|index| shard(&whole, TpRank { index, of }).unwrap()).collect();
         // With more ranks than KV heads, each head's keys and values are computed by several.
         let shared = if of > 2 { 2 * 3 * 128 * 256 } else { 0 };
         assert_eq!(parts.iter().map(products).sum::<usize>(), products(&whole) + shared, "{of} ranks");
@@ -199,7 +199,7 @@ fn what_cannot_be_cut_is_refused_with_the_reason() {
     let error = builder.custom_op(CustomSite::AfterEmbedding, Arc::new(Nothing)).build_core().unwrap_err();
     let BuildError::Compile(error) = error else { panic!("{error:?}") };
     assert!(error.to_string().contains("custom operation nothing runs on one rank only"), "{error}");
-    let bad = shard(&graph("fable"), Rank { index: 2, of: 2 });
+    let bad = shard(&graph("fable"), TpRank { index: 2, of: 2 });
     assert!(matches!(bad, Err(CompileError::Shard { .. })), "{bad:?}");
 }
 

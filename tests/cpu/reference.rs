@@ -19,7 +19,7 @@ use ascend_llm::graph::passes::{OpSet, PrecisionPolicy, apply_precision, fuse};
 use ascend_llm::graph::{
     ActivationKind, ActivationType, AttentionSchedules, AttentionShape, Bucket, CompileOptions, CustomCall, CustomOp,
     CustomOpError, CustomSite, Elem, Graph, LinearPart, Node, NormSpec, Numerics, Op, Precision, RegisteredOp,
-    RopeFrequencies, RopeStyle, RowStatus, Rows, Value, ValueId, Weight, WeightId, WeightRole, compile,
+    RopeFrequencies, RopeStyle, RowDim, RowStatus, Value, ValueId, Weight, WeightId, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{KvDType, KvGeometry};
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
@@ -122,7 +122,7 @@ impl Case {
         WeightId(self.graph.weights.len() as u32 - 1)
     }
 
-    fn push(&mut self, op: Op, inputs: &[ValueId], rows: Rows, outputs: &[(usize, Elem)]) -> Vec<ValueId> {
+    fn push(&mut self, op: Op, inputs: &[ValueId], rows: RowDim, outputs: &[(usize, Elem)]) -> Vec<ValueId> {
         if let Op::Embed { table, .. } = &op {
             self.graph.weights[table.0 as usize].role = WeightRole::Table;
         }
@@ -137,7 +137,7 @@ impl Case {
 
     /// One f32 output of rows of tokens.
     fn one(&mut self, op: Op, inputs: &[ValueId], cols: usize) -> ValueId {
-        self.push(op, inputs, Rows::Tokens, &[(cols, Elem::F32)])[0]
+        self.push(op, inputs, RowDim::Tokens, &[(cols, Elem::F32)])[0]
     }
 
     /// Rows of a table of its own: token `i` of the launch reads row `i`.
@@ -178,17 +178,17 @@ impl Case {
             x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
         }
         let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
-        let wanted = self.push(Op::GatherRows, &[x], Rows::LogitRows, &[(cols, Elem::F32)])[0];
+        let wanted = self.push(Op::GatherRows, &[x], RowDim::LogitRows, &[(cols, Elem::F32)])[0];
         let head = LinearPart { weight, bias: None };
         let (logits, best) = ((cols, Elem::F32), (1, Elem::U32));
         let best = if fused_head {
-            self.push(Op::LinearArgMax(head), &[wanted], Rows::LogitRows, &[logits, best])[1]
+            self.push(Op::LinearArgMax(head), &[wanted], RowDim::LogitRows, &[logits, best])[1]
         } else {
-            let logits = self.push(Op::Linear(head), &[wanted], Rows::LogitRows, &[logits])[0];
-            self.push(Op::ArgMax, &[logits], Rows::LogitRows, &[best])[0]
+            let logits = self.push(Op::Linear(head), &[wanted], RowDim::LogitRows, &[logits])[0];
+            self.push(Op::ArgMax, &[logits], RowDim::LogitRows, &[best])[0]
         };
         self.graph.vocab_size = cols;
-        self.push(Op::RowStatus, &[x, best], Rows::LogitRows, &[]);
+        self.push(Op::RowStatus, &[x, best], RowDim::LogitRows, &[]);
     }
 
     /// Runs with `out` as logits on every machine and by the interpreter; gives the names of the operations that ran and
@@ -333,7 +333,7 @@ fn attention(
     let (q, k) = (case.input(heads * head_dim), case.input(kv_heads * head_dim));
     let v = case.input(kv_heads * head_dim);
     let (op, inputs) = write(case, k, v);
-    let stored = case.push(op, &inputs, Rows::Tokens, &[(0, Elem::Effect)])[0];
+    let stored = case.push(op, &inputs, RowDim::Tokens, &[(0, Elem::Effect)])[0];
     let scale = 1.0 / (head_dim as f32).sqrt();
     let shape = AttentionShape { layer: 0, heads, kv_heads, head_dim, scale, window, schedules: None };
     case.one(Op::Attention(shape), &[q, stored], heads * head_dim)
@@ -429,7 +429,7 @@ fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTr
             check("add_rms_norm", &|case| {
                 let (inputs, norm) = ([case.input(cols), case.input(cols)], case.norm(cols));
                 let op = Op::AddRmsNorm { norm, to: ActivationType::F32 };
-                case.push(op, &inputs, Rows::Tokens, &[(cols, Elem::F32); 2])[output]
+                case.push(op, &inputs, RowDim::Tokens, &[(cols, Elem::F32); 2])[output]
             });
         }
     }
@@ -443,17 +443,17 @@ fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTr
         for to in [ActivationType::Int8, ActivationType::BF16, ActivationType::F16] {
             check("cast", &|case| {
                 let x = case.input(cols);
-                case.push(Op::Cast(to), &[x], Rows::Tokens, &[(cols, to.elem())])[0]
+                case.push(Op::Cast(to), &[x], RowDim::Tokens, &[(cols, to.elem())])[0]
             });
             check("norm_cast", &|case| {
                 let (x, norm) = (case.input(cols), case.norm(cols));
-                case.push(Op::NormCast { norm, to }, &[x], Rows::Tokens, &[(cols, to.elem())])[0]
+                case.push(Op::NormCast { norm, to }, &[x], RowDim::Tokens, &[(cols, to.elem())])[0]
             });
             for output in 0..2 {
                 check("add_rms_norm, rounded", &|case| {
                     let (inputs, norm) = ([case.input(cols), case.input(cols)], case.norm(cols));
                     let op = Op::AddRmsNorm { norm, to };
-                    case.push(op, &inputs, Rows::Tokens, &[(cols, Elem::F32), (cols, to.elem())])[output]
+                    case.push(op, &inputs, RowDim::Tokens, &[(cols, Elem::F32), (cols, to.elem())])[output]
                 });
             }
         }
@@ -475,11 +475,11 @@ fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTr
                     let x = case.input(64);
                     let widths = [n, 16, 33];
                     let parts = widths.map(|n| case.part(dtype, n, 64, bias)).to_vec();
-                    case.push(Op::LinearMulti(parts), &[x], Rows::Tokens, &widths.map(|n| (n, Elem::F32)))[output]
+                    case.push(Op::LinearMulti(parts), &[x], RowDim::Tokens, &widths.map(|n| (n, Elem::F32)))[output]
                 });
             }
             for to in [ActivationType::F32, ActivationType::BF16, ActivationType::F16, ActivationType::Int8] {
-                if to == ActivationType::Int8 && !dtype.is_quantised() {
+                if to == ActivationType::Int8 && !dtype.is_quantized() {
                     continue;
                 }
                 check("swiglu_linear", &|case| {
@@ -489,7 +489,7 @@ fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTr
                 if to != ActivationType::F32 {
                     check("linear over rounded rows", &|case| {
                         let (x, part) = (case.input(96), case.part(dtype, n, 96, bias));
-                        let x = case.push(Op::Cast(to), &[x], Rows::Tokens, &[(96, to.elem())])[0];
+                        let x = case.push(Op::Cast(to), &[x], RowDim::Tokens, &[(96, to.elem())])[0];
                         case.one(Op::Linear(part), &[x], n)
                     });
                 }

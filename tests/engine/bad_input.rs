@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use crate::common::fable::{Seen, VOCAB, alone, assert_at_rest, builder, core, drain, float, plain_config, quantised};
+use crate::common::fable::{Seen, VOCAB, alone, assert_at_rest, builder, core, drain, float, plain_config, quantized};
 use ascend_llm::device::DeviceError;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{
@@ -74,7 +74,7 @@ fn assert_param(error: &SubmitError, field: &str, value: &str, expected: &str) {
 
 #[test]
 fn bad_prompts() {
-    for model in [float(), quantised()] {
+    for model in [float(), quantized()] {
         let patient = Patient::new(&model);
         let refuse = |prompt: Prompt| patient.refuse(Request::new(prompt));
         assert_param(&refuse(Prompt::Tokens(vec![])), "prompt", "no tokens", "at least one token");
@@ -169,7 +169,7 @@ fn bad_parameters() {
 /// What passes every check and still leaves no token ends with an error of its own; the others go on.
 #[test]
 fn a_request_that_masks_everything_fails_alone() {
-    let patient = Patient::new(&quantised());
+    let patient = Patient::new(&quantized());
     let mut params = SamplingParams::greedy();
     (params.allowed_token_ids, params.stop_token_ids, params.min_tokens) = (Some(vec![7]), vec![7], 3);
     let error = patient.engine.submit(Request::tokens(vec![4]).sampling(params)).unwrap().collect_output().unwrap_err();

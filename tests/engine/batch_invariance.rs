@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use crate::common::fable::{
-    Author, Seen, alone, builder, core, drain, float, plain_config, quantised, quantised_with_offsets,
+    Author, Seen, alone, builder, core, drain, float, plain_config, quantized, quantized_with_offsets,
 };
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestHandle};
 use ascend_llm::graph::Numerics;
@@ -142,26 +142,26 @@ fn company_does_not_show_with_float_weights() {
 
 #[test]
 fn company_does_not_show_with_integer_weights() {
-    crowd(&quantised(), (Numerics::Fast, None), 2);
+    crowd(&quantized(), (Numerics::Fast, None), 2);
 }
 
 #[test]
 fn company_does_not_show_with_keys_and_values_in_int8() {
-    crowd(&quantised(), (Numerics::Fast, Some(KvDType::I8)), 4);
+    crowd(&quantized(), (Numerics::Fast, Some(KvDType::I8)), 4);
 }
 
 /// Those alone have one step in flight.
 #[test]
 fn company_does_not_show_with_steps_in_flight() {
     for depth in [2, 3] {
-        crowd_in_flight(&quantised(), (Numerics::Fast, None), 2, depth);
+        crowd_in_flight(&quantized(), (Numerics::Fast, None), 2, depth);
     }
 }
 
 /// The engine on its own thread, four callers at once: arrivals fall where they fall.
 #[test]
 fn company_does_not_show_between_threads() {
-    let (model, arithmetic, seed) = (quantised_with_offsets(), (Numerics::Fast, None), 3);
+    let (model, arithmetic, seed) = (quantized_with_offsets(), (Numerics::Fast, None), 3);
     let scripts = scripts(seed);
     let engine = builder(&model, crowded_config(arithmetic)).build().unwrap();
     let mut seen: Vec<Option<Seen>> = scripts.iter().map(|_| None).collect();

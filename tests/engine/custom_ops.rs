@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::common::fable::{Seen, alone, assert_at_rest, builder, drain, float, plain_config, quantised};
+use crate::common::fable::{Seen, alone, assert_at_rest, builder, drain, float, plain_config, quantized};
 use ascend_llm::engine::{BuildError, EngineConfig, EngineCore, Request, RequestError};
 use ascend_llm::graph::{CompileError, CustomCall, CustomOp, CustomOpError, CustomSite, Numerics};
 use ascend_llm::model::ModelError;
@@ -226,7 +226,7 @@ fn what_cannot_stand_in_the_model_is_refused_by_name() {
     let build = |model: &std::path::Path, site| {
         builder(model, plain_config()).custom_op(site, Arc::new(Op(copy))).build_core().unwrap_err()
     };
-    match build(&quantised(), CustomSite::AfterLayer(3)) {
+    match build(&quantized(), CustomSite::AfterLayer(3)) {
         BuildError::Model(error @ ModelError::Custom { layers: 3, .. }) => {
             let expected = "custom operation probe cannot stand after layer 3: the model has layers 0 to 2";
             assert_eq!(error.to_string(), expected);

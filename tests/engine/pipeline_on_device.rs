@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::common::deferred_device::LateDevice;
-use crate::common::fable::{Author, Seen, assert_at_rest, builder, drain, float, plain_config, quantised};
+use crate::common::fable::{Author, Seen, assert_at_rest, builder, drain, float, plain_config, quantized};
 use ascend_llm::device::Device;
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestError, RequestHandle, Stats};
 use ascend_llm::graph::Numerics;
@@ -118,7 +118,7 @@ fn depth_does_not_show_with_float_weights() {
 
 #[test]
 fn depth_does_not_show_with_integer_weights() {
-    let stats = depth_does_not_show(&quantised(), &crowded(Numerics::Fast), 32);
+    let stats = depth_does_not_show(&quantized(), &crowded(Numerics::Fast), 32);
     assert!(stats.preemptions > 0 && stats.prefix_hits > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
@@ -127,7 +127,7 @@ fn depth_does_not_show_with_integer_weights() {
 fn depth_does_not_show_between_ranks() {
     let mut config = crowded(Numerics::Fast);
     config.tensor_parallel_size = 2;
-    let stats = depth_does_not_show(&quantised(), &config, 33);
+    let stats = depth_does_not_show(&quantized(), &config, 33);
     assert!(stats.preemptions > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
@@ -143,12 +143,12 @@ fn a_row_without_a_largest_logit_ends_its_own_request() {
     };
     let request = |prompt: &Vec<u32>| Request::tokens(prompt.clone()).sampling(greedy(12));
     let alone: Vec<Seen> =
-        prompts.iter().map(|prompt| fable::alone(&quantised(), &config(1), request(prompt))).collect();
+        prompts.iter().map(|prompt| fable::alone(&quantized(), &config(1), request(prompt))).collect();
     for depth in 1..=3 {
         for launch in 1..=6 {
             for row in 0..prompts.len() as u64 {
                 let device = LateDevice::new();
-                let builder = builder(&quantised(), config(depth)).device(device.clone());
+                let builder = builder(&quantized(), config(depth)).device(device.clone());
                 let mut core = builder.build_core().unwrap();
                 device.spoil(launch, row);
                 let handles: Vec<_> = prompts.iter().map(|prompt| core.submit(request(prompt)).unwrap()).collect();
@@ -182,7 +182,7 @@ fn the_host_waits_for_one_step_a_step() {
     let device = LateDevice::new();
     let mut config = plain_config();
     config.pipeline_depth = None;
-    let mut core = builder(&quantised(), config).device(device.clone()).build_core().unwrap();
+    let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
     assert_eq!(core.config().pipeline_depth, Some(2), "the device's preference");
     let _handles = [7, 8].map(|id| core.submit(Request::tokens(vec![id; 20]).sampling(greedy(40))).unwrap());
     for _ in 0..5 {
@@ -202,7 +202,7 @@ fn dropping_an_engine_waits_for_what_is_in_flight() {
         let device = LateDevice::new();
         let mut config = plain_config();
         config.pipeline_depth = Some(3);
-        let mut core = builder(&quantised(), config).device(device.clone()).build_core().unwrap();
+        let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
         let handle = core.submit(Request::tokens(vec![7; 20]).sampling(greedy(40))).unwrap();
         for _ in 0..steps {
             core.step().unwrap();
@@ -226,7 +226,7 @@ fn a_fault_at_any_call_is_heard() {
         let device = LateDevice::new();
         let mut config = crowded(Numerics::Fast);
         config.pipeline_depth = Some(depth);
-        let build = || builder(&quantised(), config.clone()).device(device.clone()).build_core().unwrap();
+        let build = || builder(&quantized(), config.clone()).device(device.clone()).build_core().unwrap();
         let run = |fails_at: u64| {
             let mut core = build();
             device.fail_at(fails_at);

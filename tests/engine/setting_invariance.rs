@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use crate::common::fable::{
-    Author, Seen, alone, builder, device, drain, float, plain_config, quantised, quantised_with_offsets,
+    Author, Seen, alone, builder, device, drain, float, plain_config, quantized, quantized_with_offsets,
 };
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, Stats};
@@ -121,18 +121,18 @@ fn settings_do_not_show_with_float_weights_and_fast_numerics() {
 
 #[test]
 fn settings_do_not_show_with_integer_weights_and_exact_numerics() {
-    settings_do_not_show(&quantised(), &plain(Numerics::Exact), 13);
+    settings_do_not_show(&quantized(), &plain(Numerics::Exact), 13);
 }
 
 #[test]
 fn settings_do_not_show_with_integer_weights_and_fast_numerics() {
-    settings_do_not_show(&quantised(), &plain(Numerics::Fast), 14);
-    settings_do_not_show(&quantised_with_offsets(), &plain(Numerics::Fast), 15);
+    settings_do_not_show(&quantized(), &plain(Numerics::Fast), 14);
+    settings_do_not_show(&quantized_with_offsets(), &plain(Numerics::Fast), 15);
 }
 
 #[test]
 fn settings_do_not_show_with_keys_and_values_in_int8() {
-    settings_do_not_show(&quantised(), &plain_int8(), 16);
+    settings_do_not_show(&quantized(), &plain_int8(), 16);
 }
 
 /// The same promise on every instruction set that the machine has, with a budget and team that cut differently.
@@ -140,7 +140,7 @@ fn settings_do_not_show_with_keys_and_values_in_int8() {
 fn company_does_not_show_on_any_instruction_set() {
     for (isa, seed) in Isa::available().iter().copied().zip(21..) {
         for (model, mut config) in
-            [(float(), plain(Numerics::Fast)), (quantised(), plain(Numerics::Fast)), (float(), plain_int8())]
+            [(float(), plain(Numerics::Fast)), (quantized(), plain(Numerics::Fast)), (float(), plain_int8())]
         {
             let label = format!("{}, {}, {:?}, seed {seed}", model.display(), isa.name(), config.kv_dtype);
             let requests = &requests(seed)[2..8];
@@ -175,7 +175,7 @@ fn a_budget_in_bytes_counts_the_scales() {
 /// Were the comparison blind, it would also find these equal.
 #[test]
 fn numeric_modes_and_seeds_do_show() {
-    let model = quantised();
+    let model = quantized();
     let mut params = ascend_llm::sampler::SamplingParams::default();
     (params.max_tokens, params.logprobs, params.seed) = (Some(12), Some(2), Some(1));
     let request = |params: &ascend_llm::sampler::SamplingParams| Request::tokens(vec![5; 40]).sampling(params.clone());

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use ascend_llm::graph::passes::{FusionReport, shard};
 use ascend_llm::graph::{
-    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Precision, Rank, Rows, Target,
-    compile,
+    Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Precision, RowDim, Target,
+    TpRank, compile,
 };
 use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, DType, ModelKind, TensorView, WeightSource};
@@ -16,7 +16,7 @@ use ascend_llm::weights::{self, DType, ModelKind, TensorView, WeightSource};
 const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
 
-/// Short name, path under `tests/data`, layers, whether weights are quantised, whether it has head norms.
+/// Short name, path under `tests/data`, layers, whether weights are quantized, whether it has head norms.
 const MODELS: [(&str, &str, u32, bool, bool); 3] = [
     ("llama-gqa-tied", "conformance/llama-gqa-tied", 2, false, false),
     ("qwen3", "conformance/qwen3", 2, false, true),
@@ -56,20 +56,20 @@ fn every_plan() -> Vec<Plan> {
 
 #[test]
 fn dumps_are_golden() {
-    for (name, path, _, quantised, _) in MODELS {
+    for (name, path, _, quantized, _) in MODELS {
         let graph = graph(path);
         let laned = compile(&graph, TARGET, Numerics::Fast, &CompileOptions::preset(3), BUCKET).unwrap();
         golden(&format!("{name}-lanes"), &laned);
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let exact = plan(&graph, Numerics::Exact, fusion);
             let fast = plan(&graph, Numerics::Fast, fusion);
-            if quantised {
+            if quantized {
                 assert_ne!(exact, fast, "{name}: integer weights take int8 activations");
             } else {
                 assert_eq!(exact, fast, "{name}: float weights keep f32 activations");
             }
             for (numerics, plan) in [("exact", exact), ("fast", fast)] {
-                if !quantised && numerics == "fast" {
+                if !quantized && numerics == "fast" {
                     continue;
                 }
                 golden(&format!("{name}-fusion{fusion}-{numerics}"), &plan);
@@ -78,7 +78,7 @@ fn dumps_are_golden() {
     }
     let graph = graph(MODELS[0].1);
     for index in 0..2 {
-        let part = shard(&graph, Rank { index, of: 2 }).unwrap();
+        let part = shard(&graph, TpRank { index, of: 2 }).unwrap();
         golden(&format!("{}-rank{index}", MODELS[0].0), &plan(&part, Numerics::Exact, 2));
     }
     let mut options = CompileOptions::default();
@@ -115,7 +115,7 @@ fn launches_fall_from_level_to_level() {
 
 #[test]
 fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
-    for (name, path, layers, quantised, head_norms) in MODELS {
+    for (name, path, layers, quantized, head_norms) in MODELS {
         let graph = graph(path);
         for numerics in [Numerics::Exact, Numerics::Fast] {
             let none = FusionReport::default();
@@ -127,7 +127,7 @@ fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
                 ..none.clone()
             };
             // Both norms of each layer and the last one, if what reads them takes int8.
-            let norms = if quantised && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
+            let norms = if quantized && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
             let two = FusionReport { linear_multi: 2 * layers, swiglu_linear: layers, norm_cast: norms, ..one.clone() };
             // The last layer's sum is gathered before it is normed.
             let three = FusionReport {
@@ -309,7 +309,7 @@ fn any_wait_that_is_taken_away_is_missed() {
 #[test]
 fn steps_on_lanes_that_are_not_there_and_waits_for_what_comes_later_are_found() {
     for plan in laned_plans() {
-        refused(&plan, "a lane", |plan| plan.steps[1].lane = plan.lanes);
+        refused(&plan, "a lane", |plan| plan.steps[1].stream = plan.streams);
         refused(&plan, "a wait for itself", |plan| plan.steps[3].waits_on.push(3));
         refused(&plan, "a wait for nothing", |plan| plan.steps[3].waits_on.push(usize::MAX));
     }
@@ -329,7 +329,7 @@ fn laned_plans() -> Vec<Plan> {
     plans
 }
 
-/// Lanes shorten the way through a plan and change nothing else; what runs side by side shares no byte that one writes.
+/// `SimdVector` shorten the way through a plan and change nothing else; what runs side by side shares no byte that one writes.
 #[test]
 fn lanes_group_steps_and_keep_them_apart() {
     for (laned, single) in laned_plans().iter().zip(fast_plans()) {
@@ -457,7 +457,7 @@ fn operands_that_do_not_fit_are_found() {
             refused(&plan, "huge columns", |plan| plan.values[value].cols = usize::MAX);
             refused(&plan, "rows", |plan| {
                 let rows = &mut plan.values[value].rows;
-                *rows = if *rows == Rows::Tokens { Rows::LogitRows } else { Rows::Tokens };
+                *rows = if *rows == RowDim::Tokens { RowDim::LogitRows } else { RowDim::Tokens };
             });
             for elem in [Elem::F32, Elem::Q8, Elem::Effect] {
                 if plan.values[value].elem != elem {
@@ -578,9 +578,9 @@ fn what_cannot_be_compiled_is_refused() {
         assert!(compile(&graph, TARGET, Numerics::Exact, &options, bucket).is_err(), "{bucket:?}");
     }
     // A device without integer kernels keeps f32 activations.
-    let quantised = self::graph(MODELS[2].1);
+    let quantized = self::graph(MODELS[2].1);
     let mut target = TARGET;
     target.int8_activations = false;
-    let fast = compile(&quantised, target, Numerics::Fast, &options, BUCKET).unwrap();
-    assert_eq!(fast, plan(&quantised, Numerics::Exact, 2));
+    let fast = compile(&quantized, target, Numerics::Fast, &options, BUCKET).unwrap();
+    assert_eq!(fast, plan(&quantized, Numerics::Exact, 2));
 }

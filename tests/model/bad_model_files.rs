@@ -7,7 +7,7 @@ use crate::common::fable;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
-use crate::common::fable::{Dice, assert_at_rest, builder, drain, float, plain_config, quantised};
+use crate::common::fable::{Dice, assert_at_rest, builder, drain, float, plain_config, quantized};
 use ascend_llm::engine::{BuildError, Engine, Request, RequestError, SubmitError};
 use ascend_llm::model::ModelError;
 use ascend_llm::sampler::SamplingParams;
@@ -195,7 +195,7 @@ fn models_that_cannot_be_run() {
 #[test]
 fn gguf_files_that_cannot_be_run() {
     let copy = Copy::empty("gguf-cannot-run");
-    let original = std::fs::read(quantised()).unwrap();
+    let original = std::fs::read(quantized()).unwrap();
     let spoil = |from: &str, to: &str| {
         copy.write("m.gguf", &original);
         copy.replace("m.gguf", from, to);
@@ -393,7 +393,7 @@ fn damaged_weights() {
 fn damaged_gguf() {
     let copy = Copy::empty("damaged-gguf");
     let path = copy.path("m.gguf");
-    copy.write("m.gguf", std::fs::read(quantised()).unwrap());
+    copy.write("m.gguf", std::fs::read(quantized()).unwrap());
     truncate(&copy, &path, "m.gguf", "m.gguf is corrupt", 3);
     let loaded = flip(&copy, &path, "m.gguf", 80, 4);
     assert!((5..95).contains(&loaded), "{loaded} % loaded: the damage is too small or too great to try anything");

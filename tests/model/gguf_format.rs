@@ -1,6 +1,6 @@
 //! GGUF: every value type and both versions are read; what the format forbids, or we do not have, is refused by name.
 
-use ascend_llm::text::GgufText;
+use ascend_llm::text::TokenizerMetadata;
 use ascend_llm::weights::gguf::{Gguf, Value, ValueType};
 use ascend_llm::weights::{DType, WeightError, WeightSource as _};
 
@@ -121,7 +121,7 @@ fn every_value_type_is_read_and_integers_widen() {
     assert_eq!(meta.strings("none").unwrap(), [""; 0]);
     assert_eq!((meta.strings("i32s"), meta.i32s("strings")), (None, None));
 
-    let text: &dyn GgufText = meta;
+    let text: &dyn TokenizerMetadata = meta;
     assert_eq!((text.str("text"), text.u32("u8"), text.bool("yes")), (Some("héllo"), Some(200), Some(true)));
     assert_eq!(text.strings("strings").unwrap().len() + text.i32s("i32s").unwrap().len(), 4);
     assert_eq!(text.f32s("f32s").unwrap(), [0.5, 2.0]);
@@ -217,7 +217,7 @@ fn what_tensors_may_not_be() {
         let error = writer.refusal();
         assert!(error.contains("test.gguf") && error.contains(expected), "{error}, expected {expected}");
     }
-    // A scalar, and a type that is only recognised.
+    // A scalar, and a type that is only recognized.
     let gguf = good.info("s", &[], 0, 0).info("i", &[256, 1], 10, 32).parse().unwrap();
     assert_eq!(gguf.require("s").unwrap().shape, [0_usize; 0]);
     let error = gguf.require("i").unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantised) weights: top
+//! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantized) weights: top
 //! logits, prompt log-probabilities, 64 greedy tokens. The story model runs on every instruction set that the machine has.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
@@ -31,8 +31,8 @@ fn compare(model_path: &Path, golden: &Prompts, numerics: Numerics, bound: f32) 
     }
 }
 
-/// The same for one of [`QUANTISED`], which plain code takes ten times as long for: one of them does there.
-fn compare_quantised(kind: &str, numerics: Numerics, bound: f32) {
+/// The same for one of [`QUANTIZED`], which plain code takes ten times as long for: one of them does there.
+fn compare_quantized(kind: &str, numerics: Numerics, bound: f32) {
     let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));
     let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
     for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Plain || kind == "Q4_K_M") {
@@ -80,12 +80,12 @@ fn compare_with(isa: Isa, model_path: &Path, golden: &Prompts, mut config: Engin
     worst
 }
 
-/// `tests/data/fable` holds no weights of its own beyond safetensors and quantised files; the f16 file is the example's.
+/// `tests/data/fable` holds no weights of its own beyond safetensors and quantized files; the f16 file is the example's.
 fn story_f16() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf")
 }
 
-const QUANTISED: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
+const QUANTIZED: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
 
 #[test]
 fn the_story_model_meets_its_reference_exactly() {
@@ -95,9 +95,9 @@ fn the_story_model_meets_its_reference_exactly() {
 }
 
 #[test]
-fn the_quantised_story_models_meet_their_references_exactly() {
-    for kind in QUANTISED {
-        compare_quantised(kind, Numerics::Exact, 2e-4);
+fn the_quantized_story_models_meet_their_references_exactly() {
+    for kind in QUANTIZED {
+        compare_quantized(kind, Numerics::Exact, 2e-4);
     }
 }
 
@@ -113,8 +113,8 @@ fn fast_numerics_stay_within_their_bounds() {
         println!("bf16 weights on {isa:?}: largest error {worst}");
     }
     compare(&story_f16(), &fable, Numerics::Fast, 0.02);
-    for kind in QUANTISED {
-        compare_quantised(kind, Numerics::Fast, 0.6);
+    for kind in QUANTIZED {
+        compare_quantized(kind, Numerics::Fast, 0.6);
     }
 }
 
@@ -130,7 +130,7 @@ fn int8_keys_and_values_stay_within_their_bounds() {
         println!("{}: largest error {worst}", path.display());
         assert!(worst > 0.02, "{}: f16 would be as near: {worst}", path.display());
     }
-    for kind in QUANTISED {
+    for kind in QUANTIZED {
         let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));
         let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
         let worst = compare_with(Isa::detect(), &path, &golden, config.clone(), 0.6);

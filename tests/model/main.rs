@@ -6,7 +6,7 @@ mod common;
 mod bad_model_files;
 mod configs;
 mod conformance;
-mod dequantise;
+mod dequantize;
 mod gguf_format;
 mod golden;
 mod rope;

@@ -1,4 +1,4 @@
-//! Tests of tokenizers, detokenisers and chat templates.
+//! Tests of tokenizers, detokenizers and chat templates.
 
 #[path = "../common/mod.rs"]
 mod common;

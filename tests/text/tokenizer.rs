@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use crate::common::smollm2::smollm2;
-use ascend_llm::text::{Detokenizer, GgufText, TextError, Tokenizer, Vocabulary as _};
+use ascend_llm::text::{Detokenizer, TextError, Tokenizer, TokenizerMetadata, Vocabulary as _};
 use ascend_llm::weights::gguf::Gguf;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -136,7 +136,7 @@ fn other_vocabularies_tokenize_as_the_reference_does() {
 #[derive(Clone, Default)]
 struct Meta(HashMap<&'static str, Value>);
 
-impl GgufText for Meta {
+impl TokenizerMetadata for Meta {
     fn str(&self, key: &str) -> Option<&str> {
         self.0.get(key)?.as_str()
     }

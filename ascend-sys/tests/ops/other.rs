@@ -1,4 +1,4 @@
-//! Promise: quantised products, sampling and experts compute their definitions.
+//! Promise: quantized products, sampling and experts compute their definitions.
 
 use crate::common;
 use crate::common::{Rig, close, noise};
@@ -10,14 +10,14 @@ fn whole(count: usize, seed: u64, most: f32) -> Vec<f32> {
 }
 
 #[test]
-fn rows_are_quantised_by_their_largest() {
+fn rows_are_quantized_by_their_largest() {
     let rig = Rig::new();
     for elem in [F16, BF16] {
         let (t, k) = (3, 33);
         let mut values = noise(elem, t * k, 1);
         values[k..2 * k].fill(0.0);
         let (x, y, scale) = (rig.tensor(elem, &[t, k], &values), rig.empty(I8, &[t, k]), rig.empty(F32, &[t]));
-        rig.run(rig.ops.dynamic_quant(&x.desc, &y.desc, &scale.desc)).expect("quantised");
+        rig.run(rig.ops.dynamic_quant(&x.desc, &y.desc, &scale.desc)).expect("quantized");
         let (y, scale) = (y.values(), scale.values());
         assert_eq!(scale[1], 0.0);
         for (i, value) in values.iter().enumerate() {

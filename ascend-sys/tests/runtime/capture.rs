@@ -76,7 +76,7 @@ fn what_capture_forbids_spoils_it() {
     type Forbidden<'a> = (&'a str, Box<dyn Fn() -> Result<(), AscendError> + 'a>);
     let event = Event::new(&rig.context, EventKind::Ordering).expect("event");
     let forbidden: Vec<Forbidden<'_>> = vec![
-        ("synchronise", Box::new(|| rig.stream.synchronize(None))),
+        ("synchronize", Box::new(|| rig.stream.synchronize(None))),
         ("device", Box::new(|| rig.context.synchronize())),
         ("blocking copy", Box::new(|| buffer.write(0, &pageable))),
         ("blocking fill", Box::new(|| buffer.fill(0))),

@@ -21,7 +21,7 @@ fn a_card_tells_its_figures() {
     assert_eq!((card.celsius(), card.health()), (Ok(45), Ok(Health::Major)));
     assert_eq!(card.clock_reduction_causes(), Ok(0));
     for unit in [Unit::AiCore, Unit::VectorCore, Unit::Hbm, Unit::HbmBandwidth, Unit::Npu] {
-        assert_eq!(card.utilisation(unit), Ok(0), "{unit:?}");
+        assert_eq!(card.utilization(unit), Ok(0), "{unit:?}");
     }
     let library = Library::open(Some(sim.path())).expect("opens");
     let runtime = Runtime::load(&library).expect("loads");

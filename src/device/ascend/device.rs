@@ -10,23 +10,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ascend_sys::{AscendError, DeviceBuffer, Library, Ops, Pages, Runtime};
 use parking_lot::Mutex;
 
-use super::memory::kv_layout::{Cache, RESERVED_BLOCKS, describe};
+use super::memory::kv_layout::{KvShard, RESERVED_BLOCKS, describe};
 use super::memory::staging::SLOT_BYTES;
-use super::memory::{GRANULE, padded};
+use super::memory::{ALIGNMENT, padded};
 use super::options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
 use super::program::Program;
 use super::telemetry::Telemetry;
 use super::weights::pack::pack;
 use super::weights::{WeightSet, activation_elem, kv_dtype, layout, place};
 use super::worker::command::{Command, pairs_list};
-use super::worker::group::Cards;
-use super::worker::{Card, Facts};
+use super::worker::group::WorkerGroup;
+use super::worker::{CardInfo, Worker};
 use crate::device::{
     BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, LaunchShape, MemKind,
     PeakRates, ProgramId, Span, StreamId, WeightSetId,
 };
 use crate::graph::passes::OpSet;
-use crate::graph::{Bucket, CompileError, Plan, Rank, Target, Weight};
+use crate::graph::{Bucket, CompileError, Plan, Target, TpRank, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
@@ -50,12 +50,12 @@ pub struct AscendDevice {
     library: PathBuf,
     activations: Activations,
     forms: (WeightForm, WeightTiles),
-    cards: Cards,
+    workers: WorkerGroup,
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     next: AtomicU64,
     /// Taken inside a turn of the cards, never around one.
-    known: Mutex<Known>,
+    known: Mutex<Registry>,
     /// Streams get the same number on every card.
     making_stream: Mutex<()>,
     telemetry: Telemetry,
@@ -63,7 +63,7 @@ pub struct AscendDevice {
 
 /// What callers were given, as far as their calls are checked against it.
 #[derive(Debug, Default)]
-struct Known {
+struct Registry {
     streams: u64,
     events: u64,
     buffers: HashMap<u64, (u64, MemKind)>,
@@ -76,7 +76,7 @@ struct Known {
 struct Loaded {
     bucket: Bucket,
     vocab_size: usize,
-    cache: Cache,
+    cache: KvShard,
 }
 
 fn invalid(what: impl Into<String>) -> DeviceError {
@@ -109,15 +109,15 @@ impl AscendDevice {
         if let Some(&card) = options.cards.iter().find(|&&card| card >= count) {
             return Err(AscendOpenError::Card { card, count });
         }
-        let (cards, facts) = Cards::open(&library, &runtime, &options)?;
-        let caps = caps(&facts, &options.cards, &path);
+        let (cards, info) = WorkerGroup::open(&library, &runtime, &options)?;
+        let caps = caps(&info, &options.cards, &path);
         let telemetry = Telemetry::new(options.dcmi_library, options.cards, Arc::clone(&cards.notes));
         Ok(Arc::new(Self {
             caps,
             library: path,
             activations: options.activations,
             forms: (options.weights, options.tiles),
-            cards,
+            workers: cards,
             tag: (DEVICES.fetch_add(1, Ordering::Relaxed) | 1 << 20) << 40,
             next: AtomicU64::new(1),
             known: Mutex::default(),
@@ -140,22 +140,22 @@ impl AscendDevice {
         &self,
         rank: usize,
         asked_bytes: u64,
-        run: impl FnOnce(&mut Card) -> Result<R, AscendError> + Send + 'static,
+        run: impl FnOnce(&mut Worker) -> Result<R, AscendError> + Send + 'static,
     ) -> Result<R, DeviceError> {
-        self.cards.failures.check()?;
-        self.told(self.cards.call(rank, move |card| card.attempt(asked_bytes, run))?)
+        self.workers.errors.check()?;
+        self.merge_failure(self.workers.call(rank, move |card| card.attempt(asked_bytes, run))?)
     }
 
     /// The same on all cards at once; `undo` is run on all where one fails.
     fn attempt_each(
         &self,
         asked_bytes: u64,
-        run: impl Fn(&mut Card) -> Result<(), AscendError> + Copy + Send + 'static,
-        undo: impl Fn(&mut Card) + Copy + Send + 'static,
+        run: impl Fn(&mut Worker) -> Result<(), AscendError> + Copy + Send + 'static,
+        undo: impl Fn(&mut Worker) + Copy + Send + 'static,
     ) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
-        let outcomes = self.cards.call_each(|_| move |card: &mut Card| card.attempt(asked_bytes, run))?;
-        let outcome = outcomes.into_iter().try_for_each(|outcome| self.told(outcome));
+        self.workers.errors.check()?;
+        let outcomes = self.workers.call_each(|_| move |card: &mut Worker| card.attempt(asked_bytes, run))?;
+        let outcome = outcomes.into_iter().try_for_each(|outcome| self.merge_failure(outcome));
         if outcome.is_err() {
             self.each(undo);
         }
@@ -163,39 +163,39 @@ impl AscendDevice {
     }
 
     /// Runs what cannot fail on all cards. A device that has ended has freed everything.
-    fn each(&self, run: impl Fn(&mut Card) + Copy + Send + 'static) {
-        let _ = self.cards.call_each(|_| run);
+    fn each(&self, run: impl Fn(&mut Worker) + Copy + Send + 'static) {
+        let _ = self.workers.call_each(|_| run);
     }
 
     /// Keeps a failure that ends the device.
-    fn told<R>(&self, outcome: Result<R, DeviceError>) -> Result<R, DeviceError> {
+    fn merge_failure<R>(&self, outcome: Result<R, DeviceError>) -> Result<R, DeviceError> {
         if let Err(error) = &outcome
             && error.is_lost()
         {
-            self.cards.failures.note(error.clone());
+            self.workers.errors.note(error.clone());
         }
         outcome
     }
 
     /// Takes the other cards' answers to what the first has answered already: all are taken, the first failure counts.
     fn wait_for_others(&self, outcome: Result<(), DeviceError>) -> Result<(), DeviceError> {
-        let others = self.cards.desks().skip(1);
-        others.fold(outcome, |outcome, desk| outcome.and(desk.landing.wait(|_| ())))
+        let others = self.workers.all_shared().skip(1);
+        others.fold(outcome, |outcome, shared| outcome.and(shared.readback.wait(|_| ())))
     }
 
-    fn index(&self, known: &Known, on: StreamId) -> Result<usize, DeviceError> {
+    fn index(&self, known: &Registry, on: StreamId) -> Result<usize, DeviceError> {
         let number = on.0.checked_sub(self.tag).filter(|number| (1..=known.streams).contains(number));
         let number = number.ok_or_else(|| invalid("unknown stream"))?;
         Ok(usize::try_from(number - 1).unwrap_or(0))
     }
 
-    fn event(&self, known: &Known, event: EventId) -> Result<u64, DeviceError> {
+    fn event(&self, known: &Registry, event: EventId) -> Result<u64, DeviceError> {
         let number = event.0.checked_sub(self.tag).filter(|number| (1..=known.events).contains(number));
         number.ok_or_else(|| invalid("unknown event"))
     }
 }
 
-impl Known {
+impl Registry {
     fn check(&self, span: Span) -> Result<MemKind, DeviceError> {
         let (bytes, kind) = *self.buffers.get(&span.buffer.0).ok_or_else(|| invalid("unknown buffer"))?;
         if span.offset.checked_add(span.bytes).is_none_or(|end| end > bytes) {
@@ -259,11 +259,11 @@ impl Known {
     }
 }
 
-fn caps(facts: &[Facts], cards: &[u32], library: &std::path::Path) -> DeviceCaps {
-    let mut target = Target::new(GRANULE);
+fn caps(info: &[CardInfo], cards: &[u32], library: &std::path::Path) -> DeviceCaps {
+    let mut target = Target::new(ALIGNMENT);
     (target.int8_activations, target.bf16_activations, target.attention_schedules) = (false, false, false);
     target.ops = OpSet::ALL.without(&["custom"]);
-    let first = &facts[0];
+    let first = &info[0];
     let chip = first.chip.as_deref().unwrap_or("Ascend");
     let cann = first.cann.map_or("CANN before 8.5".to_owned(), |version| {
         format!("CANN {}.{}.{}", version / 10_000_000, version / 100_000 % 100, version / 1000 % 100)
@@ -290,7 +290,7 @@ fn caps(facts: &[Facts], cards: &[u32], library: &std::path::Path) -> DeviceCaps
         clamps: false,
         unified_memory: false,
         default_pipeline_depth: 2,
-        memory_bytes: facts.iter().map(|card| card.free_bytes).min().filter(|bytes| *bytes > 0),
+        memory_bytes: info.iter().map(|card| card.free_bytes).min().filter(|bytes| *bytes > 0),
     }
 }
 
@@ -313,7 +313,7 @@ impl Device for AscendDevice {
     }
 
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let on = {
             let known = self.known.lock();
             known.check(dst)?;
@@ -324,8 +324,8 @@ impl Device for AscendDevice {
         }
         for (index, chunk) in src.chunks(SLOT_BYTES).enumerate() {
             let dst = Span { offset: dst.offset + (index * SLOT_BYTES) as u64, bytes: chunk.len() as u64, ..dst };
-            self.cards.turn().try_push(|_, desk| {
-                let mut slot = desk.free_slot()?;
+            self.workers.broadcast().try_push(|_, shared| {
+                let mut slot = shared.free_slot()?;
                 slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
                 Some(Command::Write { dst, slot, bytes: chunk.len(), on })
             })?;
@@ -334,7 +334,7 @@ impl Device for AscendDevice {
     }
 
     fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let after = {
             let known = self.known.lock();
             known.check(src)?;
@@ -343,8 +343,8 @@ impl Device for AscendDevice {
         if src.bytes != dst.len() as u64 {
             return Err(invalid(format!("read of a span of {} bytes into {}", src.bytes, dst.len())));
         }
-        let first = self.cards.first();
-        let _turn = first.landing.turn();
+        let first = self.workers.first();
+        let _turn = first.readback.turn();
         // What comes back at a time fits the landing place.
         const PIECE: usize = 64 << 20;
         for (index, piece) in dst.chunks_mut(PIECE).enumerate() {
@@ -354,15 +354,15 @@ impl Device for AscendDevice {
                 // What another card has failed at must be heard, and its slots come free.
                 _ => Command::WaitHost { event: after },
             };
-            self.cards.turn().push(|rank, _| answer(rank))?;
-            let outcome = first.landing.wait(|landing| piece.copy_from_slice(&landing.as_slice()[..piece.len()]));
+            self.workers.broadcast().push(|rank, _| answer(rank))?;
+            let outcome = first.readback.wait(|readback| piece.copy_from_slice(&readback.as_slice()[..piece.len()]));
             self.wait_for_others(outcome)?;
         }
-        if dst.is_empty() { self.cards.failures.take() } else { Ok(()) }
+        if dst.is_empty() { self.workers.errors.take() } else { Ok(()) }
     }
 
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         if dst.bytes != src.bytes {
             return Err(invalid(format!("copy of {} bytes into {}", src.bytes, dst.bytes)));
         }
@@ -373,11 +373,11 @@ impl Device for AscendDevice {
             }
             self.index(&known, on)?
         };
-        self.cards.turn().push(|_, _| Command::Copy { dst, src, on })
+        self.workers.broadcast().push(|_, _| Command::Copy { dst, src, on })
     }
 
     fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let on = {
             let known = self.known.lock();
             if (known.check(ids)?, known.check(best)?) != (MemKind::Device, MemKind::Device) {
@@ -390,8 +390,8 @@ impl Device for AscendDevice {
         if let Some(pair) = rows.iter().find(|pair| !is_inside(pair)) {
             return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
         }
-        self.cards.turn().push(|_, desk| {
-            let mut list = desk.list();
+        self.workers.broadcast().push(|_, shared| {
+            let mut list = shared.list();
             list.extend(rows.iter().map(|(to, _)| *to));
             list.extend(rows.iter().map(|(_, from)| *from));
             Command::Feed { ids, best, rows: list, on }
@@ -402,16 +402,16 @@ impl Device for AscendDevice {
         let _alone = self.making_stream.lock();
         let number = self.known.lock().streams;
         let index = usize::try_from(number).unwrap_or(usize::MAX);
-        self.attempt_each(0, move |card| card.base.streams.add(index), |_| ())?;
+        self.attempt_each(0, move |card| card.exec.streams.add(index), |_| ())?;
         self.known.lock().streams = number + 1;
         Ok(StreamId(self.tag | (number + 1)))
     }
 
     fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let on = self.index(&self.known.lock(), on)?;
         // Numbers grow in the queues' order.
-        let turn = self.cards.turn();
+        let turn = self.workers.broadcast();
         let event = {
             let mut known = self.known.lock();
             known.events += 1;
@@ -422,31 +422,31 @@ impl Device for AscendDevice {
     }
 
     fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let (on, event) = {
             let known = self.known.lock();
             (self.index(&known, on)?, self.event(&known, event)?)
         };
-        self.cards.turn().push(|_, _| Command::Wait { on, event })
+        self.workers.broadcast().push(|_, _| Command::Wait { on, event })
     }
 
     fn wait_host(&self, event: EventId) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let event = self.event(&self.known.lock(), event)?;
-        let first = self.cards.first();
-        let _turn = first.landing.turn();
-        self.cards.turn().push(|_, _| Command::WaitHost { event: Some(event) })?;
-        self.wait_for_others(first.landing.wait(|_| ()))
+        let first = self.workers.first();
+        let _turn = first.readback.turn();
+        self.workers.broadcast().push(|_, _| Command::WaitHost { event: Some(event) })?;
+        self.wait_for_others(first.readback.wait(|_| ()))
     }
 
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
         // Two of 2 bytes each.
         self.caps.check_geometry(geometry, 4)?;
         let KvGeometry { layers, kv_heads, head_dim, .. } = *geometry;
-        if !head_dim.is_multiple_of(16) || kv_heads < self.cards.count() as usize {
+        if !head_dim.is_multiple_of(16) || kv_heads < self.workers.count() as usize {
             return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
         }
-        let layout = describe(*geometry, self.cards.count());
+        let layout = describe(*geometry, self.workers.count());
         self.known.lock().layouts.insert(layout.id.clone(), *geometry);
         Ok(layout)
     }
@@ -456,26 +456,26 @@ impl Device for AscendDevice {
     }
 
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError> {
-        if rank >= self.cards.count() {
-            return Err(invalid(format!("rank {rank} of {} cards", self.cards.count())));
+        if rank >= self.workers.count() {
+            return Err(invalid(format!("rank {rank} of {} cards", self.workers.count())));
         }
         let rank = rank as usize;
         let elem = activation_elem(self.activations, weights);
         let (asked, list) = (self.forms, weights.to_vec());
         let chosen = self.attempt(rank, 0, move |card| {
-            let base = &card.base;
-            layout::choose(&list, asked, elem, &base.ops, base.shared().room().flags, &base.notes)
+            let exec = &card.exec;
+            layout::choose(&list, asked, elem, &exec.ops, exec.shared().scratch().flags, &exec.diagnostics)
         })?;
         let too_large = || invalid("the weights' sizes overflow");
         let (forms, sizes): (Vec<_>, Vec<_>) = chosen.ok_or_else(too_large)?.into_iter().unzip();
         let (places, bytes) = place(&sizes).ok_or_else(too_large)?;
         let buffer = self.attempt(rank, bytes as u64, move |card| {
-            DeviceBuffer::new(&card.base.context, padded(bytes), Pages::HugeFirst)
+            DeviceBuffer::new(&card.exec.context, padded(bytes), Pages::HugeFirst)
         })?;
         let id = self.new_id();
         let set = WeightSet::new(buffer, elem, weights, forms.iter().copied(), places);
-        self.cards.call(rank, move |card| card.add_weights(id, set))?;
-        let fill = |(index, (weight, form)): (usize, (&Weight, &layout::Form))| {
+        self.workers.call(rank, move |card| card.add_weights(id, set))?;
+        let fill = |(index, (weight, form)): (usize, (&Weight, &layout::WeightLayout))| {
             pack(source, weight, *form, elem, &mut |stretch, at, bytes| {
                 self.attempt(rank, bytes.len() as u64, move |card| match card.weights(id) {
                     Some(set) => set.write(index, stretch, at, &bytes),
@@ -483,7 +483,7 @@ impl Device for AscendDevice {
                 })
             })?;
             self.attempt(rank, 0, move |card| match card.new_weights(id) {
-                Some((set, base)) => set.tile(index, base),
+                Some((set, exec)) => set.tile(index, exec),
                 None => Ok(()),
             })
         };
@@ -501,27 +501,27 @@ impl Device for AscendDevice {
 
     fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError> {
         plans.iter().try_for_each(Plan::check)?;
-        let of = self.cards.count();
+        let of = self.workers.count();
         if plans.len() != of as usize || weights.len() != plans.len() {
             let got = format!("{} plans with {} weight sets for {of} cards", plans.len(), weights.len());
             return Err(CompileError::Invalid(got));
         }
-        let in_order = (0..of).zip(plans).all(|(index, plan)| plan.rank == Rank { index, of });
+        let in_order = (0..of).zip(plans).all(|(index, plan)| plan.rank == TpRank { index, of });
         if !in_order {
             return Err(CompileError::Invalid("the plans are not those of the ranks in order".into()));
         }
         self.kv_layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
         let failed = |error: DeviceError| CompileError::Device { reason: error.to_string() };
-        self.cards.failures.check().map_err(failed)?;
+        self.workers.errors.check().map_err(failed)?;
         let (id, kv) = (self.new_id(), *kv);
         let first = &plans[0];
-        let loaded = Loaded { bucket: first.bucket, vocab_size: first.vocab_size, cache: Cache::largest(kv, of) };
-        let outcomes = self.cards.call_each(|rank| {
-            let (plan, set, cache) = (plans[rank].clone(), weights[rank].0, Cache::of_rank(kv, plans[rank].rank));
-            move |card: &mut Card| {
+        let loaded = Loaded { bucket: first.bucket, vocab_size: first.vocab_size, cache: KvShard::largest(kv, of) };
+        let outcomes = self.workers.call_each(|rank| {
+            let (plan, set, cache) = (plans[rank].clone(), weights[rank].0, KvShard::for_rank(kv, plans[rank].rank));
+            move |card: &mut Worker| {
                 let set = card.weights(set).filter(|set| set.serves(&plan.weights));
                 let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
-                let program = Program::load(&mut card.base, &plan, set, cache)?;
+                let program = Program::load(&mut card.exec, &plan, set, cache)?;
                 card.add_program(id, program);
                 Ok(())
             }
@@ -554,15 +554,15 @@ impl Device for AscendDevice {
     }
 
     fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
-        self.cards.failures.take()?;
+        self.workers.errors.take()?;
         let on = {
             let known = self.known.lock();
             let loaded = known.programs.get(&program.0).ok_or_else(|| invalid("unknown program"))?;
             known.check_launch(loaded, args)?;
             self.index(&known, on)?
         };
-        self.cards.turn().push(|_, desk| {
-            let mut lens = desk.list();
+        self.workers.broadcast().push(|_, shared| {
+            let mut lens = shared.list();
             lens.extend_from_slice(args.q_lens);
             lens.extend_from_slice(args.kv_lens);
             Command::Launch { program: program.0, io: args.io, shape: args.shape, lens, on }
@@ -577,7 +577,7 @@ impl Device for AscendDevice {
         pairs: &[(BlockId, BlockId)],
         on: StreamId,
     ) -> Result<(), DeviceError> {
-        self.cards.failures.check()?;
+        self.workers.errors.check()?;
         let (geometry, on) = {
             let known = self.known.lock();
             let geometry =
@@ -587,33 +587,33 @@ impl Device for AscendDevice {
             }
             (geometry, self.index(&known, on)?)
         };
-        let of = self.cards.count();
-        let cache = Cache::largest(geometry, of);
+        let of = self.workers.count();
+        let cache = KvShard::largest(geometry, of);
         let blocks = |pool: Span| (cache.blocks(pool.bytes) as u64).saturating_sub(RESERVED_BLOCKS);
         for (pool, block) in pairs.iter().flat_map(|(from, to)| [(src_pool, from), (dst_pool, to)]) {
             if u64::from(block.0) >= blocks(pool) {
                 return Err(invalid(format!("block {} is outside the pool", block.0)));
             }
         }
-        self.cards.turn().push(|rank, desk| {
-            let mut list = desk.list();
+        self.workers.broadcast().push(|rank, shared| {
+            let mut list = shared.list();
             pairs_list(pairs, &mut list);
             let index = u32::try_from(rank).unwrap_or(u32::MAX);
-            let cache = Cache::of_rank(geometry, Rank { index, of });
+            let cache = KvShard::for_rank(geometry, TpRank { index, of });
             Command::CopyBlocks { cache, src: src_pool, dst: dst_pool, pairs: list, on }
         })
     }
 
     fn notes(&self) -> Vec<String> {
-        self.cards.notes.all()
+        self.workers.notes.all()
     }
 
     fn peak_rates(&self) -> Option<PeakRates> {
-        Telemetry::peaks(&self.caps.description, self.cards.count())
+        Telemetry::peak_rates(&self.caps.description, self.workers.count())
     }
 
     fn free_bytes(&self) -> Option<u64> {
-        let of_cards = self.cards.call_each(|_| |card: &mut Card| card.base.context.memory_bytes()).ok()?;
+        let of_cards = self.workers.call_each(|_| |card: &mut Worker| card.exec.context.memory_bytes()).ok()?;
         of_cards.into_iter().map(|bytes| bytes.map_or(0, |(free, _)| free)).min()
     }
 

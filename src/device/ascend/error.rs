@@ -51,7 +51,7 @@ pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64, co
 
 /// The first failure of queued work that nobody has heard of, and the one that ended the device.
 #[derive(Debug)]
-pub(super) struct Failures {
+pub(super) struct ErrorState {
     /// Of several cards: one that has left something out cannot meet the others any more.
     each_is_fatal: bool,
     state: Mutex<State>,
@@ -59,11 +59,11 @@ pub(super) struct Failures {
 
 #[derive(Debug, Default)]
 struct State {
-    untold: Option<DeviceError>,
+    unreported: Option<DeviceError>,
     fatal: Option<DeviceError>,
 }
 
-impl Failures {
+impl ErrorState {
     pub(super) fn new(each_is_fatal: bool) -> Self {
         Self { each_is_fatal, state: Mutex::default() }
     }
@@ -72,7 +72,7 @@ impl Failures {
     pub(super) fn note(&self, error: DeviceError) -> bool {
         let state = &mut *self.state.lock();
         let ends = self.each_is_fatal || error.is_lost();
-        let kept = if ends { &mut state.fatal } else { &mut state.untold };
+        let kept = if ends { &mut state.fatal } else { &mut state.unreported };
         let is_first = kept.is_none();
         kept.get_or_insert(error);
         ends && is_first
@@ -84,8 +84,8 @@ impl Failures {
     }
 
     /// Whether queued work has failed and nobody has heard of it: what was queued behind it must not run on what it left.
-    pub(super) fn is_untold(&self) -> bool {
-        self.state.lock().untold.is_some()
+    pub(super) fn has_unreported(&self) -> bool {
+        self.state.lock().unreported.is_some()
     }
 
     /// Whether the device still works.
@@ -96,6 +96,6 @@ impl Failures {
     /// The same, and what queued work failed with since the last time.
     pub(super) fn take(&self) -> Result<(), DeviceError> {
         let state = &mut *self.state.lock();
-        state.fatal.clone().or_else(|| state.untold.take()).map_or(Ok(()), Err)
+        state.fatal.clone().or_else(|| state.unreported.take()).map_or(Ok(()), Err)
     }
 }

@@ -6,11 +6,11 @@ use parking_lot::Mutex;
 
 /// Lines, each once.
 #[derive(Debug, Default)]
-pub(super) struct Notes {
+pub(super) struct Diagnostics {
     lines: Mutex<Vec<String>>,
 }
 
-impl Notes {
+impl Diagnostics {
     pub(super) fn add(&self, line: String) {
         let mut lines = self.lines.lock();
         if !lines.contains(&line) {

@@ -20,7 +20,7 @@ pub enum Activations {
     BF16,
 }
 
-/// What matrices of quantised files are held in. Embedding tables, and output projections that are tied to one, are held in
+/// What matrices of quantized files are held in. Embedding tables, and output projections that are tied to one, are held in
 /// 16 bits: they are gathered from by rows, and a second copy for the product would take more memory than it saves time. A
 /// matrix that the card's operations do not take in its form (of more than 65,535 rows, say) is held in 16 bits, and the
 /// device's notes say why. Bits are those of a weight, scales and offsets included; activations are 16 bits each.
@@ -73,7 +73,7 @@ pub struct AscendOptions {
     pub timeout_us: u64,
     /// What activations are held in.
     pub activations: Activations,
-    /// What matrices of quantised files are held in.
+    /// What matrices of quantized files are held in.
     pub weights: WeightForm,
     /// Which matrices are kept in tiles.
     pub tiles: WeightTiles,

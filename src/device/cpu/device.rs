@@ -13,7 +13,7 @@ use super::kernels::kv_cache;
 use super::measure::profile::StepTime;
 use super::measure::rapl::PackageEnergy;
 use super::memory::AlignedBytes;
-use super::thread_pool::Team;
+use super::thread_pool::ThreadPool;
 use super::weights::WeightSet;
 use crate::device::{
     Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, MemKind,
@@ -47,7 +47,7 @@ pub struct CpuDevice {
     caps: DeviceCaps,
     isa: Isa,
     poison: Poison,
-    team: Team,
+    threads: ThreadPool,
     profile: bool,
     peaks: Option<PeakRates>,
     /// Looked for when it is first asked for.
@@ -82,12 +82,12 @@ impl CpuDevice {
             Some(isa) if isa.is_available() => isa,
             Some(isa) => return Err(invalid(format!("instruction set {isa:?} is not available on this processor"))),
         };
-        let team = Team::new(options.threads)?;
+        let threads = ThreadPool::new(options.threads)?;
         let mut target = Target::new(128);
         target.bf16_activations = isa == Isa::Avx512Bf16;
         let caps = DeviceCaps {
             name: "cpu",
-            description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, team.count()),
+            description: format!("{}, {isa:?}, {} threads", std::env::consts::ARCH, threads.count()),
             target,
             kv_dtypes: vec![KvDType::F32, KvDType::F16, KvDType::BF16, KvDType::I8],
             block_size_step: 16,
@@ -107,12 +107,12 @@ impl CpuDevice {
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
         let CpuOptions { poison, profile, peaks, .. } = options;
         let energy = OnceLock::new();
-        Ok(Self { caps, isa, poison, team, profile, peaks, energy, tag, state: Mutex::default() })
+        Ok(Self { caps, isa, poison, threads, profile, peaks, energy, tag, state: Mutex::default() })
     }
 
     /// Members of the team.
     pub fn threads(&self) -> usize {
-        self.team.count()
+        self.threads.count()
     }
 
     /// Instruction-set path in use.
@@ -147,10 +147,10 @@ impl CpuDevice {
     }
 
     /// The layout of keys and values, if this device has one for the geometry.
-    fn layout(&self, geometry: &KvGeometry) -> Result<kv_cache::KvLayout, DeviceError> {
+    fn layout(&self, geometry: &KvGeometry) -> Result<kv_cache::CpuKvLayout, DeviceError> {
         // Two and the type's bytes at most 4, or 8 where one int8 has a scale and padding: a factor of 16.
         self.caps.check_geometry(geometry, 16)?;
-        Ok(kv_cache::KvLayout::new(*geometry))
+        Ok(kv_cache::CpuKvLayout::new(*geometry))
     }
 }
 
@@ -274,7 +274,7 @@ impl Device for CpuDevice {
     }
 
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight], _rank: u32) -> Result<WeightSetId, DeviceError> {
-        let set = WeightSet::pack(&self.team, source, weights)?;
+        let set = WeightSet::pack(&self.threads, source, weights)?;
         let state = &mut *self.state.lock();
         let id = self.new_id(state);
         state.weights.insert(id, Arc::new(set));
@@ -294,9 +294,14 @@ impl Device for CpuDevice {
             state.weights.get(&id.0).map(Arc::clone).ok_or_else(unknown)
         };
         let sets = weights.iter().map(set).collect::<Result<Vec<_>, _>>()?;
-        let program =
-            Program::new(plans, sets, layout, (self.team.parts(), self.team.parts() / self.team.count()), self.poison)?
-                .timed(self.profile);
+        let program = Program::new(
+            plans,
+            sets,
+            layout,
+            (self.threads.parts(), self.threads.parts() / self.threads.count()),
+            self.poison,
+        )?
+        .timed(self.profile);
         let id = self.new_id(state);
         state.programs.insert(id, program);
         Ok(ProgramId(id))
@@ -343,16 +348,16 @@ impl Device for CpuDevice {
             row_status,
             kv_pool,
         };
-        program.launch(&self.team, self.isa, args, io)
+        program.launch(&self.threads, self.isa, args, io)
     }
 
     fn energy_uj(&self) -> Option<u64> {
-        self.energy.get_or_init(PackageEnergy::of_this_machine).used_uj()
+        self.energy.get_or_init(PackageEnergy::from_system).used_uj()
     }
 
     fn peak_rates(&self) -> Option<PeakRates> {
         // Without memory to read there is nothing to say.
-        self.peaks.or_else(|| super::measure::peak_rates::peaks(&self.team, self.isa).ok())
+        self.peaks.or_else(|| super::measure::peak_rates::peak_rates(&self.threads, self.isa).ok())
     }
 
     fn copy_blocks(

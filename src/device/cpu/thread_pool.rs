@@ -2,10 +2,10 @@
 //!
 //! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
 //! every run (a result cannot depend on timing), and that a panic in one member ends the run on all of them and comes out
-//! of [`Team::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
+//! of [`ThreadPool::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
 //! slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
 //!
-//! In a run without barriers ([`Team::share`]) the work is cut into more parts than there are threads, and it is open which
+//! In a run without barriers ([`ThreadPool::run_parallel`]) the work is cut into more parts than there are threads, and it is open which
 //! thread does one: each begins with its own, then takes those that nobody has begun. So nobody waits for a thread that has no
 //! processor, because another program has it, or whose memory is slower just now, or that is slower to hear of a short run than
 //! the run takes.
@@ -32,7 +32,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Most members a team can have: the width of the claim masks in [`arena`](super::memory).
-pub const MAX_MEMBERS: usize = 256;
+pub const MAX_WORKERS: usize = 256;
 
 /// Parts that a thread begins with in a shared run. Two are enough for the other threads to take one over; with more the
 /// streams that products read get short.
@@ -45,7 +45,7 @@ const YIELD: Duration = Duration::from_micros(200);
 /// Spins between two looks at the clock, which costs about as much as 20 of them.
 const SPINS_PER_LOOK: u32 = 128;
 
-type Body<'a> = dyn Fn(&Member<'_>) + Sync + 'a;
+type Body<'a> = dyn Fn(&WorkerCtx<'_>) + Sync + 'a;
 type Payload = Box<dyn Any + Send>;
 
 /// What a run does.
@@ -194,7 +194,7 @@ impl Shared {
     /// Runs the body for one of `count` members and reports its end, panic or not.
     fn part(&self, index: u32, count: u32, job: Job) {
         let shared = job.together.then_some(self);
-        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&Member { shared, index, count })));
+        let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&WorkerCtx { shared, index, count })));
         if let Err(payload) = outcome {
             if payload.is::<Abandoned>() {
                 self.uneven.store(true, Ordering::Relaxed);
@@ -241,14 +241,14 @@ impl Shared {
 
 /// One member's view of a run: a thread's, or, in a shared run, that of whoever does a part.
 #[derive(Clone, Copy, Debug)]
-pub struct Member<'a> {
+pub struct WorkerCtx<'a> {
     shared: Option<&'a Shared>,
     index: u32,
     count: u32,
 }
 
-impl Member<'_> {
-    /// This member, `0..count`; in [`Team::run`] 0 is the thread that called it.
+impl WorkerCtx<'_> {
+    /// This member, `0..count`; in [`ThreadPool::run`] 0 is the thread that called it.
     pub fn index(&self) -> usize {
         self.index as usize
     }
@@ -262,7 +262,7 @@ impl Member<'_> {
     /// barriers in a run: otherwise the run ends in a panic on the caller.
     ///
     /// # Panics
-    /// In [`Team::share`], whose members may be one thread.
+    /// In [`ThreadPool::run_parallel`], whose members may be one thread.
     pub fn barrier(&self) {
         match self.shared {
             Some(shared) => shared.barrier(),
@@ -286,29 +286,29 @@ pub fn split(n: usize, granule: usize, parts: usize, index: usize) -> Range<usiz
 
 /// A fixed team of threads. Dropping it ends and joins them.
 #[derive(Debug)]
-pub struct Team {
+pub struct ThreadPool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// One run at a time.
     turn: Mutex<()>,
 }
 
-impl Team {
+impl ThreadPool {
     /// A team of `threads` members, the caller included; by default one for each CPU that this process may use, by its
     /// affinity mask and its cgroup's quota.
     pub fn new(threads: Option<usize>) -> Result<Self, DeviceError> {
         let count = match threads {
-            Some(count) if (1..=MAX_MEMBERS).contains(&count) => count,
+            Some(count) if (1..=MAX_WORKERS).contains(&count) => count,
             Some(count) => {
-                return Err(DeviceError::Invalid { what: format!("threads: got {count}, expected 1..={MAX_MEMBERS}") });
+                return Err(DeviceError::Invalid { what: format!("threads: got {count}, expected 1..={MAX_WORKERS}") });
             }
             // The standard library reads sched_getaffinity and the CPU quota of cgroups v1 and v2.
-            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_MEMBERS),
+            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_WORKERS),
         };
         let count = u32::try_from(count).unwrap_or(1);
-        let fits = (count * PARTS_PER_THREAD) as usize <= MAX_MEMBERS;
+        let fits = (count * PARTS_PER_THREAD) as usize <= MAX_WORKERS;
         let parts = if count > 1 && fits { count * PARTS_PER_THREAD } else { count };
-        let mut team = Self {
+        let mut pool = Self {
             shared: Arc::new(Shared {
                 count,
                 parts,
@@ -329,7 +329,7 @@ impl Team {
             turn: Mutex::new(()),
         };
         for index in 1..count {
-            let shared = Arc::clone(&team.shared);
+            let shared = Arc::clone(&pool.shared);
             let thread = std::thread::Builder::new()
                 .name(format!("ascend-cpu-{index}"))
                 .spawn(move || shared.work(index))
@@ -338,9 +338,9 @@ impl Team {
                     code: error.raw_os_error().unwrap_or(0),
                     message: error.to_string(),
                 })?;
-            team.threads.push(thread);
+            pool.threads.push(thread);
         }
-        Ok(team)
+        Ok(pool)
     }
 
     /// Threads, the caller included.
@@ -368,7 +368,7 @@ impl Team {
     ///
     /// # Panics
     /// As [`run`](Self::run).
-    pub fn share(&self, body: &Body<'_>) {
+    pub fn run_parallel(&self, body: &Body<'_>) {
         self.start(body, false);
     }
 
@@ -377,17 +377,17 @@ impl Team {
     ///
     /// # Panics
     /// With the body's panic.
-    pub fn alone(&self, body: &Body<'_>) {
+    pub fn run_inline(&self, body: &Body<'_>) {
         let count = self.shared.parts;
         for index in 0..count {
-            body(&Member { shared: None, index, count });
+            body(&WorkerCtx { shared: None, index, count });
         }
     }
 
     fn start(&self, body: &Body<'_>, together: bool) {
         let shared = &*self.shared;
         if shared.count == 1 {
-            return body(&Member { shared: None, index: 0, count: 1 });
+            return body(&WorkerCtx { shared: None, index: 0, count: 1 });
         }
         sleep_once();
         let this: *const Shared = shared;
@@ -429,7 +429,7 @@ impl Team {
     }
 }
 
-impl Drop for Team {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.notify();
@@ -448,15 +448,15 @@ mod tests {
     #[test]
     fn every_member_runs_once_a_run_and_sees_what_others_wrote_before_a_barrier() {
         for count in [1, 2, 3, 7] {
-            let team = Team::new(Some(count)).unwrap();
+            let threads = ThreadPool::new(Some(count)).unwrap();
             let slots: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
             for round in 1..200 {
-                team.run(&|member| {
+                threads.run(&|worker| {
                     for phase in 0..3 {
-                        slots[member.index()].store(round * 10 + phase, Ordering::Relaxed);
-                        member.barrier();
+                        slots[worker.index()].store(round * 10 + phase, Ordering::Relaxed);
+                        worker.barrier();
                         assert!(slots.iter().all(|slot| slot.load(Ordering::Relaxed) == round * 10 + phase));
-                        member.barrier();
+                        worker.barrier();
                     }
                 });
             }
@@ -465,20 +465,20 @@ mod tests {
 
     #[test]
     fn a_panic_in_any_member_comes_out_of_run_and_the_team_still_works() {
-        let team = Team::new(Some(3)).unwrap();
+        let threads = ThreadPool::new(Some(3)).unwrap();
         for bad in 0..3 {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                team.run(&|member| {
-                    if member.index() == bad {
+                threads.run(&|worker| {
+                    if worker.index() == bad {
                         resume_unwind(Box::new(format!("member {bad}")));
                     }
-                    member.barrier();
+                    worker.barrier();
                 });
             }));
             assert_eq!(*outcome.unwrap_err().downcast::<String>().unwrap(), format!("member {bad}"));
             let ran = AtomicUsize::new(0);
-            team.run(&|member| {
-                member.barrier();
+            threads.run(&|worker| {
+                worker.barrier();
                 ran.fetch_add(1, Ordering::Relaxed);
             });
             assert_eq!(ran.into_inner(), 3);
@@ -487,39 +487,39 @@ mod tests {
 
     #[test]
     fn uneven_barriers_and_runs_within_runs_are_refused_instead_of_hanging() {
-        let team = Team::new(Some(2)).unwrap();
+        let threads = ThreadPool::new(Some(2)).unwrap();
         let uneven = catch_unwind(AssertUnwindSafe(|| {
-            team.run(&|member| {
-                if member.index() == 1 {
-                    member.barrier();
+            threads.run(&|worker| {
+                if worker.index() == 1 {
+                    worker.barrier();
                 }
             });
         }));
         assert!(uneven.is_err());
-        assert!(catch_unwind(AssertUnwindSafe(|| team.run(&|_| team.run(&|_| {})))).is_err());
-        team.run(&|member| member.barrier());
+        assert!(catch_unwind(AssertUnwindSafe(|| threads.run(&|_| threads.run(&|_| {})))).is_err());
+        threads.run(&|worker| worker.barrier());
     }
 
     #[test]
     fn shared_parts_run_once_each_whoever_does_them() {
         for count in [1, 2, 3, 7] {
-            let team = Team::new(Some(count)).unwrap();
-            assert_eq!(team.parts(), if count == 1 { 1 } else { 2 * count });
+            let threads = ThreadPool::new(Some(count)).unwrap();
+            assert_eq!(threads.parts(), if count == 1 { 1 } else { 2 * count });
             let counters = |n: usize| (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>();
-            let (ran, shared, alone) = (counters(count), counters(team.parts()), counters(team.parts()));
+            let (ran, shared, alone) = (counters(count), counters(threads.parts()), counters(threads.parts()));
             for round in 1..2000 {
                 // Runs that wait for each other in between must find every part unbegun, too.
                 if round % 5 == 0 {
-                    team.run(&|member| {
-                        member.barrier();
-                        assert_eq!(member.count(), count);
-                        ran[member.index()].fetch_add(1, Ordering::Relaxed);
+                    threads.run(&|worker| {
+                        worker.barrier();
+                        assert_eq!(worker.count(), count);
+                        ran[worker.index()].fetch_add(1, Ordering::Relaxed);
                     });
-                    team.alone(&|member| _ = alone[member.index()].fetch_add(1, Ordering::Relaxed));
+                    threads.run_inline(&|worker| _ = alone[worker.index()].fetch_add(1, Ordering::Relaxed));
                 }
-                team.share(&|member| {
-                    assert_eq!(member.count(), team.parts());
-                    shared[member.index()].fetch_add(1, Ordering::Relaxed);
+                threads.run_parallel(&|worker| {
+                    assert_eq!(worker.count(), threads.parts());
+                    shared[worker.index()].fetch_add(1, Ordering::Relaxed);
                 });
                 let all = |ran: &[AtomicUsize], n| ran.iter().all(|ran| ran.load(Ordering::Relaxed) == n);
                 assert!(all(&shared, round), "{shared:?} in round {round}");
@@ -532,53 +532,53 @@ mod tests {
     /// own and waits in it, must do all the others.
     #[test]
     fn parts_of_threads_that_are_busy_are_done_by_others() {
-        let team = Team::new(Some(4)).unwrap();
+        let threads = ThreadPool::new(Some(4)).unwrap();
         let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        team.share(&|member| {
+        threads.run_parallel(&|worker| {
             if begun.fetch_add(1, Ordering::SeqCst) == 0 {
                 // The first part lasts until all others are done, so three threads at most do these.
-                while done.load(Ordering::SeqCst) + 1 < team.parts() {
+                while done.load(Ordering::SeqCst) + 1 < threads.parts() {
                     std::thread::yield_now();
                 }
             } else {
                 done.fetch_add(1, Ordering::SeqCst);
             }
-            assert!(member.index() < team.parts());
+            assert!(worker.index() < threads.parts());
         });
         assert_eq!((begun.into_inner(), done.into_inner()), (8, 7));
     }
 
     #[test]
     fn barriers_between_shared_parts_and_panics_in_them_come_out() {
-        let team = Team::new(Some(2)).unwrap();
-        assert!(catch_unwind(AssertUnwindSafe(|| team.share(&|member| member.barrier()))).is_err());
+        let threads = ThreadPool::new(Some(2)).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| threads.run_parallel(&|worker| worker.barrier()))).is_err());
         for bad in 0..2 {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                team.share(&|member| {
-                    if member.index() == bad {
+                threads.run_parallel(&|worker| {
+                    if worker.index() == bad {
                         resume_unwind(Box::new(bad));
                     }
                 });
             }));
             assert_eq!(*outcome.unwrap_err().downcast::<usize>().unwrap(), bad);
         }
-        team.run(&|member| member.barrier());
+        threads.run(&|worker| worker.barrier());
     }
 
     #[test]
     fn callers_on_several_threads_take_turns() {
-        let team = Team::new(Some(2)).unwrap();
+        let threads = ThreadPool::new(Some(2)).unwrap();
         let (busy, runs) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        team.run(&|member| {
-                            if member.index() == 0 {
+                        threads.run(&|worker| {
+                            if worker.index() == 0 {
                                 assert_eq!(busy.fetch_add(1, Ordering::SeqCst), 0);
                             }
-                            member.barrier();
-                            if member.index() == 0 {
+                            worker.barrier();
+                            if worker.index() == 0 {
                                 busy.fetch_sub(1, Ordering::SeqCst);
                                 runs.fetch_add(1, Ordering::SeqCst);
                             }
@@ -611,8 +611,8 @@ mod tests {
 
     #[test]
     fn thread_counts_out_of_range_are_refused() {
-        for threads in [0, MAX_MEMBERS + 1] {
-            let error = Team::new(Some(threads)).unwrap_err().to_string();
+        for threads in [0, MAX_WORKERS + 1] {
+            let error = ThreadPool::new(Some(threads)).unwrap_err().to_string();
             assert!(error.contains(&format!("threads: got {threads}, expected 1..=256")), "{error}");
         }
     }

@@ -12,8 +12,8 @@ use crate::engine::error::BuildError;
 use crate::engine::info::{BucketInfo, to_u32};
 use crate::graph::passes::shard;
 use crate::graph::{
-    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision, Rank,
-    compile,
+    ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision,
+    TpRank, compile,
 };
 use crate::kv_cache::KvGeometry;
 use crate::runner::Programs;
@@ -28,7 +28,7 @@ pub(crate) struct Plans {
 
 /// The graphs of all ranks.
 pub(crate) fn shard_graphs(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
-    (0..ranks).map(|index| shard(graph, Rank { index, of: ranks })).collect()
+    (0..ranks).map(|index| shard(graph, TpRank { index, of: ranks })).collect()
 }
 
 /// KV heads that all ranks store together: more than the model has where several ranks hold one.

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use crate::engine::error::BuildError;
 use crate::model::eos_ids_of_generation_config;
-use crate::text::{ChatRender, Vocabulary};
+use crate::text::{ChatRenderer, Vocabulary};
 use crate::weights::{ModelFiles, ModelKind, WeightError};
 
 /// Text side of a model. A model without a tokenizer has none of it, and takes and gives token ids.
 #[derive(Debug, Default)]
 pub(crate) struct TextAssets {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
-    pub chat: Option<Arc<dyn ChatRender>>,
+    pub chat: Option<Arc<dyn ChatRenderer>>,
     pub generation_eos_ids: Vec<u32>,
     pub tokenizer_eos_ids: Vec<u32>,
 }
@@ -59,7 +59,7 @@ impl TextAssets {
         let chat = match template_file.as_deref().or(tokenizer.chat_template()) {
             Some(source) => {
                 let template = ChatTemplate::new(source, tokenizer.bos_token(), tokenizer.eos_token())?;
-                Some(Arc::new(template) as Arc<dyn ChatRender>)
+                Some(Arc::new(template) as Arc<dyn ChatRenderer>)
             }
             None => None,
         };

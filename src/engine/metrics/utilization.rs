@@ -27,14 +27,14 @@ pub struct Utilization {
 }
 
 impl Utilization {
-    /// Compute density (model FLOPs utilisation): the share of the time that the operations would have taken at the peaks,
+    /// Compute density (model FLOPs utilization): the share of the time that the operations would have taken at the peaks,
     /// `(f32 operations / f32 peak + int8 operations / int8 peak) / time`. `None` while the window is empty or no time has
     /// passed in it.
     pub fn mfu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mfu(self.flops, self.int8_flops, self.seconds()?)
     }
 
-    /// Memory utilisation (model bandwidth utilisation): the share of the time that moving the bytes would have taken at the
+    /// Memory utilization (model bandwidth utilization): the share of the time that moving the bytes would have taken at the
     /// peak, `bytes / (time · bandwidth)`; see [`PeakRates::mbu`] for what caches make of it. `None` as for [`mfu`](Self::mfu).
     pub fn mbu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mbu(self.bytes, self.seconds()?)

@@ -20,7 +20,7 @@ use super::{Prompt, Request, RequestId};
 use crate::engine::clock::{Clock, micros};
 use crate::engine::config::refuse;
 use crate::engine::error::{EngineError, SubmitError};
-use crate::text::ChatRender;
+use crate::text::ChatRenderer;
 
 /// Longest piece of a refused value that an error repeats, in characters.
 const QUOTED_CHARS: usize = 40;
@@ -70,7 +70,7 @@ pub(crate) struct AdmissionLimits {
 pub(crate) struct Admission {
     limits: AdmissionLimits,
     vocabulary: Option<Arc<dyn Vocabulary>>,
-    chat: Option<Arc<dyn ChatRender>>,
+    chat: Option<Arc<dyn ChatRenderer>>,
     clock: Arc<dyn Clock>,
     inbox: Mutex<Inbox>,
     doorbell: Arc<Doorbell>,
@@ -89,7 +89,7 @@ impl Admission {
     pub fn new(
         limits: AdmissionLimits,
         vocabulary: Option<Arc<dyn Vocabulary>>,
-        chat: Option<Arc<dyn ChatRender>>,
+        chat: Option<Arc<dyn ChatRenderer>>,
         clock: Arc<dyn Clock>,
     ) -> Self {
         Self {

@@ -6,7 +6,7 @@
 //! ```
 //! - *prepare*: attend to callers, schedule, lay out rows and tables;
 //! - *compute*: the model's launch and what the device makes of it;
-//! - *output*: wait, sample, detokenise, publish, commit.
+//! - *output*: wait, sample, detokenize, publish, commit.
 //!
 //! All of it is one thread's work; what overlaps is the device's. Steps are taken out in the order in which they were
 //! planned, so a request sees the same tokens in the same order at any depth. A step whose sequence has ended meanwhile has

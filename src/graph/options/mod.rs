@@ -89,7 +89,7 @@ pub struct CompileOptions {
     ///
     /// - 0: one operation a node.
     /// - 1: add + norm inside a layer, head norm + rope, rope + KV write, activation · up.
-    /// - 2: shared-input projections, gated MLP + down projection, norm + quantise.
+    /// - 2: shared-input projections, gated MLP + down projection, norm + quantize.
     /// - 3: a layer's last add + the next layer's first norm (the last layer's add stays alone: only the wanted rows of its
     ///   sum are normed); the arg-max in the output projection; attention's loop orders by length.
     ///

@@ -40,7 +40,7 @@ pub fn fuse(graph: &Graph, level: u8, ops: OpSet, schedules: AttentionSchedules)
         report.swiglu_linear = rewriter.swiglu_linear();
     }
     if level >= 3 {
-        report.linear_arg_max = rewriter.each_pair(linear_arg_max);
+        report.linear_arg_max = rewriter.each_pair(linear_argmax);
         report.attention_schedules = rewriter.schedule_attention(schedules);
     }
     (rewriter.finish(), report)
@@ -302,7 +302,7 @@ fn norm_cast(rewriter: &Rewriter, norm: &Node, cast: &Node, between: ValueId) ->
     Some(Placed::AtProducer(Node { op, inputs: norm.inputs.clone(), outputs, layer: norm.layer }))
 }
 
-fn linear_arg_max(rewriter: &Rewriter, linear: &Node, best: &Node, between: ValueId) -> Option<Placed> {
+fn linear_argmax(rewriter: &Rewriter, linear: &Node, best: &Node, between: ValueId) -> Option<Placed> {
     let (Op::Linear(part), Op::ArgMax) = (&linear.op, &best.op) else { return None };
     if !rewriter.only_use(between) {
         return None;

@@ -2,11 +2,11 @@
 //! was asked for.
 
 mod fuse;
-mod legalise;
+mod legalize;
 mod precision;
 mod shard;
 
 pub use fuse::{FusionReport, fuse};
-pub use legalise::{OpSet, legalise};
+pub use legalize::{OpSet, legalize};
 pub use precision::{PrecisionPolicy, apply_precision};
 pub use shard::shard;

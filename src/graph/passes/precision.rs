@@ -40,7 +40,7 @@ pub fn apply_precision(graph: &Graph, policy: &PrecisionPolicy<'_>) -> Result<Gr
             let rule = policy.overrides.keys().filter(matching).max_by_key(|key| key.len());
             let precision = rule.map_or(policy.default, |key| policy.overrides[key]);
             let dtype = graph.weight(part.weight).dtype;
-            let integers = dtype.is_quantised() && policy.int8_activations;
+            let integers = dtype.is_quantized() && policy.int8_activations;
             let halves = dtype == DType::BF16 && policy.bf16_activations;
             let to = match precision {
                 Precision::BF16 => ActivationType::BF16,

@@ -12,14 +12,15 @@
 use std::ops::Range;
 
 use crate::graph::{
-    AttentionShape, CompileError, Graph, LinearPart, Node, Op, Rank, Rows, Value, ValueId, WeightId, WeightSlice, id32,
+    AttentionShape, CompileError, Graph, LinearPart, Node, Op, RowDim, TpRank, Value, ValueId, WeightId, WeightSlice,
+    id32,
 };
 
 /// The part of `graph` that this rank computes. One rank's graph is the graph itself.
 ///
 /// # Errors
 /// [`CompileError::Shard`] where heads or widths cannot be shared by so many, and for graphs with custom operations.
-pub fn shard(graph: &Graph, rank: Rank) -> Result<Graph, CompileError> {
+pub fn shard(graph: &Graph, rank: TpRank) -> Result<Graph, CompileError> {
     if rank.of == 0 || rank.index >= rank.of {
         return Err(refused(rank, format!("rank {} of {}", rank.index, rank.of)));
     }
@@ -42,12 +43,12 @@ pub fn shard(graph: &Graph, rank: Rank) -> Result<Graph, CompileError> {
     Ok(cutter.out)
 }
 
-fn refused(rank: Rank, what: String) -> CompileError {
+fn refused(rank: TpRank, what: String) -> CompileError {
     CompileError::Shard { ranks: rank.of, what }
 }
 
 /// The rank's query heads and KV heads.
-fn heads_of(shape: &AttentionShape, rank: Rank) -> Result<(Range<usize>, Range<usize>), CompileError> {
+fn heads_of(shape: &AttentionShape, rank: TpRank) -> Result<(Range<usize>, Range<usize>), CompileError> {
     let (ranks, group) = (rank.of as usize, shape.heads / shape.kv_heads.max(1));
     if ranks <= shape.kv_heads {
         let kv = rank.share(shape.kv_heads);
@@ -67,7 +68,7 @@ fn heads_of(shape: &AttentionShape, rank: Rank) -> Result<(Range<usize>, Range<u
 
 struct Cutter<'a> {
     source: &'a Graph,
-    rank: Rank,
+    rank: TpRank,
     out: Graph,
     /// Values of which the rank has some columns only.
     is_part: Vec<bool>,
@@ -224,7 +225,7 @@ impl Cutter<'_> {
             Op::KvWrite { .. } => Some(Meaning::Stored),
             Op::Linear(part) => Some(Meaning::ReadBy(part.weight)),
             _ => {
-                let out = node.outputs.first().filter(|&&out| self.source.value(out).rows == Rows::Tokens)?;
+                let out = node.outputs.first().filter(|&&out| self.source.value(out).rows == RowDim::Tokens)?;
                 self.meaning(*out)
             }
         })

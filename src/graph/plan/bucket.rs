@@ -1,6 +1,6 @@
 //! Upper bounds a plan is placed for.
 
-use crate::graph::{Elem, Rows, Value};
+use crate::graph::{Elem, RowDim, Value};
 
 /// Upper bounds of a launch: arena offsets hold for any batch inside them. Devices without static shapes run the actual
 /// sizes; none is padded by the plan itself.
@@ -18,10 +18,10 @@ pub struct Bucket {
 
 impl Bucket {
     /// Most rows a value can have.
-    pub const fn rows(&self, rows: Rows) -> usize {
+    pub const fn rows(&self, rows: RowDim) -> usize {
         match rows {
-            Rows::Tokens => self.tokens,
-            Rows::LogitRows => self.logit_rows,
+            RowDim::Tokens => self.tokens,
+            RowDim::LogitRows => self.logit_rows,
         }
     }
 

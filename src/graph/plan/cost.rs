@@ -10,13 +10,13 @@ use std::iter::Sum;
 use std::ops::{Add, AddAssign};
 
 use crate::graph::{
-    ActivationKind, ActivationType, Elem, LinearPart, NormSpec, Op, Plan, PlanValue, Rows, Step, Weight, WeightId,
+    ActivationKind, ActivationType, Elem, LinearPart, NormSpec, Op, Plan, PlanValue, RowDim, Step, Weight, WeightId,
 };
 
 /// Operations an element: square and sum, scale, weight.
 const NORM_FLOPS: u64 = 4;
 /// Operations an element: largest magnitude, scale, round.
-const QUANTISE_FLOPS: u64 = 3;
+const QUANTIZE_FLOPS: u64 = 3;
 /// Operations a rotated pair: four products, two sums.
 const ROTATE_FLOPS: u64 = 6;
 /// Operations an angle: the angle, its cosine, its sine.
@@ -150,10 +150,10 @@ impl CostShape {
         }
     }
 
-    const fn rows(&self, rows: Rows) -> u64 {
+    const fn rows(&self, rows: RowDim) -> u64 {
         match rows {
-            Rows::Tokens => self.tokens,
-            Rows::LogitRows => self.logit_rows,
+            RowDim::Tokens => self.tokens,
+            RowDim::LogitRows => self.logit_rows,
         }
     }
 }
@@ -218,7 +218,7 @@ impl Plan {
     }
 
     /// What a step runs over: in a batch without such rows it does not run.
-    pub(crate) fn rows_of(&self, step: &Step) -> Option<Rows> {
+    pub(crate) fn rows_of(&self, step: &Step) -> Option<RowDim> {
         step.outputs.iter().chain(&step.inputs).next().map(|&value| self.values[value].rows)
     }
 
@@ -385,7 +385,7 @@ const fn cast_flops(to: ActivationType) -> u64 {
     match to {
         ActivationType::F32 => 0,
         ActivationType::BF16 | ActivationType::F16 => 1,
-        ActivationType::Int8 => QUANTISE_FLOPS,
+        ActivationType::Int8 => QUANTIZE_FLOPS,
     }
 }
 

@@ -5,7 +5,7 @@
 //! So a plan's cost is a few sums of coefficients, and two exceptions.
 
 use super::cost::window_of;
-use crate::graph::{Cost, CostShape, Op, Plan, Rows, Step, attended_tokens, shown_tokens};
+use crate::graph::{Cost, CostShape, Op, Plan, RowDim, Step, attended_tokens, shown_tokens};
 
 /// What a plan costs, as coefficients.
 ///
@@ -62,8 +62,8 @@ impl CostRates {
             let (a_token, a_logit_row) = (less(at(2, 1, 0, 0), one), less(at(1, 2, 0, 0), one));
             let line = Linear { once: less(less(one, a_token), a_logit_row), a_token, a_logit_row };
             match plan.rows_of(step) {
-                Some(Rows::Tokens) => rates.over_tokens.add(line),
-                Some(Rows::LogitRows) => rates.over_logit_rows.add(line),
+                Some(RowDim::Tokens) => rates.over_tokens.add(line),
+                Some(RowDim::LogitRows) => rates.over_logit_rows.add(line),
                 None => {}
             }
             if let Op::Attention(_) = step.op {

@@ -7,13 +7,13 @@
 use crate::graph::Step;
 
 /// Most lanes a plan can have.
-pub(crate) const MAX_LANES: usize = 4;
+pub(crate) const MAX_STREAMS: usize = 4;
 
 /// Steps that have ended, counted a lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Clock([u32; MAX_LANES]);
+pub(crate) struct VectorClock([u32; MAX_STREAMS]);
 
-impl Clock {
+impl VectorClock {
     /// Whether all that `other` counts has ended here as well.
     pub(crate) fn covers(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).all(|(mine, others)| mine >= others)
@@ -26,21 +26,21 @@ impl Clock {
 
 /// The order of a plan's steps, grown step by step.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct HappensBefore {
     /// What has ended when a step begins.
-    pasts: Vec<Clock>,
+    pasts: Vec<VectorClock>,
     /// The same with the step itself.
-    clocks: Vec<Clock>,
+    clocks: Vec<VectorClock>,
     /// The last step of each lane.
-    tails: [Option<usize>; MAX_LANES],
+    tails: [Option<usize>; MAX_STREAMS],
 }
 
-impl Order {
+impl HappensBefore {
     /// The order of a whole plan. Lanes and the steps waited for must be in range.
-    pub(crate) fn of(steps: &[Step]) -> Self {
+    pub(crate) fn from_steps(steps: &[Step]) -> Self {
         let mut order = Self::default();
         for step in steps {
-            order.push(usize::from(step.lane), &step.waits_on);
+            order.push(usize::from(step.stream), &step.waits_on);
         }
         order
     }
@@ -56,8 +56,8 @@ impl Order {
     }
 
     /// What would have ended when a step began here.
-    pub(crate) fn past_of(&self, lane: usize, waits_on: &[usize]) -> Clock {
-        let mut past = self.tails[lane].map_or(Clock::default(), |tail| self.clocks[tail]);
+    pub(crate) fn past_of(&self, lane: usize, waits_on: &[usize]) -> VectorClock {
+        let mut past = self.tails[lane].map_or(VectorClock::default(), |tail| self.clocks[tail]);
         for &step in waits_on {
             past.join(&self.clocks[step]);
         }
@@ -70,20 +70,20 @@ impl Order {
     }
 
     /// What has ended when `step` begins.
-    pub(crate) fn past(&self, step: usize) -> &Clock {
+    pub(crate) fn past(&self, step: usize) -> &VectorClock {
         &self.pasts[step]
     }
 
     /// What has ended when `step` has.
-    pub(crate) fn clock(&self, step: usize) -> &Clock {
+    pub(crate) fn clock(&self, step: usize) -> &VectorClock {
         &self.clocks[step]
     }
 
     /// A clock that counts `step` and what its own lane ran before it, and nothing of other lanes: what a step must cover to
     /// know that `step` has ended.
-    pub(crate) fn own(&self, step: usize) -> Clock {
-        let mut own = Clock::default();
-        for lane in 0..MAX_LANES {
+    pub(crate) fn own(&self, step: usize) -> VectorClock {
+        let mut own = VectorClock::default();
+        for lane in 0..MAX_STREAMS {
             // A step counts itself on its own lane only.
             if self.clocks[step].0[lane] > self.pasts[step].0[lane] {
                 own.0[lane] = self.clocks[step].0[lane];
@@ -108,10 +108,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clocks_tell_who_is_known_to_have_ended() {
+    fn clocks_know_which_steps_have_ended() {
         // lane 0: 0 ─ 1 ───── 4
         // lane 1:      └ 2 ─ 3 ┘ (4 waits on 3, 2 waits on 0)
-        let mut order = Order::default();
+        let mut order = HappensBefore::default();
         order.push(0, &[]);
         order.push(0, &[]);
         order.push(1, &[0]);

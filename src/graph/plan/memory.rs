@@ -3,37 +3,37 @@
 
 use std::cmp::Reverse;
 
-use super::happens_before::{Clock, Order};
+use super::happens_before::{HappensBefore, VectorClock};
 use super::{Operand, PlanValue};
 use crate::graph::{Bucket, Step};
 
 /// When a value's bytes matter: from before the step that first touches it to after all that do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Life {
+pub(crate) struct Lifetime {
     /// First and last step that touch it, in the order of the plan.
     pub first: usize,
     pub last: usize,
     /// What has ended when the first begins.
-    born: Clock,
+    born: VectorClock,
     /// All that touch it.
-    users: Clock,
+    users: VectorClock,
 }
 
-impl Life {
+impl Lifetime {
     /// Whether both may matter at once: neither is known to be over when the other begins. With one lane, whether their
     /// stretches of the plan overlap.
-    pub(crate) fn meets(&self, other: &Self) -> bool {
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
         !self.born.covers(&other.users) && !other.born.covers(&self.users)
     }
 }
 
 /// Life of every value of the step list; none for values no step touches.
-pub(crate) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
-    let order = Order::of(steps);
-    let mut lives: Vec<Option<Life>> = vec![None; values];
+pub(crate) fn lifetimes(values: usize, steps: &[Step]) -> Vec<Option<Lifetime>> {
+    let order = HappensBefore::from_steps(steps);
+    let mut lives: Vec<Option<Lifetime>> = vec![None; values];
     for (at, step) in steps.iter().enumerate() {
         for &value in step.inputs.iter().chain(&step.outputs).chain(&step.scratch) {
-            let unborn = Life { first: at, last: at, born: *order.past(at), users: Clock::default() };
+            let unborn = Lifetime { first: at, last: at, born: *order.past(at), users: VectorClock::default() };
             let life = lives[value].get_or_insert(unborn);
             life.last = at;
             // Whoever waits for a step of a lane has waited for all before it: the latest of each lane counts.
@@ -45,10 +45,10 @@ pub(crate) fn lives(values: usize, steps: &[Step]) -> Vec<Option<Life>> {
 
 /// Largest sum of bytes alive at one step: no placement can be smaller.
 pub(crate) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
-    let lives = lives(values.len(), steps);
+    let lives = lifetimes(values.len(), steps);
     (0..steps.len())
         .map(|at| {
-            let alive = |life: &Option<Life>| life.is_some_and(|life| life.first <= at && at <= life.last);
+            let alive = |life: &Option<Lifetime>| life.is_some_and(|life| life.first <= at && at <= life.last);
             (0..values.len())
                 .filter(|&v| alive(&lives[v]) && matches!(values[v].operand, Operand::Arena { .. }))
                 .map(|v| values[v].bytes(bucket).next_multiple_of(alignment))
@@ -60,9 +60,9 @@ pub(crate) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &B
 
 /// Sets the arena offset of every arena value and returns the arena's size. Three orders are tried (largest first, oldest
 /// first, longest-lived first), each value going to the lowest gap that fits; the smallest arena wins.
-pub(crate) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
-    let lives = lives(values.len(), steps);
-    let mut wanted: Vec<(usize, usize, Life)> = (0..values.len())
+pub(crate) fn plan_arena(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+    let lives = lifetimes(values.len(), steps);
+    let mut wanted: Vec<(usize, usize, Lifetime)> = (0..values.len())
         .filter(|&v| matches!(values[v].operand, Operand::Arena { .. }))
         .filter_map(|v| Some((v, values[v].bytes(bucket).next_multiple_of(alignment), lives[v]?)))
         .collect();
@@ -84,8 +84,8 @@ pub(crate) fn place(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, a
 
 /// Sets the arena offset of every arena value so that no two share a byte, in the order in which they are first written,
 /// and returns the arena's size.
-pub(crate) fn place_apart(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
-    let lives = lives(values.len(), steps);
+pub(crate) fn plan_without_reuse(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
+    let lives = lifetimes(values.len(), steps);
     let mut order: Vec<(usize, usize)> =
         lives.iter().enumerate().filter_map(|(v, life)| Some((life.as_ref()?.first, v))).collect();
     order.sort_unstable();
@@ -99,14 +99,14 @@ pub(crate) fn place_apart(values: &mut [PlanValue], steps: &[Step], bucket: &Buc
     end
 }
 
-fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) {
-    let mut placed: Vec<(usize, usize, usize, Life)> = Vec::new();
+fn lowest_gaps(wanted: &[(usize, usize, Lifetime)]) -> (Vec<(usize, usize)>, usize) {
+    let mut placed: Vec<(usize, usize, usize, Lifetime)> = Vec::new();
     let mut arena_bytes = 0;
     for &(value, bytes, life) in wanted {
         // `placed` is sorted by offset: walk the neighbours in time and take the first gap.
         let mut offset = 0;
         for &(_, start, len, other) in &placed {
-            if !life.meets(&other) {
+            if !life.overlaps(&other) {
                 continue;
             }
             if offset + bytes <= start {
@@ -124,8 +124,8 @@ fn lowest_gaps(wanted: &[(usize, usize, Life)]) -> (Vec<(usize, usize)>, usize) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::graph::plan::streams::assign;
-    use crate::graph::{Elem, Op, Rows};
+    use crate::graph::plan::streams::assign_streams;
+    use crate::graph::{Elem, Op, RowDim};
     use proptest::prelude::*;
 
     const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2, seqs: 2, kv_tokens: 16 };
@@ -146,13 +146,13 @@ mod tests {
             let mut add = |cols: usize, kind: u8| {
                 let elem = [Elem::F32, Elem::F32, Elem::F32, Elem::Q8, Elem::Effect][usize::from(kind) % 5];
                 let operand = if elem == Elem::Effect { Operand::Effect } else { Operand::Arena { offset: 0 } };
-                let rows = if kind < 6 { Rows::Tokens } else { Rows::LogitRows };
+                let rows = if kind < 6 { RowDim::Tokens } else { RowDim::LogitRows };
                 values.push(PlanValue { name: values.len().to_string(), rows, cols, elem, operand });
                 values.len() - 1
             };
             let outputs = written.iter().map(|(cols, kind)| add(*cols, *kind)).collect();
             let scratch = scratch.map(|cols| add(cols, 0));
-            steps.push(Step { op: Op::Add, inputs, outputs, scratch, layer: None, lane: 0, waits_on: Vec::new() });
+            steps.push(Step { op: Op::Add, inputs, outputs, scratch, layer: None, stream: 0, waits_on: Vec::new() });
         }
         (values, steps)
     }
@@ -170,7 +170,7 @@ mod tests {
         fn live_values_never_share_a_byte(recipes in recipes(), alignment in prop::sample::select(vec![64usize, 128, 512])) {
             let (mut values, steps) = build(&recipes);
             let bound = lower_bound_bytes(&values, &steps, &BUCKET, alignment);
-            let arena = place(&mut values, &steps, &BUCKET, alignment);
+            let arena = plan_arena(&mut values, &steps, &BUCKET, alignment);
             let span = |v: usize| match values[v].operand {
                 Operand::Arena { offset } => Some((offset, offset + values[v].bytes(&BUCKET))),
                 _ => None,
@@ -196,7 +196,7 @@ mod tests {
             prop_assert_eq!(bound, least);
             prop_assert!(bound <= arena && arena <= sum, "{} <= {} <= {}", bound, arena, sum);
             let mut apart = build(&recipes).0;
-            prop_assert_eq!(place_apart(&mut apart, &steps, &BUCKET, alignment), sum);
+            prop_assert_eq!(plan_without_reuse(&mut apart, &steps, &BUCKET, alignment), sum);
             let mut rooms: Vec<(usize, usize)> = (0..apart.len())
                 .filter_map(|v| match apart[v].operand {
                     Operand::Arena { offset } => Some((offset, offset + apart[v].bytes(&BUCKET))),
@@ -207,7 +207,7 @@ mod tests {
             prop_assert!(rooms.iter().all(|(start, end)| start.is_multiple_of(alignment) && *end <= sum));
             prop_assert!(rooms.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{:?}", rooms);
             let mut again = build(&recipes).0;
-            prop_assert_eq!(place(&mut again, &steps, &BUCKET, alignment), arena);
+            prop_assert_eq!(plan_arena(&mut again, &steps, &BUCKET, alignment), arena);
             prop_assert_eq!(again, values);
         }
     }
@@ -218,8 +218,8 @@ mod tests {
         let writer = |value: usize, steps: &[Step]| steps.iter().position(|step| writes(step, value));
         let needs: Vec<Vec<usize>> =
             steps.iter().map(|step| step.inputs.iter().filter_map(|&v| writer(v, steps)).collect()).collect();
-        for (step, placed) in steps.iter_mut().zip(assign(&needs, lanes)) {
-            (step.lane, step.waits_on) = (placed.lane, placed.waits_on);
+        for (step, placed) in steps.iter_mut().zip(assign_streams(&needs, lanes)) {
+            (step.stream, step.waits_on) = (placed.stream, placed.waits_on);
         }
     }
 
@@ -228,7 +228,7 @@ mod tests {
         let mut done = vec![false; steps.len()];
         let mut order = Vec::new();
         while order.len() < steps.len() {
-            let of_lane = |lane: u8| (0..steps.len()).find(|&at| !done[at] && steps[at].lane == lane);
+            let of_lane = |lane: u8| (0..steps.len()).find(|&at| !done[at] && steps[at].stream == lane);
             let ready = |at: &usize| steps[*at].waits_on.iter().all(|&other| done[other]);
             let next: Vec<usize> = (0..4).filter_map(of_lane).filter(ready).collect();
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -247,7 +247,7 @@ mod tests {
         fn no_order_of_lanes_overwrites_what_is_still_read(recipes in recipes(), lanes in 1usize..5, seed in any::<u64>()) {
             let (mut values, mut steps) = build(&recipes);
             on_lanes(&mut steps, lanes);
-            place(&mut values, &steps, &BUCKET, 64);
+            plan_arena(&mut values, &steps, &BUCKET, 64);
             let span = |v: usize| match values[v].operand {
                 Operand::Arena { offset } => offset..offset + values[v].bytes(&BUCKET),
                 _ => 0..0,
@@ -280,6 +280,6 @@ mod tests {
             (0..10).map(|i| (vec![(64, 0)], if i == 0 { vec![] } else { vec![0] }, None)).collect();
         let (mut values, steps) = build(&recipes);
         let one = values[0].bytes(&BUCKET).next_multiple_of(64);
-        assert_eq!(place(&mut values, &steps, &BUCKET, 64), 2 * one);
+        assert_eq!(plan_arena(&mut values, &steps, &BUCKET, 64), 2 * one);
     }
 }

@@ -12,9 +12,9 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use super::passes::{FusionReport, OpSet};
-use super::{Bucket, Elem, Io, Op, OverflowPolicy, Rank, RegisteredOp, RopeFrequencies, Rows, Weight, row_bytes};
-use happens_before::Order;
-use memory::lives;
+use super::{Bucket, Elem, Io, Op, OverflowPolicy, RegisteredOp, RopeFrequencies, RowDim, TpRank, Weight, row_bytes};
+use happens_before::HappensBefore;
+use memory::lifetimes;
 
 /// What the compiler must know of the device it compiles for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct PlanValue {
     /// Name in dumps.
     pub name: String,
     /// Symbolic rows.
-    pub rows: Rows,
+    pub rows: RowDim,
     /// Elements a row.
     pub cols: usize,
     /// Element type.
@@ -95,7 +95,7 @@ pub struct Step {
     /// Layer it belongs to.
     pub layer: Option<u32>,
     /// Lane it runs on, behind all earlier steps of that lane.
-    pub lane: u8,
+    pub stream: u8,
     /// Steps of other lanes that must have ended before it begins, ascending.
     pub waits_on: Vec<usize>,
 }
@@ -122,7 +122,7 @@ pub struct Plan {
     /// Fusion level it was compiled with.
     pub fusion: u8,
     /// Lanes it was compiled for.
-    pub lanes: u8,
+    pub streams: u8,
     /// Whether values that are never alive together may share bytes of the arena.
     pub memory_reuse: bool,
     /// How often each fusion rule fired.
@@ -132,7 +132,7 @@ pub struct Plan {
     /// Operations a user registered; `Op::Custom` indexes here.
     pub customs: Vec<RegisteredOp>,
     /// The part of the model it computes.
-    pub rank: Rank,
+    pub rank: TpRank,
     /// What happens to rows that overflow.
     pub overflow: OverflowPolicy,
 }
@@ -140,14 +140,14 @@ pub struct Plan {
 impl Plan {
     /// First and last step that touches each value; none for a value that no step touches.
     pub(crate) fn lives(&self) -> Vec<Option<(usize, usize)>> {
-        let lives = lives(self.values.len(), &self.steps);
+        let lives = lifetimes(self.values.len(), &self.steps);
         lives.into_iter().map(|life| life.map(|life| (life.first, life.last))).collect()
     }
 
     /// The plan cut into stretches of neighbouring steps of which none is ordered before another: what a device without
     /// streams may run between two barriers.
     pub fn groups(&self) -> Vec<Range<usize>> {
-        let order = Order::of(&self.steps);
+        let order = HappensBefore::from_steps(&self.steps);
         let mut groups: Vec<Range<usize>> = Vec::new();
         for at in 0..self.steps.len() {
             match groups.last_mut() {
@@ -165,13 +165,13 @@ impl Plan {
             text,
             "plan fusion={}{}{}{} tokens<={} logit_rows<={} steps={}{} arena_bytes={} bound_bytes={}",
             self.fusion,
-            if self.lanes > 1 { format!(" lanes={}", self.lanes) } else { String::new() },
+            if self.streams > 1 { format!(" lanes={}", self.streams) } else { String::new() },
             if self.rank.of > 1 { format!(" rank={}/{}", self.rank.index, self.rank.of) } else { String::new() },
             if self.memory_reuse { "" } else { " reuse=off" },
             self.bucket.tokens,
             self.bucket.logit_rows,
             self.steps.len(),
-            if self.lanes > 1 { format!(" groups={}", self.groups().len()) } else { String::new() },
+            if self.streams > 1 { format!(" groups={}", self.groups().len()) } else { String::new() },
             self.arena_bytes,
             self.arena_bound_bytes
         );
@@ -189,10 +189,10 @@ impl Plan {
             let outputs = step.outputs.iter().map(|&v| self.dump_value(v)).collect::<Vec<_>>().join(", ");
             let head = if outputs.is_empty() { String::new() } else { format!("{outputs} = ") };
             let waits = step.waits_on.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-            let lane = match (self.lanes, waits.as_str()) {
+            let lane = match (self.streams, waits.as_str()) {
                 (0 | 1, _) => String::new(),
-                (_, "") => format!("[{}] ", step.lane),
-                _ => format!("[{} after {waits}] ", step.lane),
+                (_, "") => format!("[{}] ", step.stream),
+                _ => format!("[{} after {waits}] ", step.stream),
             };
             let _ = writeln!(text, "{at:4} {lane}{head}{}({})", step.op, arguments.join(", "));
         }
@@ -202,8 +202,8 @@ impl Plan {
     fn dump_value(&self, v: usize) -> String {
         let value = &self.values[v];
         let rows = match value.rows {
-            Rows::Tokens => "tokens",
-            Rows::LogitRows => "logit_rows",
+            RowDim::Tokens => "tokens",
+            RowDim::LogitRows => "logit_rows",
         };
         let elem = match value.elem {
             Elem::F32 => "f32",

@@ -3,24 +3,24 @@
 //! A lane is a stream on devices that have streams. On the CPU the whole team runs the plan in order, and neighbouring steps
 //! with no path between them share one barrier ([`Plan::groups`](crate::graph::Plan::groups)).
 
-use super::happens_before::{Clock, MAX_LANES, Order};
+use super::happens_before::{HappensBefore, MAX_STREAMS, VectorClock};
 
 /// Lane of a step, and the steps on other lanes that it waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Placement {
-    pub lane: u8,
+pub(crate) struct StreamPlacement {
+    pub stream: u8,
     pub waits_on: Vec<usize>,
 }
 
 /// Lanes for steps that each need the steps of their list (all before them). A step goes on where something it needs has
 /// just ended; else to a lane it would not have to wait for; else to the lane that has been quiet longest.
-pub(crate) fn assign(needs: &[Vec<usize>], lanes: usize) -> Vec<Placement> {
-    let lanes = lanes.clamp(1, MAX_LANES);
-    let mut order = Order::default();
+pub(crate) fn assign_streams(needs: &[Vec<usize>], lanes: usize) -> Vec<StreamPlacement> {
+    let lanes = lanes.clamp(1, MAX_STREAMS);
+    let mut order = HappensBefore::default();
     let mut lane_of: Vec<usize> = Vec::with_capacity(needs.len());
     let mut placed = Vec::with_capacity(needs.len());
     for needed in needs {
-        let mut past = Clock::default();
+        let mut past = VectorClock::default();
         for &step in needed {
             past.join(order.clock(step));
         }
@@ -42,7 +42,7 @@ pub(crate) fn assign(needs: &[Vec<usize>], lanes: usize) -> Vec<Placement> {
         }
         order.push(lane, &waits_on);
         lane_of.push(lane);
-        placed.push(Placement { lane: u8::try_from(lane).unwrap_or(0), waits_on });
+        placed.push(StreamPlacement { stream: u8::try_from(lane).unwrap_or(0), waits_on });
     }
     placed
 }
@@ -56,7 +56,7 @@ mod tests {
     fn branches_of_one_value_go_side_by_side() {
         // 0 norm; 1 q, 2 k, 3 v of it; 4 rope q, 5 rope k; 6 write (5, 3); 7 attention (4, 6).
         let needs = [vec![], vec![0], vec![0], vec![0], vec![1], vec![2], vec![5, 3], vec![4, 6]];
-        let lanes = |most| assign(&needs, most).into_iter().map(|p| (p.lane, p.waits_on)).collect::<Vec<_>>();
+        let lanes = |most| assign_streams(&needs, most).into_iter().map(|p| (p.stream, p.waits_on)).collect::<Vec<_>>();
         let one = lanes(1);
         assert!(one.iter().all(|(lane, waits)| *lane == 0 && waits.is_empty()));
         let none = Vec::new;
@@ -81,11 +81,11 @@ mod tests {
                 .enumerate()
                 .map(|(at, backs)| backs.iter().filter_map(|back| at.checked_sub(*back)).collect())
                 .collect();
-            let placed = assign(&needs, lanes);
-            let mut order = Order::default();
+            let placed = assign_streams(&needs, lanes);
+            let mut order = HappensBefore::default();
             for placement in &placed {
-                prop_assert!(usize::from(placement.lane) < lanes);
-                order.push(usize::from(placement.lane), &placement.waits_on);
+                prop_assert!(usize::from(placement.stream) < lanes);
+                order.push(usize::from(placement.stream), &placement.waits_on);
             }
             for (at, needed) in needs.iter().enumerate() {
                 for &step in needed {

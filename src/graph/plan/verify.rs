@@ -5,8 +5,8 @@
 //! needs and a place of its own while it may be alive, and of two steps that touch the same bytes, one of them writing,
 //! vector clocks say that one has ended before the other begins.
 
-use super::happens_before::{MAX_LANES, Order};
-use super::memory::lives;
+use super::happens_before::{HappensBefore, MAX_STREAMS};
+use super::memory::lifetimes;
 use super::{Operand, Plan, PlanValue, Step};
 use crate::graph::op_signature::Operands;
 use crate::graph::{Bucket, CompileError, Elem, Io, Op, op_signature, row_bytes};
@@ -51,8 +51,8 @@ impl Plan {
             if let Some(value) = touched(step).find(|&value| value >= self.values.len()) {
                 return Err(invalid(format!("step {at} names value {value} of {}", self.values.len())));
             }
-            if usize::from(step.lane) >= usize::from(self.lanes).min(MAX_LANES) {
-                return Err(invalid(format!("step {at} is on lane {} of {}", step.lane, self.lanes)));
+            if usize::from(step.stream) >= usize::from(self.streams).min(MAX_STREAMS) {
+                return Err(invalid(format!("step {at} is on lane {} of {}", step.stream, self.streams)));
             }
             if let Some(other) = step.waits_on.iter().find(|&&other| other >= at) {
                 return Err(invalid(format!("step {at} waits for step {other}, which is not before it")));
@@ -166,7 +166,7 @@ impl Plan {
     }
 
     fn check_places(&self) -> Result<(), CompileError> {
-        let lives = lives(self.values.len(), &self.steps);
+        let lives = lifetimes(self.values.len(), &self.steps);
         let span = |v: usize| match self.values[v].operand {
             Operand::Arena { offset } => Some((offset, offset.saturating_add(self.values[v].bytes(&self.bucket)))),
             _ => None,
@@ -179,7 +179,7 @@ impl Plan {
             }
             for (b, other) in lives.iter().enumerate().skip(a + 1) {
                 let (Some(other), Some((start_b, end_b))) = (*other, span(b)) else { continue };
-                if (life.meets(&other) || !self.memory_reuse) && start < end_b && start_b < end {
+                if (life.overlaps(&other) || !self.memory_reuse) && start < end_b && start_b < end {
                     return Err(invalid(format!("{} and {} overlap", self.values[a].name, self.values[b].name)));
                 }
             }
@@ -189,7 +189,7 @@ impl Plan {
 
     /// Of two steps that touch the same bytes, one of them writing, one has ended when the other begins.
     fn check_races(&self) -> Result<(), CompileError> {
-        let order = Order::of(&self.steps);
+        let order = HappensBefore::from_steps(&self.steps);
         for at in 0..self.steps.len() {
             for earlier in 0..at {
                 if !order.before(earlier, at) && self.conflict(earlier, at) {

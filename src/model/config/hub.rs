@@ -22,7 +22,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
 
     if let Some(method) = config.get("quantization_config") {
         let name = method.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
-        return Err(unsupported("quantization_config.quant_method", name, "use unquantised weights or a GGUF file"));
+        return Err(unsupported("quantization_config.quant_method", name, "use unquantized weights or a GGUF file"));
     }
     for field in ["is_encoder_decoder", "add_cross_attention"] {
         if config.bool(field)?.unwrap_or(false) {

@@ -18,7 +18,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 
-use super::{ChatMessage, ChatRender, TextError};
+use super::{ChatMessage, ChatRenderer, TextError};
 use clock::CivilTime;
 
 /// Steps of any render: an instruction or 64 bytes of data each, so at most 32 MiB besides the conversation. Real
@@ -114,7 +114,7 @@ impl ChatTemplate {
     }
 }
 
-impl ChatRender for ChatTemplate {
+impl ChatRenderer for ChatTemplate {
     fn render(&self, messages: &[ChatMessage]) -> Result<String, String> {
         Self::render(self, messages, &ChatOptions::answer()).map_err(|error| error.to_string())
     }

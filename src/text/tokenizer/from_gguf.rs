@@ -11,9 +11,9 @@ use tokenizers::normalizers::{NFC, Prepend, Replace, Sequence};
 use tokenizers::{AddedToken, NormalizerWrapper};
 
 use super::super::pre_tokenizer::PreTokenizer;
-use super::super::{GgufText, TextError};
+use super::super::{TextError, TokenizerMetadata};
 use super::{NamedToken, Tokenizer};
-use crate::text::token_bytes::{Pieces, Spelling};
+use crate::text::token_bytes::{TokenBytes, TokenEncoding};
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
@@ -77,7 +77,7 @@ struct Table {
 
 impl Tokenizer {
     /// Builds a tokenizer from the metadata of a GGUF file.
-    pub fn from_gguf(meta: &dyn GgufText) -> Result<Self, TextError> {
+    pub fn from_gguf(meta: &dyn TokenizerMetadata) -> Result<Self, TextError> {
         let model = meta.str(MODEL).ok_or(TextError::MissingKey { key: MODEL, expected: "\"gpt2\" or \"llama\"" })?;
         match model {
             "gpt2" => byte_level(meta),
@@ -98,7 +98,7 @@ fn in_key(field: &'static str) -> impl Fn(tokenizers::Error) -> TextError {
 }
 
 impl Table {
-    fn read(meta: &dyn GgufText) -> Result<Self, TextError> {
+    fn read(meta: &dyn TokenizerMetadata) -> Result<Self, TextError> {
         let tokens = meta.strings(TOKENS).ok_or(TextError::MissingKey { key: TOKENS, expected: "the vocabulary" })?;
         if tokens.is_empty() || u32::try_from(tokens.len()).is_err() {
             return Err(unsupported(TOKENS, format!("{} tokens", tokens.len()), "at least one token"));
@@ -144,21 +144,21 @@ impl Table {
             .collect()
     }
 
-    fn pieces(&self, spelling: Spelling) -> Pieces {
-        let mut pieces = Pieces::default();
+    fn pieces(&self, spelling: TokenEncoding) -> TokenBytes {
+        let mut pieces = TokenBytes::default();
         for (token, kind) in self.tokens.iter().zip(&self.types) {
             match (kind, spelling) {
                 (TokenType::Unused, _) => pieces.push_nothing(),
-                (TokenType::Normal | TokenType::Byte, _) | (_, Spelling::SentencePiece) => {
+                (TokenType::Normal | TokenType::Byte, _) | (_, TokenEncoding::SentencePiece) => {
                     pieces.push_spelled(token, spelling);
                 }
-                (_, Spelling::ByteLevel) => pieces.push_literal(token),
+                (_, TokenEncoding::ByteLevel) => pieces.push_literal(token),
             }
         }
         pieces
     }
 
-    fn named(&self, meta: &dyn GgufText, key: &'static str) -> Result<Option<NamedToken>, TextError> {
+    fn named(&self, meta: &dyn TokenizerMetadata, key: &'static str) -> Result<Option<NamedToken>, TextError> {
         let Some(id) = meta.u32(key) else { return Ok(None) };
         match self.tokens.get(id as usize) {
             Some(text) => Ok(Some(NamedToken { text: text.clone(), id: Some(id) })),
@@ -167,7 +167,7 @@ impl Table {
     }
 
     /// The end-of-sequence id, those of turn and message, and tokens that are known to end a turn by their text.
-    fn eos_ids(&self, meta: &dyn GgufText) -> Result<Vec<u32>, TextError> {
+    fn eos_ids(&self, meta: &dyn TokenizerMetadata) -> Result<Vec<u32>, TextError> {
         let mut ids = Vec::new();
         for key in [EOS, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
             ids.extend(self.named(meta, key)?.and_then(|token| token.id));
@@ -185,9 +185,9 @@ impl Table {
 
     fn finish(
         &self,
-        meta: &dyn GgufText,
+        meta: &dyn TokenizerMetadata,
         mut encoder: tokenizers::Tokenizer,
-        spelling: Spelling,
+        spelling: TokenEncoding,
         strips_first_space: bool,
         adds_bos: bool,
     ) -> Result<Tokenizer, TextError> {
@@ -226,7 +226,7 @@ fn wrong_count(field: &'static str, got: usize, tokens: usize) -> TextError {
     unsupported(field, format!("{got} entries"), &format!("{tokens}, one a token"))
 }
 
-fn byte_level(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
+fn byte_level(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
     let name = meta.str(PRE).ok_or(TextError::MissingKey { key: PRE, expected: "the name of the pre-tokenizer" })?;
     let pre = PreTokenizer::named(name)?;
     let table = Table::read(meta)?;
@@ -259,10 +259,10 @@ fn byte_level(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
     if pre.composes {
         encoder.with_normalizer(Some(NFC)).map_err(in_key(PRE))?;
     }
-    table.finish(meta, encoder, Spelling::ByteLevel, false, pre.adds_bos)
+    table.finish(meta, encoder, TokenEncoding::ByteLevel, false, pre.adds_bos)
 }
 
-fn sentence_piece(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
+fn sentence_piece(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
     let table = Table::read(meta)?;
     let scores = meta.f32s(SCORES).ok_or(TextError::MissingKey { key: SCORES, expected: "one score a token" })?;
     if scores.len() != table.tokens.len() {
@@ -285,7 +285,7 @@ fn sentence_piece(meta: &dyn GgufText) -> Result<Tokenizer, TextError> {
     }
     steps.push(Replace::new(" ", "▁").map_err(in_key(TOKENS))?.into());
     encoder.with_normalizer(Some(Sequence::new(steps))).map_err(in_key(TOKENS))?;
-    table.finish(meta, encoder, Spelling::SentencePiece, adds_space, true)
+    table.finish(meta, encoder, TokenEncoding::SentencePiece, adds_space, true)
 }
 
 /// The merges that scores stand for: every way to cut a token into two tokens, better scores first. `SentencePiece` joins

@@ -10,7 +10,7 @@ use tokenizers::AddedToken;
 use super::super::TextError;
 use super::json_schema::{JSON, Outline, in_file};
 use super::{NamedToken, Tokenizer};
-use crate::text::token_bytes::{Pieces, Spelling};
+use crate::text::token_bytes::{TokenBytes, TokenEncoding};
 
 const CONFIG: &str = "tokenizer_config.json";
 
@@ -165,11 +165,11 @@ fn wanted(add: Option<bool>, token: Option<&NamedToken>, field: &'static str) ->
 }
 
 /// Bytes and special flags of all ids.
-fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: Spelling) -> Result<(Pieces, Vec<bool>), TextError> {
+fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result<(TokenBytes, Vec<bool>), TextError> {
     let mut tokens: Vec<(u32, String)> = encoder.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
     tokens.sort_unstable();
     let added = encoder.get_added_vocabulary().get_added_tokens_decoder();
-    let mut pieces = Pieces::default();
+    let mut pieces = TokenBytes::default();
     let mut special = Vec::with_capacity(tokens.len());
     for (id, token) in tokens {
         // Two texts of one id: an added token over one of the model's. The added token wins, as in decoding.
@@ -192,7 +192,7 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: Spelling) -> Result<(Pie
         special.push(known.is_some_and(|token| token.special));
         match known {
             // A byte-level decoder would read "é" as the byte E9; the added token stands for its own text.
-            Some(known) if spelling == Spelling::ByteLevel => pieces.push_literal(&known.content),
+            Some(known) if spelling == TokenEncoding::ByteLevel => pieces.push_literal(&known.content),
             _ => pieces.push_spelled(&token, spelling),
         }
     }

@@ -10,7 +10,7 @@ use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
 use crate::text::TextError;
-use crate::text::token_bytes::Spelling;
+use crate::text::token_bytes::TokenEncoding;
 
 /// Name of the file.
 pub(super) const JSON: &str = "tokenizer.json";
@@ -22,7 +22,7 @@ pub(super) fn in_file(file: &'static str, reason: &str) -> TextError {
 
 /// What a decoder means for the bytes of a token.
 pub(super) struct Decoding {
-    pub(super) spelling: Spelling,
+    pub(super) spelling: TokenEncoding,
     pub(super) strips_first_space: bool,
 }
 
@@ -36,13 +36,13 @@ impl Decoding {
         let mut strips_first_space = false;
         for step in steps {
             match step["type"].as_str() {
-                Some("ByteLevel") => spelling = Some(Spelling::ByteLevel),
+                Some("ByteLevel") => spelling = Some(TokenEncoding::ByteLevel),
                 Some("Metaspace") if step["replacement"] == "▁" => {
-                    spelling = Some(Spelling::SentencePiece);
+                    spelling = Some(TokenEncoding::SentencePiece);
                     strips_first_space |= step["prepend_scheme"] != "never";
                 }
                 Some("Replace") if step["pattern"]["String"] == "▁" && step["content"] == " " => {
-                    spelling = Some(Spelling::SentencePiece);
+                    spelling = Some(TokenEncoding::SentencePiece);
                 }
                 Some("Strip") if step["content"] == " " && step["start"] == 1 && step["stop"] == 0 => {
                     strips_first_space = true;

@@ -8,7 +8,7 @@ mod from_gguf;
 mod from_json;
 mod json_schema;
 
-use super::token_bytes::Pieces;
+use super::token_bytes::TokenBytes;
 use super::{TextError, Vocabulary};
 
 /// A token that the tokenizer's configuration names (BOS, EOS).
@@ -22,7 +22,7 @@ struct NamedToken {
 /// A byte-pair tokenizer with its special tokens.
 pub struct Tokenizer {
     encoder: tokenizers::Tokenizer,
-    pieces: Pieces,
+    pieces: TokenBytes,
     /// One flag an id: a control token.
     special: Vec<bool>,
     /// The first token of a text loses one leading space (it was put there by `encode`).
@@ -90,7 +90,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The text of these ids, as the streaming detokeniser would give it from the beginning of a text.
+    /// The text of these ids, as the streaming detokenizer would give it from the beginning of a text.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = super::Detokenizer::new(skip_special);
         let mut text = String::new();

@@ -8,7 +8,7 @@
 
 use half::f16;
 
-use super::{Group, half_at, set_half};
+use super::{QuantGroup, half_at, set_half};
 
 const LEN: usize = 256;
 
@@ -48,32 +48,32 @@ pub(super) fn q6_k_to_f32(block: &[u8; 210], out: &mut [f32; LEN]) {
     }
 }
 
-pub(super) fn q4_k_groups(block: &[u8; 144]) -> [Group; 8] {
+pub(super) fn q4_k_groups(block: &[u8; 144]) -> [QuantGroup; 8] {
     let (head, low) = block.split_at(16);
     std::array::from_fn(|j| {
         let (scale, min) = scale_and_min(head, j);
         let low = &low[32 * (j / 2)..][..32];
         let quants = std::array::from_fn(|l| (low[l] >> (4 * (j % 2)) & 0xf) as i8);
-        Group { quants, scales: [scale; 2], min: -min }
+        QuantGroup { quants, scales: [scale; 2], min: -min }
     })
 }
 
-pub(super) fn q5_k_groups(block: &[u8; 176]) -> [Group; 8] {
+pub(super) fn q5_k_groups(block: &[u8; 176]) -> [QuantGroup; 8] {
     let (head, rest) = block.split_at(16);
     let (high, low) = rest.split_at(32);
     std::array::from_fn(|j| {
         let (scale, min) = scale_and_min(head, j);
         let low = &low[32 * (j / 2)..][..32];
         let quants = std::array::from_fn(|l| (low[l] >> (4 * (j % 2)) & 0xf | (high[l] >> j & 1) << 4) as i8);
-        Group { quants, scales: [scale; 2], min: -min }
+        QuantGroup { quants, scales: [scale; 2], min: -min }
     })
 }
 
-pub(super) fn q6_k_groups(block: &[u8; 210]) -> [Group; 8] {
+pub(super) fn q6_k_groups(block: &[u8; 210]) -> [QuantGroup; 8] {
     let d = half_at(block, 208);
     std::array::from_fn(|j| {
         let quants = std::array::from_fn(|l| q6_quant(block, 32 * j + l));
-        Group { quants, scales: [0, 1].map(|half| d * f32::from(block[192 + 2 * j + half] as i8)), min: 0.0 }
+        QuantGroup { quants, scales: [0, 1].map(|half| d * f32::from(block[192 + 2 * j + half] as i8)), min: 0.0 }
     })
 }
 

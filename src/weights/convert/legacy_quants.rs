@@ -8,7 +8,7 @@
 
 use half::f16;
 
-use super::{Group, half_at, set_half};
+use super::{QuantGroup, half_at, set_half};
 
 const LEN: usize = 32;
 
@@ -45,30 +45,30 @@ pub(super) fn q8_0_to_f32(block: &[u8; 34], out: &mut [f32; LEN]) {
     }
 }
 
-pub(super) fn q4_0_group(block: &[u8; 18]) -> Group {
-    Group { quants: nibbles(&block[2..], 8), scales: [half_at(block, 0); 2], min: 0.0 }
+pub(super) fn q4_0_group(block: &[u8; 18]) -> QuantGroup {
+    QuantGroup { quants: nibbles(&block[2..], 8), scales: [half_at(block, 0); 2], min: 0.0 }
 }
 
-pub(super) fn q4_1_group(block: &[u8; 20]) -> Group {
-    Group { quants: nibbles(&block[4..], 0), scales: [half_at(block, 0); 2], min: half_at(block, 2) }
+pub(super) fn q4_1_group(block: &[u8; 20]) -> QuantGroup {
+    QuantGroup { quants: nibbles(&block[4..], 0), scales: [half_at(block, 0); 2], min: half_at(block, 2) }
 }
 
-pub(super) fn q5_0_group(block: &[u8; 22]) -> Group {
+pub(super) fn q5_0_group(block: &[u8; 22]) -> QuantGroup {
     let mut quants = [0; LEN];
     five_bits(&block[2..], |j, q| quants[j] = q as i8 - 16);
-    Group { quants, scales: [half_at(block, 0); 2], min: 0.0 }
+    QuantGroup { quants, scales: [half_at(block, 0); 2], min: 0.0 }
 }
 
-pub(super) fn q5_1_group(block: &[u8; 24]) -> Group {
+pub(super) fn q5_1_group(block: &[u8; 24]) -> QuantGroup {
     let mut quants = [0; LEN];
     five_bits(&block[4..], |j, q| quants[j] = q as i8);
-    Group { quants, scales: [half_at(block, 0); 2], min: half_at(block, 2) }
+    QuantGroup { quants, scales: [half_at(block, 0); 2], min: half_at(block, 2) }
 }
 
-pub(super) fn q8_0_group(block: &[u8; 34]) -> Group {
+pub(super) fn q8_0_group(block: &[u8; 34]) -> QuantGroup {
     let mut quants = [0; LEN];
     quants.iter_mut().zip(&block[2..]).for_each(|(quant, byte)| *quant = *byte as i8);
-    Group { quants, scales: [half_at(block, 0); 2], min: 0.0 }
+    QuantGroup { quants, scales: [half_at(block, 0); 2], min: 0.0 }
 }
 
 /// Four-bit integers with an offset taken off.
@@ -175,7 +175,7 @@ fn inverse(d: f32) -> f32 {
 
 /// Truncates to 0..=max, as GGML's casts do for values in range; NaN gives 0.
 fn step(x: f32, max: u8) -> u8 {
-    #[allow(clippy::cast_possible_truncation)] // truncation is the rounding that the format's quantiser has
+    #[allow(clippy::cast_possible_truncation)] // truncation is the rounding that the format's quantizer has
     let truncated = x as u8;
     truncated.min(max)
 }

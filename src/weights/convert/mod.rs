@@ -1,7 +1,7 @@
 //! Elements between storage types and f32.
 //!
-//! [`dequantise`] is bit-exact with GGML's `dequantize_row_*` (product first, then the sum, no fused multiply-add).
-//! [`quantise`] rounds each block by itself: the plain formats as GGML's reference quantiser does, the K formats by
+//! [`dequantize`] is bit-exact with GGML's `dequantize_row_*` (product first, then the sum, no fused multiply-add).
+//! [`quantize`] rounds each block by itself: the plain formats as GGML's reference quantizer does, the K formats by
 //! covering each sub-block's range, without GGML's search for better scales. Both are reference bodies: one block at a
 //! time, in order, no SIMD. Neither packs for a device.
 
@@ -20,7 +20,7 @@ use super::DType;
 ///
 /// If `bytes` is not exactly what `out.len()` elements of `dtype` take. Tensors handed out by a
 /// [`WeightSource`](super::WeightSource) always match their shape.
-pub fn dequantise(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(Some(bytes.len()), dtype.bytes_for(out.len()), "bytes of {} elements of {dtype}", out.len());
     match dtype {
         DType::F32 => each(bytes, out, f32::from_le_bytes),
@@ -45,7 +45,7 @@ pub fn dequantise(dtype: DType, bytes: &[u8], out: &mut [f32]) {
 /// # Panics
 ///
 /// If `src` is no whole number of blocks.
-pub fn quantise(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
+pub fn quantize(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
     let bytes = dtype.bytes_for(src.len());
     assert!(bytes.is_some(), "{} elements are no whole number of blocks of {dtype}", src.len());
     out.reserve(bytes.unwrap_or_default());
@@ -66,7 +66,7 @@ pub fn quantise(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
 
 /// 32 elements of a block format as they are stored: `value = scales[i / 16] * quants[i] + min`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Group {
+pub struct QuantGroup {
     /// Integers, with the format's offset taken off: of 4 and 5 bits those that go with a minimum are 0 or more.
     pub quants: [i8; 32],
     /// Scales of the first and the last 16 elements, different only in `Q6_K`.
@@ -80,7 +80,7 @@ pub struct Group {
 /// # Panics
 ///
 /// If `bytes` is no whole number of blocks.
-pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(Group)) {
+pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(QuantGroup)) {
     assert!(bytes.len().is_multiple_of(dtype.block_bytes()), "{} bytes are no blocks of {dtype}", bytes.len());
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => {}

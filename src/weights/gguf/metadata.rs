@@ -179,7 +179,7 @@ impl Metadata {
     }
 }
 
-impl crate::text::GgufText for Metadata {
+impl crate::text::TokenizerMetadata for Metadata {
     fn str(&self, key: &str) -> Option<&str> {
         self.str(key)
     }

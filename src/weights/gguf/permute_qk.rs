@@ -32,7 +32,7 @@ pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, Str
 /// The bytes with rows in the hub's order.
 pub(super) fn to_halves(view: TensorView<'_>, heads: usize) -> Result<Box<[u8]>, String> {
     let rows = view.shape.first().copied().unwrap_or(0);
-    let is_whole_rows = view.shape.len() == 2 || (view.shape.len() == 1 && !view.dtype.is_quantised());
+    let is_whole_rows = view.shape.len() == 2 || (view.shape.len() == 1 && !view.dtype.is_quantized());
     if !is_whole_rows || heads == 0 || !rows.is_multiple_of(2 * heads) {
         return Err(format!("shape {:?} of {} is not {heads} heads of an even number of rows", view.shape, view.dtype));
     }

@@ -1,4 +1,4 @@
-//! GGML's numbers for tensor types: those that are read, and the sizes of those that are only recognised.
+//! GGML's numbers for tensor types: those that are read, and the sizes of those that are only recognized.
 //!
 //! Source: `enum ggml_type` in ggml's `ggml.h` and the block structs of `ggml-common.h`. Numbers 4, 5, 31 to 33 and
 //! 36 to 38 were removed from the format.
@@ -14,7 +14,7 @@ pub(super) struct GgmlType {
     pub(super) name: &'static str,
     pub(super) block_len: usize,
     pub(super) block_bytes: usize,
-    /// The type it is read as, or `None` if it is only recognised.
+    /// The type it is read as, or `None` if it is only recognized.
     pub(super) dtype: Option<DType>,
 }
 
@@ -32,13 +32,13 @@ impl GgmlType {
             13 => DType::Q5_K,
             14 => DType::Q6_K,
             30 => DType::BF16,
-            _ => return Self::recognised(id),
+            _ => return Self::recognized(id),
         };
         let (block_len, block_bytes) = (dtype.block_len(), dtype.block_bytes());
         Some(Self { id, name: dtype.name(), block_len, block_bytes, dtype: Some(dtype) })
     }
 
-    fn recognised(id: u32) -> Option<Self> {
+    fn recognized(id: u32) -> Option<Self> {
         let (name, block_len, block_bytes) = match id {
             9 => ("q8_1", 32, 36),
             10 => ("q2_k", 256, 84),

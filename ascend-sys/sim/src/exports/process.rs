@@ -31,7 +31,7 @@ pub struct Utilization {
 pub extern "C" fn aclInit(_config: Text) -> i32 {
     plain("aclInit", || {
         let is_repeated = IS_INITIALIZED.swap(true, Ordering::Relaxed);
-        rule!(!is_repeated, REPEAT_INITIALIZE, "initialised before");
+        rule!(!is_repeated, REPEAT_INITIALIZE, "initialized before");
         Ok(())
     })
 }
@@ -39,7 +39,7 @@ pub extern "C" fn aclInit(_config: Text) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclFinalize() -> i32 {
     plain("aclFinalize", || {
-        rule!(IS_INITIALIZED.swap(false, Ordering::Relaxed), UNINITIALIZED, "not initialised");
+        rule!(IS_INITIALIZED.swap(false, Ordering::Relaxed), UNINITIALIZED, "not initialized");
         Ok(())
     })
 }
@@ -47,7 +47,7 @@ pub extern "C" fn aclFinalize() -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclFinalizeReference(count: Out<u64>) -> i32 {
     plain("aclFinalizeReference", || {
-        rule!(IS_INITIALIZED.swap(false, Ordering::Relaxed), UNINITIALIZED, "not initialised");
+        rule!(IS_INITIALIZED.swap(false, Ordering::Relaxed), UNINITIALIZED, "not initialized");
         count.put_if_asked(0);
         Ok(())
     })
@@ -178,7 +178,7 @@ pub extern "C" fn aclrtGetLastError(level: i32) -> i32 {
     if level == 0 { control::last_error(true) } else { RT_INVALID_HANDLE }
 }
 
-/// Forgets that it was initialised, for tests.
+/// Forgets that it was initialized, for tests.
 pub(crate) fn reset() {
     IS_INITIALIZED.store(false, Ordering::Relaxed);
     KERNEL_LIMIT_S.store(1091, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! RMS normalisation, alone and after an addition.
+//! RMS normalization, alone and after an addition.
 
 use super::{has_dims, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, rule};
@@ -6,7 +6,7 @@ use crate::executor::{Prepared, input, output};
 use crate::operands::{Bench, rounded};
 use crate::tensor::{Elem, View};
 
-/// Operations a normalised element costs.
+/// Operations a normalized element costs.
 const COST: usize = 4;
 
 fn check(x: &View, gamma: &View, y: &View, rstd: &View) -> Done {
@@ -43,7 +43,7 @@ pub(crate) fn rms_norm(x: &View, gamma: &View, epsilon: f64, y: &View, rstd: &Vi
     check_rstd(x, gamma, rstd, true)?;
     let kernel = move |bench: &mut Bench<'_>| {
         let (x, gamma) = (bench.floats(0)?, bench.floats(1)?);
-        let (y, rstd) = normalised(&x, &gamma, epsilon);
+        let (y, rstd) = normalized(&x, &gamma, epsilon);
         bench.store(2, &y)?;
         bench.store(3, &rstd)
     };
@@ -72,7 +72,7 @@ pub(crate) fn add_rms_norm(
     let kernel = move |bench: &mut Bench<'_>| {
         let (x1, x2, gamma) = (bench.floats(0)?, bench.floats(1)?, bench.floats(2)?);
         let sum: Vec<f32> = x1.iter().zip(&x2).map(|(a, b)| rounded(a + b, elem)).collect();
-        let (y, rstd) = normalised(&sum, &gamma, epsilon);
+        let (y, rstd) = normalized(&sum, &gamma, epsilon);
         bench.store(3, &y)?;
         bench.store(4, &rstd)?;
         bench.store(5, &sum)
@@ -82,7 +82,7 @@ pub(crate) fn add_rms_norm(
 }
 
 /// Rows as long as `gamma`, and the factor of each.
-fn normalised(x: &[f32], gamma: &[f32], epsilon: f64) -> (Vec<f32>, Vec<f32>) {
+fn normalized(x: &[f32], gamma: &[f32], epsilon: f64) -> (Vec<f32>, Vec<f32>) {
     #[allow(clippy::cast_possible_truncation)]
     let epsilon = epsilon as f32;
     let factor = |row: &[f32]| {

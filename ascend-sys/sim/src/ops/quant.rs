@@ -1,4 +1,4 @@
-//! Quantised products.
+//! Quantized products.
 
 use super::matmul::columns;
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
@@ -7,10 +7,10 @@ use crate::executor::{Prepared, input, maybe, output};
 use crate::operands::{Bench, rounded};
 use crate::tensor::{Elem, View};
 
-/// Largest magnitude of a quantised activation.
+/// Largest magnitude of a quantized activation.
 const LARGEST: f32 = 127.0;
 
-/// Largest K and N of a product with quantised weights and plain activations, and longest rows where both are quantised.
+/// Largest K and N of a product with quantized weights and plain activations, and longest rows where both are quantized.
 const MAX_SIDE: usize = 65_535;
 
 /// int8 and a scale for each row.
@@ -25,14 +25,14 @@ pub(crate) fn dynamic_quant(x: &View, y: &View, scale: &View) -> Done<Prepared> 
         let x = bench.floats(0)?;
         let scales: Vec<f32> =
             x.chunks(cols).map(|row| row.iter().fold(0.0f32, |most, v| most.max(v.abs())) / LARGEST).collect();
-        let quantised: Vec<f32> = x
+        let quantized: Vec<f32> = x
             .chunks(cols)
             .zip(&scales)
             .flat_map(|(row, &scale)| {
                 row.iter().map(move |v| if scale > 0.0 { (v / scale).round_ties_even() } else { 0.0 })
             })
             .collect();
-        bench.store(1, &quantised)?;
+        bench.store(1, &quantized)?;
         bench.store(2, &scales)
     };
     let operands = vec![input(0, x), output(0, y), output(1, scale)];

@@ -206,7 +206,7 @@ pub(crate) fn join(stream: &Stream, event: &Event) -> Done {
     Ok(())
 }
 
-/// Refuses what no capture allows meanwhile: blocking copies, synchronising, queries. What is refused spoils the capture.
+/// Refuses what no capture allows meanwhile: blocking copies, synchronizing, queries. What is refused spoils the capture.
 pub(crate) fn forbid(what: &str) -> Done {
     let thread = std::thread::current().id();
     let forbids = |capture: &&Arc<Capture>| match capture.mode {

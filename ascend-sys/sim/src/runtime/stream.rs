@@ -190,7 +190,7 @@ impl Stream {
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Waits until all is done; failures stay for the next synchronise.
+    /// Waits until all is done; failures stay for the next synchronize.
     pub(crate) fn drain(&self) -> Done {
         while !self.is_idle() {
             self.pause()?;

@@ -4,7 +4,7 @@
 
 use ascend_sys::{AscendError, Context, DeviceBuffer, ElemType, MASK_SIDE, TensorDesc};
 
-use super::{GRANULE, zeroed};
+use super::{ALIGNMENT, alloc_zeroed};
 
 /// Numbers that stand in a granule each.
 const NUMBERS: [i32; 4] = [1, -1, 2, -2];
@@ -21,21 +21,21 @@ pub(crate) struct Constants {
 
 impl Constants {
     pub(crate) fn new(context: &Context) -> Result<Self, AscendError> {
-        let numbers = zeroed(context, NUMBERS.len() * GRANULE)?;
+        let numbers = alloc_zeroed(context, NUMBERS.len() * ALIGNMENT)?;
         for (index, number) in NUMBERS.iter().enumerate() {
-            numbers.write(index * GRANULE, &number.to_le_bytes())?;
+            numbers.write(index * ALIGNMENT, &number.to_le_bytes())?;
         }
-        let mask = zeroed(context, MASK_SIDE * MASK_SIDE)?;
+        let mask = alloc_zeroed(context, MASK_SIDE * MASK_SIDE)?;
         let mut rows = vec![0u8; MASK_SIDE * MASK_SIDE];
         for (row, columns) in rows.chunks_exact_mut(MASK_SIDE).enumerate() {
             columns[row + 1..].fill(1);
         }
         mask.write(0, &rows)?;
-        Ok(Self { numbers, mask, ids: zeroed(context, 4)?, known_ids: 0 })
+        Ok(Self { numbers, mask, ids: alloc_zeroed(context, 4)?, known_ids: 0 })
     }
 
     fn number(&self, index: usize) -> TensorDesc {
-        TensorDesc::new(self.numbers.address().offset(index * GRANULE), ElemType::I32, &[1])
+        TensorDesc::new(self.numbers.address().offset(index * ALIGNMENT), ElemType::I32, &[1])
     }
 
     pub(crate) fn one(&self) -> TensorDesc {
@@ -60,16 +60,16 @@ impl Constants {
     }
 
     /// Row `best + 1` holds the id to feed: 0 where `best` is none.
-    pub(crate) fn ids(&self) -> TensorDesc {
+    pub(crate) fn id_table(&self) -> TensorDesc {
         TensorDesc::new(self.ids.address(), ElemType::I32, &[self.known_ids + 1])
     }
 
     /// Makes room for a vocabulary; the streams are at their ends.
-    pub(crate) fn know_ids(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
+    pub(crate) fn grow_id_table(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
         if count <= self.known_ids {
             return Ok(());
         }
-        let ids = zeroed(context, 4 * (count + 1))?;
+        let ids = alloc_zeroed(context, 4 * (count + 1))?;
         let id = |i: usize| u32::try_from(i.saturating_sub(1)).unwrap_or(0).to_le_bytes();
         let bytes: Vec<u8> = (0..=count).flat_map(id).collect();
         ids.write(0, &bytes)?;

@@ -6,7 +6,7 @@
 use ascend_sys::ElemType;
 
 use crate::device::KvLayout;
-use crate::graph::Rank;
+use crate::graph::TpRank;
 use crate::kv_cache::{KvDType, KvGeometry};
 
 /// Blocks behind those that callers name: rows that only fill a batch up write there.
@@ -14,20 +14,20 @@ pub(crate) const RESERVED_BLOCKS: u64 = 1;
 
 /// Keys and values that one card keeps: its share of the heads of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cache {
+pub(crate) struct KvShard {
     pub geometry: KvGeometry,
 }
 
-impl Cache {
+impl KvShard {
     /// The share of a rank's card.
-    pub(crate) fn of_rank(all: KvGeometry, rank: Rank) -> Self {
+    pub(crate) fn for_rank(all: KvGeometry, rank: TpRank) -> Self {
         Self { geometry: KvGeometry { kv_heads: rank.share(all.kv_heads).len(), ..all } }
     }
 
     /// The largest share of `cards`: what a block takes of each card's memory. A card with a smaller one has room for more
     /// blocks in a pool than its callers name.
     pub(crate) fn largest(all: KvGeometry, cards: u32) -> Self {
-        Self::of_rank(all, Rank { index: cards.saturating_sub(1), of: cards.max(1) })
+        Self::for_rank(all, TpRank { index: cards.saturating_sub(1), of: cards.max(1) })
     }
 
     pub(crate) const fn elem(&self) -> ElemType {
@@ -64,8 +64,8 @@ pub(crate) fn describe(all: KvGeometry, cards: u32) -> KvLayout {
     let cut = if cards > 1 { format!("-c{cards}") } else { String::new() };
     KvLayout {
         id: format!("ascend-BnBsH-{dtype:?}-l{layers}-h{kv_heads}-d{head_dim}-b{block_size}{cut}"),
-        bytes_per_block: Cache::largest(all, cards).geometry.bytes_per_block() as u64,
-        alignment: super::GRANULE as u64,
+        bytes_per_block: KvShard::largest(all, cards).geometry.bytes_per_block() as u64,
+        alignment: super::ALIGNMENT as u64,
         reserved_blocks: RESERVED_BLOCKS,
     }
 }

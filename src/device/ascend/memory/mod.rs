@@ -7,17 +7,17 @@ pub(super) mod staging;
 use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Pages, TensorDesc};
 
 /// Where pieces start: what torch-npu uses, whole lines of every cache on the chip.
-pub(super) const GRANULE: usize = 512;
+pub(super) const ALIGNMENT: usize = 512;
 /// Bytes behind every contiguous operand that kernels may read.
-pub(super) const BEHIND: usize = 32;
+pub(super) const TAIL_PADDING: usize = 32;
 
 /// Bytes of a piece with what is behind it.
 pub(super) const fn padded(bytes: usize) -> usize {
-    (bytes + BEHIND).next_multiple_of(GRANULE)
+    (bytes + TAIL_PADDING).next_multiple_of(ALIGNMENT)
 }
 
 /// Zeroed device memory. The fill does not wait for streams, which cannot know the memory yet.
-pub(super) fn zeroed(context: &Context, bytes: usize) -> Result<DeviceBuffer, AscendError> {
+pub(super) fn alloc_zeroed(context: &Context, bytes: usize) -> Result<DeviceBuffer, AscendError> {
     let buffer = DeviceBuffer::new(context, padded(bytes), Pages::HugeFirst)?;
     buffer.fill(0)?;
     Ok(buffer)
@@ -25,11 +25,11 @@ pub(super) fn zeroed(context: &Context, bytes: usize) -> Result<DeviceBuffer, As
 
 /// Sums up pieces before they are allocated as one.
 #[derive(Debug, Default)]
-pub(super) struct Pieces {
+pub(super) struct RegionBuilder {
     bytes: usize,
 }
 
-impl Pieces {
+impl RegionBuilder {
     /// Offset of a further piece.
     pub(super) fn add(&mut self, bytes: usize) -> usize {
         let offset = self.bytes;
@@ -44,12 +44,12 @@ impl Pieces {
 
 /// A stretch of device memory with its element type: what descriptions are made of.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct TypedAddress {
     pub address: DeviceAddress,
     pub elem: ElemType,
 }
 
-impl Place {
+impl TypedAddress {
     pub(super) const fn new(address: DeviceAddress, elem: ElemType) -> Self {
         Self { address, elem }
     }

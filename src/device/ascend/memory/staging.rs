@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ascend_sys::{AscendError, Context, DeviceAddress, PinnedBuffer, Stream};
 use parking_lot::{Condvar, Mutex};
 
-use crate::device::ascend::worker::wait::Patience;
+use crate::device::ascend::worker::wait::WaitPolicy;
 
 /// Bytes of a slot: ids, positions or tables of a large step fit one.
 pub(crate) const SLOT_BYTES: usize = 64 << 10;
@@ -129,18 +129,18 @@ impl InFlight {
 
 /// Copies device memory to `landing` and waits for it.
 pub(crate) fn copy_out(
-    landing: &mut PinnedBuffer,
+    readback: &mut PinnedBuffer,
     src: DeviceAddress,
     bytes: usize,
     on: &Stream,
-    patience: &Patience,
+    wait_policy: &WaitPolicy,
 ) -> Result<(), AscendError> {
-    debug_assert!(bytes <= landing.bytes(), "a copy to the landing place fits it");
+    debug_assert!(bytes <= readback.bytes(), "a copy to the landing place fits it");
     // SAFETY: pinned, with room for as many bytes. It is borrowed exclusively until the stream is at its end; where that
     // does not come within the limit, the device has ended, its streams are aborted, and the memory is not given back
     // before.
-    unsafe { on.copy_out(landing.as_ptr(), src, bytes) }?;
-    patience.wait(|limit| on.synchronize(Some(limit)))
+    unsafe { on.copy_out(readback.as_ptr(), src, bytes) }?;
+    wait_policy.wait(|limit| on.synchronize(Some(limit)))
 }
 
 /// Queues a copy between device memory and a pinned buffer of the caller's.

@@ -6,15 +6,15 @@ use ascend_sys::{AscendError, DeviceAddress, ElemType, Op, Ops, TensorDesc};
 
 /// One operation, ready to be made.
 #[derive(Clone, Debug)]
-pub(crate) enum Recipe {
+pub(crate) enum AclnnOp {
     Embedding { table: TensorDesc, ids: TensorDesc, out: TensorDesc },
     GatherRows { x: TensorDesc, rows: TensorDesc, out: TensorDesc },
     RmsNorm { x: TensorDesc, gamma: TensorDesc, eps: f64, out: TensorDesc, rstd: TensorDesc },
     AddRmsNorm { operands: Box<[TensorDesc; 6]>, eps: f64 },
     Linear { x: TensorDesc, weight: TensorDesc, bias: Option<TensorDesc>, out: TensorDesc },
-    Quantise { x: TensorDesc, rows: TensorDesc, scales: TensorDesc },
+    Quantize { x: TensorDesc, rows: TensorDesc, scales: TensorDesc },
     GroupLinear { x: TensorDesc, values: TensorDesc, scales: TensorDesc, offsets: Option<TensorDesc>, out: TensorDesc },
-    ChannelLinear { x: Quantised, values: TensorDesc, scales: TensorDesc, out: TensorDesc },
+    ChannelLinear { x: Quantized, values: TensorDesc, scales: TensorDesc, out: TensorDesc },
     Rope { x: TensorDesc, cos: TensorDesc, sin: TensorDesc, is_interleaved: bool, out: TensorDesc },
     Silu { x: TensorDesc, out: TensorDesc },
     Gelu { x: TensorDesc, out: TensorDesc },
@@ -29,9 +29,9 @@ pub(crate) enum Recipe {
     ScatterRows { cache: TensorDesc, indices: TensorDesc, updates: TensorDesc },
 }
 
-impl Recipe {
+impl AclnnOp {
     /// Runs the operation's first phase.
-    pub(crate) fn make(&self, ops: &Ops) -> Result<Op, AscendError> {
+    pub(crate) fn build(&self, ops: &Ops) -> Result<Op, AscendError> {
         match self {
             Self::Embedding { table, ids, out } => ops.embedding(table, ids, out),
             Self::GatherRows { x, rows, out } => ops.gather_rows(x, rows, out),
@@ -41,7 +41,7 @@ impl Recipe {
                 ops.add_rms_norm(a, b, gamma, *eps, out, rstd, sum)
             }
             Self::Linear { x, weight, bias, out } => ops.linear(x, weight, bias.as_ref(), out),
-            Self::Quantise { x, rows, scales } => ops.dynamic_quant(x, rows, scales),
+            Self::Quantize { x, rows, scales } => ops.dynamic_quant(x, rows, scales),
             Self::GroupLinear { x, values, scales, offsets, out } => {
                 ops.weight_quant_linear(x, values, scales, offsets.as_ref(), None, GROUP_SIZE, out)
             }
@@ -66,12 +66,12 @@ impl Recipe {
 
 /// Rows rounded to int8, and a scale for each.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Quantised {
+pub(crate) struct Quantized {
     pub rows: TensorDesc,
     pub scales: TensorDesc,
 }
 
-impl Quantised {
+impl Quantized {
     /// Of rows like `x`.
     pub(crate) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
         let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
@@ -82,8 +82,8 @@ impl Quantised {
     }
 
     /// Rounds `x` to it.
-    pub(crate) fn recipe(&self, x: TensorDesc) -> Recipe {
-        Recipe::Quantise { x, rows: self.rows, scales: self.scales }
+    pub(crate) fn op(&self, x: TensorDesc) -> AclnnOp {
+        AclnnOp::Quantize { x, rows: self.rows, scales: self.scales }
     }
 }
 

@@ -4,9 +4,9 @@
 
 use ascend_sys::{AscendError, AscendErrorKind, Attention, Mask, Op, Ops, QueryLayout, TensorDesc};
 
-use crate::device::ascend::memory::Place;
+use crate::device::ascend::memory::TypedAddress;
 use crate::device::ascend::memory::constants::Constants;
-use crate::device::ascend::memory::kv_layout::Cache;
+use crate::device::ascend::memory::kv_layout::KvShard;
 use crate::graph::AttentionShape;
 
 /// Lengths of a batch as the operation takes them.
@@ -19,7 +19,7 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    pub(crate) fn with_room(seqs: usize) -> Self {
+    pub(crate) fn with_capacity(seqs: usize) -> Self {
         Self { ends: Vec::with_capacity(seqs), keys: Vec::with_capacity(seqs) }
     }
 
@@ -48,7 +48,7 @@ impl Lengths {
 
 /// How queries are handed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum AttentionLayout {
     /// All sequences in one call, whatever their lengths.
     Packed,
     /// One call for all if each brings one row, else one a sequence.
@@ -61,13 +61,13 @@ pub(crate) struct Layer<'a> {
     pub ops: &'a Ops,
     pub constants: &'a Constants,
     pub shape: &'a AttentionShape,
-    pub form: Form,
+    pub layout: AttentionLayout,
     pub block_size: usize,
     /// Keys and values of all blocks.
     pub caches: [TensorDesc; 2],
-    pub query: Place,
-    pub out: Place,
-    pub table: Place,
+    pub query: TypedAddress,
+    pub out: TypedAddress,
+    pub table: TypedAddress,
     pub table_cols: usize,
 }
 
@@ -82,8 +82,8 @@ impl Layer<'_> {
         let seqs = lengths.keys.len();
         let rows = usize::try_from(lengths.ends.last().copied().unwrap_or(0)).unwrap_or(0);
         let table = self.table.tensor(&[seqs, self.table_cols]);
-        if self.form == Form::Packed {
-            return run(self.make(
+        if self.layout == AttentionLayout::Packed {
+            return run(self.build(
                 QueryLayout::Packed,
                 &[rows, heads, head_dim],
                 0,
@@ -93,20 +93,20 @@ impl Layer<'_> {
             )?);
         }
         if lengths.is_single() {
-            return run(self.make(QueryLayout::Padded, &[seqs, 1, heads, head_dim], 0, table, &[], &lengths.keys)?);
+            return run(self.build(QueryLayout::Padded, &[seqs, 1, heads, head_dim], 0, table, &[], &lengths.keys)?);
         }
         let mut first = 0;
         for (at, keys) in lengths.keys.iter().enumerate() {
             let end = usize::try_from(lengths.ends[at]).unwrap_or(0);
             let table = self.table.from(at * self.table_cols).tensor(&[1, self.table_cols]);
             let dims = [1, end - first, heads, head_dim];
-            run(self.make(QueryLayout::Padded, &dims, first, table, &[], std::slice::from_ref(keys))?)?;
+            run(self.build(QueryLayout::Padded, &dims, first, table, &[], std::slice::from_ref(keys))?)?;
             first = end;
         }
         Ok(())
     }
 
-    fn make(
+    fn build(
         &self,
         layout: QueryLayout,
         dims: &[usize],
@@ -142,19 +142,19 @@ pub(crate) fn probe(
     ops: &Ops,
     constants: &Constants,
     shape: &AttentionShape,
-    cache: &Cache,
-    query: Place,
-    table: Place,
-) -> Result<Form, AscendError> {
+    cache: &KvShard,
+    query: TypedAddress,
+    table: TypedAddress,
+) -> Result<AttentionLayout, AscendError> {
     let keys = query.tensor(&[2, cache.geometry.block_size, cache.row()]);
     let lengths = Lengths { ends: vec![2], keys: vec![2] };
     let mut refusal = None;
-    for form in [Form::Packed, Form::Padded] {
+    for form in [AttentionLayout::Packed, AttentionLayout::Padded] {
         let layer = Layer {
             ops,
             constants,
             shape,
-            form,
+            layout: form,
             block_size: cache.geometry.block_size,
             caches: [keys, keys],
             query,

@@ -14,10 +14,10 @@ use ascend_sys::{
     Stream, TaskGroup, TaskUpdate,
 };
 
-use super::context::{Base, Shared};
-use super::lower::{Item, Results, RowCounts};
+use super::context::{ExecContext, Shared};
+use super::lower::{LoweredOp, OutputBuffers, RowCounts};
 use super::{Batch, Program};
-use crate::device::ascend::memory::{Pieces, Place, zeroed};
+use crate::device::ascend::memory::{RegionBuilder, TypedAddress, alloc_zeroed};
 use crate::graph::AttentionShape;
 
 /// A bucket's graph.
@@ -40,7 +40,7 @@ pub(crate) struct Replay {
     /// The end of the last replay: its attention must not be changed before.
     done: Event,
     pool: (DeviceAddress, u64),
-    results: Results,
+    results: OutputBuffers,
     /// Numbers behind the batch's rows, for rows of logits that nobody wants.
     padding: DeviceAddress,
     shared: Arc<Shared>,
@@ -53,8 +53,8 @@ struct Refreshed {
     group: TaskGroup,
     event: Event,
     shape: AttentionShape,
-    query: Place,
-    out: Place,
+    query: TypedAddress,
+    out: TypedAddress,
 }
 
 /// Whether a failed capture leaves the device as it was.
@@ -70,8 +70,8 @@ fn is_harmless(error: &AscendError) -> bool {
 }
 
 /// Why nothing is captured on this install, if so.
-pub(crate) fn missing(base: &Base) -> Option<&'static str> {
-    let capabilities = base.context.runtime().capabilities();
+pub(crate) fn missing(exec: &ExecContext) -> Option<&'static str> {
+    let capabilities = exec.context.runtime().capabilities();
     match (capabilities.capture, capabilities.task_update) {
         (false, _) => Some("this CANN cannot capture streams (8.1 and later can)"),
         (_, false) => Some("this CANN cannot update tasks of captured graphs"),
@@ -93,35 +93,35 @@ impl Program {
     }
 
     /// Queues one batch as a replay; `false` if there is no graph and none can be had.
-    pub(crate) fn replay(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
+    pub(crate) fn replay(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
         let pool = (batch.pool, batch.pool_bytes);
         if let Captured::Ready(replay) = &self.captured
             && replay.pool != pool
         {
-            base.synchronize()?;
+            exec.synchronize()?;
             self.captured = Captured::NotYet;
         }
         if matches!(self.captured, Captured::NotYet) {
-            let captured = self.capture(base, pool, on);
-            self.captured = self.settle(base, captured.map(|replay| Captured::Ready(Box::new(replay))))?;
+            let captured = self.capture(exec, pool, on);
+            self.captured = self.settle(exec, captured.map(|replay| Captured::Ready(Box::new(replay))))?;
         }
         if matches!(self.captured, Captured::Never) {
             return Ok(false);
         }
-        self.fill_in(base, batch, on)?;
+        self.fill_in(exec, batch, on)?;
         let Captured::Ready(mut replay) = std::mem::take(&mut self.captured) else { return Ok(false) };
         self.lengths.fill(batch.q_lens, batch.kv_lens, self.sizes.seqs);
         if !replay.is_proven {
-            let updated = self.update(base, &mut replay);
+            let updated = self.update(exec, &mut replay);
             if updated.is_err() {
-                base.synchronize()?;
+                exec.synchronize()?;
             }
-            if let Captured::Never = self.settle(base, updated.map(|()| Captured::NotYet))? {
+            if let Captured::Never = self.settle(exec, updated.map(|()| Captured::NotYet))? {
                 self.captured = Captured::Never;
                 return Ok(false);
             }
         }
-        let ran = self.run(base, batch, &mut replay, on);
+        let ran = self.run(exec, batch, &mut replay, on);
         replay.is_proven = true;
         self.captured = Captured::Ready(replay);
         ran.map(|()| true)
@@ -129,22 +129,22 @@ impl Program {
 
     /// Turns a failure that leaves the device as it was into a note, and goes on without a graph: on all cards, if there are
     /// several.
-    fn settle(&self, base: &Base, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
+    fn settle(&self, exec: &ExecContext, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
         let outcome = match outcome {
             Err(error) if is_harmless(&error) => {
                 let rows = self.sizes.tokens;
-                base.notes.add(format!("decode steps of up to {rows} rows run operation by operation: {error}"));
+                exec.diagnostics.add(format!("decode steps of up to {rows} rows run operation by operation: {error}"));
                 None
             }
             other => Some(other?),
         };
-        let agreed = base.agree(outcome.is_some())?;
+        let agreed = exec.all_agree(outcome.is_some())?;
         Ok(outcome.filter(|_| agreed).unwrap_or(Captured::Never))
     }
 
     /// Launches the graph and refreshes it, then hands its results over.
-    fn run(&self, base: &Base, batch: &Batch<'_>, replay: &mut Replay, on: usize) -> Result<(), AscendError> {
-        let stream = base.streams.get(on);
+    fn run(&self, exec: &ExecContext, batch: &Batch<'_>, replay: &mut Replay, on: usize) -> Result<(), AscendError> {
+        let stream = exec.streams.get(on);
         let (wanted, all) = (batch.shape.logit_rows, self.sizes.logits);
         if wanted < all {
             let rest = self.lowering.fixed.status_rows.offset(4 * wanted);
@@ -152,88 +152,93 @@ impl Program {
         }
         replay.graph.launch(stream)?;
         if replay.is_proven {
-            let updated = self.update(base, replay);
+            let updated = self.update(exec, replay);
             if updated.is_err() {
                 // The replay waits for all of them: let it end, with stale lengths that nobody will read.
-                let update = update_stream(base)?;
+                let update = update_stream(exec)?;
                 replay.layers.iter().try_for_each(|layer| update.record(&layer.event))?;
             }
             updated?;
         }
-        let Results { logits, best, status } = batch.results;
+        let OutputBuffers { logits, argmax: best, status } = batch.results;
         stream.copy_within(logits, replay.results.logits, 4 * wanted * self.lowering.plan.vocab_size)?;
-        stream.copy_within(best, replay.results.best, 4 * wanted)?;
+        stream.copy_within(best, replay.results.argmax, 4 * wanted)?;
         stream.copy_within(status, replay.results.status, batch.shape.tokens)?;
         stream.record(&replay.done)
     }
 
     /// Issues every layer's attention again with this batch's lengths.
-    fn update(&self, base: &Base, replay: &mut Replay) -> Result<(), AscendError> {
-        let update = update_stream(base)?;
+    fn update(&self, exec: &ExecContext, replay: &mut Replay) -> Result<(), AscendError> {
+        let update = update_stream(exec)?;
         update.wait(&replay.done)?;
         let Replay { layers, pool, shared, .. } = replay;
         for Refreshed { group, event, shape, query, out } in layers {
             TaskUpdate::run(update, group, || {
-                self.attend(base, shape, *query, *out, *pool, &self.lengths, &mut |op| launch(op, shared, update))
+                self.attend(exec, shape, *query, *out, *pool, &self.lengths, &mut |op| launch(op, shared, update))
             })?;
             update.record(event)?;
         }
         Ok(())
     }
 
-    fn capture(&mut self, base: &mut Base, pool: (DeviceAddress, u64), on: usize) -> Result<Replay, AscendError> {
-        if base.update.is_none() {
-            base.update = Some(Stream::new(&base.context)?);
+    fn capture(
+        &mut self,
+        exec: &mut ExecContext,
+        pool: (DeviceAddress, u64),
+        on: usize,
+    ) -> Result<Replay, AscendError> {
+        if exec.update.is_none() {
+            exec.update = Some(Stream::new(&exec.context)?);
         }
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
-        let mut pieces = Pieces::default();
+        let mut pieces = RegionBuilder::default();
         let offsets = [4 * rows.logits * self.lowering.plan.vocab_size, 4 * rows.logits, rows.tokens, 4 * rows.logits]
             .map(|bytes| pieces.add(bytes));
-        let region = zeroed(&base.context, pieces.bytes())?;
+        let region = alloc_zeroed(&exec.context, pieces.bytes())?;
         let [logits, best, status, padding] = offsets.map(|offset| region.address().offset(offset));
         let numbers: Vec<u8> = (rows.tokens..rows.tokens + rows.logits)
             .flat_map(|row| u32::try_from(row).unwrap_or(u32::MAX).to_le_bytes())
             .collect();
         region.write(offsets[3], &numbers)?;
-        let results = Results { logits, best, status };
+        let results = OutputBuffers { logits, argmax: best, status };
         // The longest lengths: what a shorter one is given later fits their workspace.
         let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
         let seqs = self.sizes.seqs;
         self.lengths.fill(&vec![1; seqs], &vec![longest; seqs], seqs);
 
-        let (base, program, shared) = (&*base, &*self, base.shared());
-        let stream = base.streams.get(on);
-        let done = Event::new(&base.context, EventKind::Ordering)?;
+        let (exec, program, shared) = (&*exec, &*self, exec.shared());
+        let stream = exec.streams.get(on);
+        let done = Event::new(&exec.context, EventKind::Ordering)?;
         let count = program.forms.len();
         let mut events =
-            (0..count).map(|_| Event::new(&base.context, EventKind::External)).collect::<Result<Vec<_>, _>>()?;
+            (0..count).map(|_| Event::new(&exec.context, EventKind::External)).collect::<Result<Vec<_>, _>>()?;
         let mut layers = Vec::with_capacity(count);
         let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
         for recipe in program.slots() {
-            launch(recipe.make(&base.ops)?, &shared, stream)?;
+            launch(recipe.build(&exec.ops)?, &shared, stream)?;
         }
-        program.body_items(base, shared.room(), &mut |item| match item {
-            Item::Op(recipe) => launch(recipe.make(&base.ops)?, &shared, stream),
-            Item::Meet(meeting) => base.meet(&meeting, stream),
-            Item::Store { layer, key, value } => {
-                program.store(base, layer, [key, value], rows.tokens, pool, &mut |op| launch(op, &shared, stream))
+        program.body_items(exec, shared.scratch(), &mut |item| match item {
+            LoweredOp::Op(recipe) => launch(recipe.build(&exec.ops)?, &shared, stream),
+            LoweredOp::Collective(meeting) => exec.run_collective(&meeting, stream),
+            LoweredOp::KvWrite { layer, key, value } => {
+                program.store(exec, layer, [key, value], rows.tokens, pool, &mut |op| launch(op, &shared, stream))
             }
-            Item::Attend { shape, query, out } => {
+            LoweredOp::Attention { shape, query, out } => {
                 let event = match events.pop() {
                     Some(event) => event,
-                    None => Event::new(&base.context, EventKind::External)?,
+                    None => Event::new(&exec.context, EventKind::External)?,
                 };
                 stream.wait(&event)?;
                 stream.reset(&event)?;
                 let group = capture.group(|| {
                     let mut issue = |op| launch(op, &shared, stream);
-                    program.attend(base, &shape, query, out, pool, &program.lengths, &mut issue)
+                    program.attend(exec, &shape, query, out, pool, &program.lengths, &mut issue)
                 })?;
                 layers.push(Refreshed { group, event, shape, query, out });
                 Ok(())
             }
         })?;
-        program.tail(base, rows, results, &shared, stream, &mut |op| launch(op, &shared, stream))?;
+        program.tail(exec, rows, results, &shared, stream, &mut |op| launch(op, &shared, stream))?;
         let graph = capture.end()?;
         Ok(Replay { graph, layers, is_proven: false, done, pool, results, padding, shared, _region: region })
     }
@@ -245,8 +250,8 @@ fn launch(mut op: Op, shared: &Shared, on: &Stream) -> Result<(), AscendError> {
 }
 
 /// The stream that refreshes graphs; made before the first capture.
-fn update_stream(base: &Base) -> Result<&Stream, AscendError> {
-    base.update.as_ref().ok_or_else(|| AscendError {
+fn update_stream(exec: &ExecContext) -> Result<&Stream, AscendError> {
+    exec.update.as_ref().ok_or_else(|| AscendError {
         call: "aclmdlRICaptureTaskUpdateBegin",
         code: ascend_sys::SHIM_MISUSE,
         kind: AscendErrorKind::Usage,

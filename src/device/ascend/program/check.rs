@@ -11,7 +11,7 @@ use crate::graph::{ActivationKind, ActivationType, CompileError, Op, OverflowPol
 
 /// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
 /// product, whose halves SwiGLU takes.
-pub(crate) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
+pub(crate) fn fuse_gate_up(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
     let count = plan.steps.len();
     let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
     for (at, step) in plan.steps.iter().enumerate() {
@@ -33,7 +33,7 @@ pub(crate) fn join_gates(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix
         if weights.rows(gate_part.weight) != weights.rows(up_part.weight) {
             continue;
         }
-        joined[at] = weights.joined(&[gate_part.weight, up_part.weight]);
+        joined[at] = weights.fused(&[gate_part.weight, up_part.weight]);
         halves[reader] = joined[at].is_some();
     }
     (joined, halves)

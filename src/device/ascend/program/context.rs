@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::device::ascend::program::Place;
+use crate::device::ascend::program::TypedAddress;
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use ascend_sys::{AscendError, Communicator, Context, DeviceAddress, DeviceBuffer
 use super::stream::Streams;
 use crate::device::ascend::memory::constants::Constants;
 use crate::device::ascend::memory::staging::{FreeSlots, InFlight, Mark, OWN_SLOTS, SLOT_BYTES};
-use crate::device::ascend::memory::{padded, zeroed};
-use crate::device::ascend::notes::Notes;
-use crate::device::ascend::worker::consensus::Accord;
-use crate::device::ascend::worker::wait::Patience;
+use crate::device::ascend::memory::{alloc_zeroed, padded};
+use crate::device::ascend::notes::Diagnostics;
+use crate::device::ascend::worker::consensus::Consensus;
+use crate::device::ascend::worker::wait::WaitPolicy;
 
 /// Scratch that one launch after the other uses; captured graphs hold the one they were captured with.
 #[derive(Debug)]
@@ -55,8 +55,8 @@ impl SharedBytes {
 impl Shared {
     fn new(context: &Context, bytes: SharedBytes) -> Result<Self, AscendError> {
         let SharedBytes { workspace, logits, gathered, flags } = bytes;
-        let (workspace, logits) = (zeroed(context, workspace)?, zeroed(context, logits)?);
-        Ok(Self { workspace, logits, gathered: zeroed(context, gathered)?, flags: zeroed(context, flags)? })
+        let (workspace, logits) = (alloc_zeroed(context, workspace)?, alloc_zeroed(context, logits)?);
+        Ok(Self { workspace, logits, gathered: alloc_zeroed(context, gathered)?, flags: alloc_zeroed(context, flags)? })
     }
 
     fn bytes(&self) -> SharedBytes {
@@ -68,15 +68,15 @@ impl Shared {
         }
     }
 
-    pub(crate) fn room(&self) -> Room {
+    pub(crate) fn scratch(&self) -> SharedScratch {
         let Self { logits, gathered, flags, .. } = self;
-        Room { logits: logits.address(), gathered: gathered.address(), flags: flags.address() }
+        SharedScratch { logits: logits.address(), gathered: gathered.address(), flags: flags.address() }
     }
 }
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(crate) struct Base {
+pub(crate) struct ExecContext {
     // Dropped in this order: what work may still use goes last.
     pub streams: Streams,
     /// Refreshes captured graphs; made with the first of them.
@@ -91,20 +91,20 @@ pub(crate) struct Base {
     /// The stream of the last launch, and its end.
     last_launch: Option<usize>,
     launched: Event,
-    pub patience: Patience,
-    pub notes: Arc<Notes>,
+    pub wait_policy: WaitPolicy,
+    pub diagnostics: Arc<Diagnostics>,
     /// Of several cards: this one's place among them, and what they decide together.
-    ranks: Option<(Communicator, Arc<Accord>)>,
+    ranks: Option<(Communicator, Arc<Consensus>)>,
     pub context: Context,
 }
 
-impl Base {
+impl ExecContext {
     pub(crate) fn new(
         context: &Context,
         ops: Ops,
         slots: Arc<FreeSlots>,
-        patience: Patience,
-        notes: Arc<Notes>,
+        wait_policy: WaitPolicy,
+        notes: Arc<Diagnostics>,
     ) -> Result<Self, AscendError> {
         Ok(Self {
             streams: Streams::new(context)?,
@@ -117,8 +117,8 @@ impl Base {
             shared: RefCell::new(Arc::new(Shared::new(context, SharedBytes::default())?)),
             last_launch: None,
             launched: Event::new(context, EventKind::Ordering)?,
-            patience,
-            notes,
+            wait_policy,
+            diagnostics: notes,
             ranks: None,
             context: context.clone(),
         })
@@ -134,7 +134,7 @@ impl Base {
         self.grow(bytes)?;
         if vocab > 0 {
             self.synchronize()?;
-            self.constants.know_ids(&self.context, vocab)?;
+            self.constants.grow_id_table(&self.context, vocab)?;
         }
         Ok(())
     }
@@ -144,7 +144,7 @@ impl Base {
         if asked.fits(have) {
             return Ok(());
         }
-        self.streams.synchronize_all(&self.patience)?;
+        self.streams.synchronize_all(&self.wait_policy)?;
         self.shared.replace(Arc::new(Shared::new(&self.context, asked.max(have))?));
         Ok(())
     }
@@ -177,13 +177,13 @@ impl Base {
     }
 
     /// Makes this card one of several.
-    pub(crate) fn join(&mut self, communicator: Communicator, accord: Arc<Accord>) {
-        self.ranks = Some((communicator, accord));
+    pub(crate) fn join(&mut self, communicator: Communicator, consensus: Arc<Consensus>) {
+        self.ranks = Some((communicator, consensus));
     }
 
     /// Whether all cards of the device agree; they vote at the same places.
-    pub(crate) fn agree(&self, agrees: bool) -> Result<bool, AscendError> {
-        self.ranks.as_ref().map_or(Ok(agrees), |(_, accord)| accord.vote(agrees))
+    pub(crate) fn all_agree(&self, agrees: bool) -> Result<bool, AscendError> {
+        self.ranks.as_ref().map_or(Ok(agrees), |(_, consensus)| consensus.all_agree(agrees))
     }
 
     /// What the collectives' library knows to have gone wrong between the cards.
@@ -193,10 +193,10 @@ impl Base {
     }
 
     /// Queues a collective with the other cards.
-    pub(crate) fn meet(&self, meeting: &Meeting, on: &Stream) -> Result<(), AscendError> {
+    pub(crate) fn run_collective(&self, meeting: &Collective, on: &Stream) -> Result<(), AscendError> {
         // Plans with collectives are loaded on as many cards as they have ranks.
         let Some((communicator, _)) = &self.ranks else { return Ok(()) };
-        let &Meeting { gathers, src, dst, elements } = meeting;
+        let &Collective { gathers, src, dst, elements } = meeting;
         if gathers {
             communicator.all_gather(src.address, dst.address, elements, src.elem, on)
         } else {
@@ -210,7 +210,7 @@ impl Base {
         self.synchronize()?;
         self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
         op.launch(self.shared().workspace.address(), needed, &self.output)?;
-        self.patience.wait(|limit| self.output.synchronize(Some(limit)))
+        self.wait_policy.wait(|limit| self.output.synchronize(Some(limit)))
     }
 
     /// Queues a copy of host bytes, through slots of the thread's own.
@@ -221,7 +221,7 @@ impl Base {
                     break slot;
                 }
                 let oldest = self.own.oldest().map_or(on, |mark| mark.stream);
-                let passed = self.streams.synchronize(oldest, &self.patience)?;
+                let passed = self.streams.synchronize(oldest, &self.wait_policy)?;
                 self.passed(passed);
             };
             slot.as_mut_slice()[..chunk.len()].copy_from_slice(chunk);
@@ -254,9 +254,9 @@ impl Base {
 
     /// Waits until nothing runs.
     pub(crate) fn synchronize(&mut self) -> Result<(), AscendError> {
-        self.streams.synchronize_all(&self.patience)?;
+        self.streams.synchronize_all(&self.wait_policy)?;
         if let Some(update) = &self.update {
-            self.patience.wait(|limit| update.synchronize(Some(limit)))?;
+            self.wait_policy.wait(|limit| update.synchronize(Some(limit)))?;
         }
         self.all_passed();
         Ok(())
@@ -283,7 +283,7 @@ impl Base {
 
 /// Scratch that all programs of a card share.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Room {
+pub(crate) struct SharedScratch {
     /// Logits before they are widened.
     pub logits: DeviceAddress,
     /// All ranks' shares of the logits, one behind the other.
@@ -294,10 +294,10 @@ pub(crate) struct Room {
 
 /// A collective: every card brings as many elements.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Meeting {
+pub(crate) struct Collective {
     /// All ranks' elements side by side, or else their sum.
     pub gathers: bool,
-    pub src: Place,
-    pub dst: Place,
+    pub src: TypedAddress,
+    pub dst: TypedAddress,
     pub elements: usize,
 }

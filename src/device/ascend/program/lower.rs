@@ -5,19 +5,19 @@
 
 #![forbid(unsafe_code)]
 
-use crate::device::ascend::program::Room;
-use crate::device::ascend::program::context::Meeting;
+use crate::device::ascend::program::SharedScratch;
+use crate::device::ascend::program::context::Collective;
 use std::sync::Arc;
 
 use ascend_sys::{AscendError, DeviceAddress, ElemType, TensorDesc};
 
-use super::aclnn_op::Recipe;
+use super::aclnn_op::AclnnOp;
 use crate::device::ascend::memory::constants::Constants;
-use crate::device::ascend::memory::{Pieces, Place};
-use crate::device::ascend::program::aclnn_op::Quantised;
+use crate::device::ascend::memory::{RegionBuilder, TypedAddress};
+use crate::device::ascend::program::aclnn_op::Quantized;
 use crate::device::ascend::weights::WeightSet;
 use crate::device::ascend::weights::layout::Matrix;
-use crate::graph::{ActivationKind, AttentionShape, Io, LinearPart, NormSpec, Op, Operand, Plan, Rank, Step};
+use crate::graph::{ActivationKind, AttentionShape, Io, LinearPart, NormSpec, Op, Operand, Plan, Step, TpRank};
 
 /// Rows that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,35 +28,35 @@ pub(crate) struct RowCounts {
 
 /// Where a launch's results go.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Results {
+pub(crate) struct OutputBuffers {
     pub logits: DeviceAddress,
-    pub best: DeviceAddress,
+    pub argmax: DeviceAddress,
     pub status: DeviceAddress,
 }
 
 /// What a step becomes.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
-pub(crate) enum Item {
-    Op(Recipe),
-    Meet(Meeting),
+pub(crate) enum LoweredOp {
+    Op(AclnnOp),
+    Collective(Collective),
     /// Writes keys and values of all rows to their slots.
-    Store {
+    KvWrite {
         layer: usize,
-        key: Place,
-        value: Place,
+        key: TypedAddress,
+        value: TypedAddress,
     },
     /// Attention over what is stored.
-    Attend {
+    Attention {
         shape: AttentionShape,
-        query: Place,
-        out: Place,
+        query: TypedAddress,
+        out: TypedAddress,
     },
 }
 
 /// Places of a program's own, as offsets into its region behind the arena.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Fixed {
+pub(crate) struct ProgramBuffers {
     pub ids: DeviceAddress,
     /// The ids as rows of a rank's part of the table.
     own_ids: DeviceAddress,
@@ -70,14 +70,14 @@ pub(crate) struct Fixed {
     /// Rows that results of rows of logits belong to; padding rows have numbers behind the batch's.
     pub status_rows: DeviceAddress,
     /// Whether rows are sound: those of the batch, then room for padding rows of logits.
-    pub sound: DeviceAddress,
+    pub finite: DeviceAddress,
     row_flags: DeviceAddress,
     logit_flags: DeviceAddress,
-    logits_sound: DeviceAddress,
-    largest: DeviceAddress,
-    terms: [DeviceAddress; 2],
+    logits_finite: DeviceAddress,
+    argmax: DeviceAddress,
+    addends: [DeviceAddress; 2],
     rstd: DeviceAddress,
-    turned: [DeviceAddress; 2],
+    rotated: [DeviceAddress; 2],
     gate_up: DeviceAddress,
     /// Rows rounded to int8 before a product, and their scales.
     int8_rows: DeviceAddress,
@@ -86,7 +86,7 @@ pub(crate) struct Fixed {
 
 /// Sizes that fix those places.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
+pub(crate) struct BufferDims {
     pub tokens: usize,
     pub logits: usize,
     pub seqs: usize,
@@ -96,14 +96,14 @@ pub(crate) struct Sizes {
     pub int8_cols: usize,
 }
 
-impl Fixed {
+impl ProgramBuffers {
     /// Places for a plan from `base` on, and the bytes of all.
-    pub(crate) fn new(plan: &Plan, sizes: Sizes, base: DeviceAddress) -> (Self, usize) {
-        let Sizes { tokens, logits, seqs, table_cols, int8_cols } = sizes;
+    pub(crate) fn new(plan: &Plan, sizes: BufferDims, base: DeviceAddress) -> (Self, usize) {
+        let BufferDims { tokens, logits, seqs, table_cols, int8_cols } = sizes;
         let widest =
             plan.values.iter().map(|value| value.cols).filter(|&cols| cols != plan.vocab_size).max().unwrap_or(1);
         let most_groups = plan.steps.iter().map(|step| most_groups(plan, step)).max().unwrap_or(1);
-        let mut pieces = Pieces::default();
+        let mut pieces = RegionBuilder::default();
         let mut words = |count: usize| base.offset(pieces.add(4 * count));
         let fixed = Self {
             ids: words(tokens),
@@ -114,14 +114,14 @@ impl Fixed {
             entries: words(tokens.next_multiple_of(8) + tokens),
             slots: words(tokens),
             status_rows: words(logits),
-            sound: words(tokens + logits),
+            finite: words(tokens + logits),
             row_flags: words(tokens),
             logit_flags: words(logits),
-            logits_sound: words(logits),
-            largest: words(logits),
-            terms: [words(tokens.max(logits)), words(tokens.max(logits))],
+            logits_finite: words(logits),
+            argmax: words(logits),
+            addends: [words(tokens.max(logits)), words(tokens.max(logits))],
             rstd: words(tokens.max(logits) * most_groups),
-            turned: [words(tokens * widest.div_ceil(2)), words(tokens * widest.div_ceil(2))],
+            rotated: [words(tokens * widest.div_ceil(2)), words(tokens * widest.div_ceil(2))],
             gate_up: words(tokens * widest),
             int8_rows: words(tokens.max(logits) * int8_cols.div_ceil(4)),
             int8_scales: words(tokens.max(logits)),
@@ -154,7 +154,7 @@ pub(crate) struct RopeTables {
 #[derive(Clone, Copy, Debug)]
 struct Multiplied {
     plain: TensorDesc,
-    int8: Quantised,
+    int8: Quantized,
 }
 
 /// A plan with the places of everything it works on.
@@ -163,13 +163,13 @@ pub(crate) struct Lowering {
     pub plan: Plan,
     pub weights: Arc<WeightSet>,
     pub arena: DeviceAddress,
-    pub fixed: Fixed,
+    pub fixed: ProgramBuffers,
     pub ropes: Vec<RopeTables>,
     /// The row of a rank's part of the embedding table by id; that of zeros for ids that others have.
     pub own_rows: Option<DeviceAddress>,
     /// Gate and up projections that are one product, by step, with the joined weight; and the steps that take both halves.
-    pub joined: Vec<Option<Matrix>>,
-    pub halves: Vec<bool>,
+    pub fused_gate_up: Vec<Option<Matrix>>,
+    pub swiglu_halves: Vec<bool>,
 }
 
 impl Lowering {
@@ -178,12 +178,12 @@ impl Lowering {
     }
 
     /// Where a value lies.
-    pub(crate) fn place(&self, value: usize) -> Place {
+    pub(crate) fn place(&self, value: usize) -> TypedAddress {
         let offset = match self.plan.values[value].operand {
             Operand::Arena { offset } => offset,
             Operand::Io(_) | Operand::Effect => 0,
         };
-        Place::new(self.arena.offset(offset), self.elem())
+        TypedAddress::new(self.arena.offset(offset), self.elem())
     }
 
     fn cols(&self, value: usize) -> usize {
@@ -192,8 +192,8 @@ impl Lowering {
 
     fn rows(&self, value: usize, rows: RowCounts) -> usize {
         match self.plan.values[value].rows {
-            crate::graph::Rows::Tokens => rows.tokens,
-            crate::graph::Rows::LogitRows => rows.logits,
+            crate::graph::RowDim::Tokens => rows.tokens,
+            crate::graph::RowDim::LogitRows => rows.logits,
         }
     }
 
@@ -208,7 +208,7 @@ impl Lowering {
     /// Whether a step computes rows of logits or what is told of them: such steps are made anew for each launch.
     pub(crate) fn is_tail(&self, step: &Step) -> bool {
         matches!(step.op, Op::GatherRows | Op::RowStatus)
-            || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::Rows::LogitRows)
+            || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::RowDim::LogitRows)
     }
 
     /// The operations of a step, in order.
@@ -216,34 +216,34 @@ impl Lowering {
         &self,
         at: usize,
         rows: RowCounts,
-        results: Results,
-        room: Room,
+        results: OutputBuffers,
+        room: SharedScratch,
         constants: &Constants,
-        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+        emit: &mut dyn FnMut(LoweredOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let Step { op, inputs, outputs, scratch, .. } = &self.plan.steps[at];
         let ints = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
         let flags = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::Bool, dims);
         let input = |n: usize| self.value(inputs[n], rows);
         let output = |n: usize| self.value(outputs[n], rows);
-        let mut op_of = |recipe: Recipe| emit(Item::Op(recipe));
+        let mut op_of = |recipe: AclnnOp| emit(LoweredOp::Op(recipe));
         let fixed = &self.fixed;
         match op {
             Op::Embed { table, .. } => {
                 let ids = ints(fixed.ids, &[rows.tokens]);
                 let Some(own_rows) = self.own_rows else {
-                    return op_of(Recipe::Embedding { table: self.weights.tensor(*table), ids, out: output(0) });
+                    return op_of(AclnnOp::Embedding { table: self.weights.tensor(*table), ids, out: output(0) });
                 };
                 let (all, own_ids) = (ints(own_rows, &[self.plan.vocab_size]), ints(fixed.own_ids, &[rows.tokens]));
-                op_of(Recipe::GatherRows { x: all, rows: ids, out: own_ids })?;
+                op_of(AclnnOp::GatherRows { x: all, rows: ids, out: own_ids })?;
                 let table = self.weights.table_with_zeros(*table);
-                op_of(Recipe::Embedding { table, ids: own_ids, out: output(0) })
+                op_of(AclnnOp::Embedding { table, ids: own_ids, out: output(0) })
             }
             Op::RopeAngles { rope } => {
                 let RopeTables { cos, sin, positions, head_dim, .. } = self.ropes[*rope];
                 let [cos_rows, sin_rows] = self.angles(outputs[0], head_dim);
                 for (table, out) in [(cos, cos_rows), (sin, sin_rows)] {
-                    op_of(Recipe::GatherRows {
+                    op_of(AclnnOp::GatherRows {
                         x: TensorDesc::new(table, self.elem(), &[positions, head_dim]),
                         rows: ints(fixed.positions, &[rows.tokens]),
                         out: out.tensor(&[rows.tokens, head_dim]),
@@ -259,19 +259,19 @@ impl Lowering {
                 let rstd = TensorDesc::new(fixed.rstd, ElemType::F32, &[self.rows(inputs[0], rows), 1]);
                 let gamma = self.weights.tensor(norm.weight);
                 let operands = Box::new([input(0), input(1), gamma, output(1), rstd, output(0)]);
-                op_of(Recipe::AddRmsNorm { operands, eps: f64::from(norm.eps) })
+                op_of(AclnnOp::AddRmsNorm { operands, eps: f64::from(norm.eps) })
             }
-            Op::Add => op_of(Recipe::Add { a: input(0), b: input(1), out: output(0) }),
-            Op::Mul => op_of(Recipe::Mul { a: input(0), b: input(1), out: output(0) }),
+            Op::Add => op_of(AclnnOp::Add { a: input(0), b: input(1), out: output(0) }),
+            Op::Mul => op_of(AclnnOp::Mul { a: input(0), b: input(1), out: output(0) }),
             Op::Activation(kind) => op_of(activation(*kind, input(0), output(0))),
-            Op::Cast(_) => op_of(Recipe::Copy { dst: output(0), src: input(0) }),
+            Op::Cast(_) => op_of(AclnnOp::Copy { dst: output(0), src: input(0) }),
             Op::Linear(part) => {
                 let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
                 self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)
             }
             Op::LinearMulti(parts) => {
                 let x = self.multiplied(parts, input(0), &mut op_of)?;
-                match self.joined[at] {
+                match self.fused_gate_up[at] {
                     Some(matrix) => {
                         let out = self.gate_up(rows.tokens, self.cols(outputs[0]));
                         op_of(matrix.product(x.plain, &x.int8, out))
@@ -295,53 +295,53 @@ impl Lowering {
             }
             Op::QkNormRope { norm, head_dim, .. } => {
                 let cols = self.cols(inputs[0]);
-                let normed = Place::new(fixed.turned[0], self.elem());
+                let normed = TypedAddress::new(fixed.rotated[0], self.elem());
                 op_of(self.norm(norm, self.place(inputs[0]), normed, rows.tokens, cols))?;
                 op_of(self.rope(normed, inputs[1], self.place(outputs[0]), rows.tokens, cols, *head_dim))
             }
             Op::KvWrite { layer } => {
-                emit(Item::Store { layer: *layer, key: self.place(inputs[0]), value: self.place(inputs[1]) })
+                emit(LoweredOp::KvWrite { layer: *layer, key: self.place(inputs[0]), value: self.place(inputs[1]) })
             }
             Op::RopeKvWrite { layer, head_dim, norm, .. } => {
                 let (cols, mut key) = (self.cols(inputs[0]), self.place(inputs[0]));
                 if let Some(norm) = norm {
-                    let normed = Place::new(fixed.turned[0], self.elem());
+                    let normed = TypedAddress::new(fixed.rotated[0], self.elem());
                     op_of(self.norm(norm, key, normed, rows.tokens, cols))?;
                     key = normed;
                 }
-                let turned = Place::new(fixed.turned[1], self.elem());
+                let turned = TypedAddress::new(fixed.rotated[1], self.elem());
                 op_of(self.rope(key, inputs[1], turned, rows.tokens, cols, *head_dim))?;
-                emit(Item::Store { layer: *layer, key: turned, value: self.place(inputs[2]) })
+                emit(LoweredOp::KvWrite { layer: *layer, key: turned, value: self.place(inputs[2]) })
             }
             Op::Attention(shape) => {
-                emit(Item::Attend { shape: *shape, query: self.place(inputs[0]), out: self.place(outputs[0]) })
+                emit(LoweredOp::Attention { shape: *shape, query: self.place(inputs[0]), out: self.place(outputs[0]) })
             }
             Op::GatherRows => {
                 let wanted = ints(fixed.logit_rows, &[rows.logits]);
-                op_of(Recipe::GatherRows { x: input(0), rows: wanted, out: output(0) })
+                op_of(AclnnOp::GatherRows { x: input(0), rows: wanted, out: output(0) })
             }
-            Op::ArgMax => self.largest(rows.logits, results, room, constants, &mut op_of),
+            Op::ArgMax => self.argmax(rows.logits, results, room, constants, &mut op_of),
             Op::LinearArgMax(part) => {
                 let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;
                 self.linear(part, &x, outputs[0], rows, results, room, &mut op_of)?;
-                self.largest(rows.logits, results, room, constants, &mut op_of)
+                self.argmax(rows.logits, results, room, constants, &mut op_of)
             }
             Op::RowStatus => {
                 let (tokens, cols) = (rows.tokens, self.cols(inputs[0]));
-                op_of(Recipe::IsFinite { x: input(0), out: flags(room.flags, &[tokens, cols]) })?;
-                op_of(Recipe::All { x: flags(room.flags, &[tokens, cols]), out: flags(fixed.row_flags, &[tokens]) })?;
-                op_of(Recipe::Cast { x: flags(fixed.row_flags, &[tokens]), out: ints(fixed.sound, &[tokens]) })?;
+                op_of(AclnnOp::IsFinite { x: input(0), out: flags(room.flags, &[tokens, cols]) })?;
+                op_of(AclnnOp::All { x: flags(room.flags, &[tokens, cols]), out: flags(fixed.row_flags, &[tokens]) })?;
+                op_of(AclnnOp::Cast { x: flags(fixed.row_flags, &[tokens]), out: ints(fixed.finite, &[tokens]) })?;
                 self.join_logits_status(rows, &mut op_of)?;
-                let [sound, term] = [ints(fixed.sound, &[tokens]), ints(fixed.terms[0], &[tokens])];
-                op_of(Recipe::Mul { a: sound, b: constants.minus_two(), out: term })?;
-                op_of(Recipe::Add { a: term, b: constants.two(), out: term })?;
+                let [sound, term] = [ints(fixed.finite, &[tokens]), ints(fixed.addends[0], &[tokens])];
+                op_of(AclnnOp::Mul { a: sound, b: constants.minus_two(), out: term })?;
+                op_of(AclnnOp::Add { a: term, b: constants.two(), out: term })?;
                 let out = TensorDesc::new(results.status, ElemType::I8, &[tokens]);
-                op_of(Recipe::Cast { x: term, out })
+                op_of(AclnnOp::Cast { x: term, out })
             }
             Op::AllReduce => {
                 let elements = self.rows(inputs[0], rows) * self.cols(inputs[0]);
                 let (src, dst) = (self.place(inputs[0]), self.place(outputs[0]));
-                emit(Item::Meet(Meeting { gathers: false, src, dst, elements }))
+                emit(LoweredOp::Collective(Collective { gathers: false, src, dst, elements }))
             }
             Op::AllGather => self.gather_logits(inputs[0], rows, results, room, emit),
             // Not among the device's operations: plans that have it are refused when they are compiled.
@@ -350,19 +350,19 @@ impl Lowering {
     }
 
     /// Places of cosines and sines in the room of the angles.
-    fn angles(&self, value: usize, head_dim: usize) -> [Place; 2] {
+    fn angles(&self, value: usize, head_dim: usize) -> [TypedAddress; 2] {
         let cos = self.place(value);
         [cos, cos.from(self.plan.bucket.tokens * head_dim)]
     }
 
-    fn norm(&self, norm: &NormSpec, x: Place, out: Place, rows: usize, cols: usize) -> Recipe {
+    fn norm(&self, norm: &NormSpec, x: TypedAddress, out: TypedAddress, rows: usize, cols: usize) -> AclnnOp {
         let heads = cols / norm.group;
         let (dims, factors) = if heads == 1 {
             (vec![rows, cols], vec![rows, 1])
         } else {
             (vec![rows, heads, norm.group], vec![rows, heads, 1])
         };
-        Recipe::RmsNorm {
+        AclnnOp::RmsNorm {
             x: x.tensor(&dims),
             gamma: self.weights.tensor(norm.weight),
             eps: f64::from(norm.eps),
@@ -371,11 +371,19 @@ impl Lowering {
         }
     }
 
-    fn rope(&self, x: Place, angles: usize, out: Place, rows: usize, cols: usize, head_dim: usize) -> Recipe {
+    fn rope(
+        &self,
+        x: TypedAddress,
+        angles: usize,
+        out: TypedAddress,
+        rows: usize,
+        cols: usize,
+        head_dim: usize,
+    ) -> AclnnOp {
         let dims = [rows, cols / head_dim, head_dim];
         let [cos, sin] = self.angles(angles, head_dim).map(|place| place.tensor(&[rows, 1, head_dim]));
         let is_interleaved = self.ropes.iter().any(|rope| rope.head_dim == head_dim && rope.is_interleaved);
-        Recipe::Rope { x: x.tensor(&dims), cos, sin, is_interleaved, out: out.tensor(&dims) }
+        AclnnOp::Rope { x: x.tensor(&dims), cos, sin, is_interleaved, out: out.tensor(&dims) }
     }
 
     fn gate_up(&self, rows: usize, cols: usize) -> TensorDesc {
@@ -388,14 +396,14 @@ impl Lowering {
         kind: ActivationKind,
         [gate, up]: [TensorDesc; 2],
         out: TensorDesc,
-        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+        op_of: &mut dyn FnMut(AclnnOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
-        if self.halves[at] {
+        if self.swiglu_halves[at] {
             let (rows, cols) = (to_usize(out.dims()[0]), to_usize(out.dims()[1]));
-            return op_of(Recipe::Swiglu { x: self.gate_up(rows, cols), out });
+            return op_of(AclnnOp::Swiglu { x: self.gate_up(rows, cols), out });
         }
         op_of(activation(kind, gate, out))?;
-        op_of(Recipe::Mul { a: out, b: up, out })
+        op_of(AclnnOp::Mul { a: out, b: up, out })
     }
 
     /// Rows as the products of some weights read them, rounded to int8 once if one of these wants that.
@@ -403,11 +411,11 @@ impl Lowering {
         &self,
         parts: &[LinearPart],
         x: TensorDesc,
-        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+        op_of: &mut dyn FnMut(AclnnOp) -> Result<(), AscendError>,
     ) -> Result<Multiplied, AscendError> {
-        let int8 = Quantised::new(self.fixed.int8_rows, self.fixed.int8_scales, &x);
+        let int8 = Quantized::new(self.fixed.int8_rows, self.fixed.int8_scales, &x);
         if parts.iter().any(|part| self.weights.matrix(part.weight).takes_int8()) {
-            op_of(int8.recipe(x))?;
+            op_of(int8.op(x))?;
         }
         Ok(Multiplied { plain: x, int8 })
     }
@@ -419,9 +427,9 @@ impl Lowering {
         x: &Multiplied,
         out: usize,
         rows: RowCounts,
-        results: Results,
-        room: Room,
-        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+        results: OutputBuffers,
+        room: SharedScratch,
+        op_of: &mut dyn FnMut(AclnnOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let matrix = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.tensor(bias));
@@ -429,15 +437,15 @@ impl Lowering {
         let is_logits = self.is_logits(out);
         let out = if is_logits { TensorDesc::new(room.logits, self.elem(), &dims) } else { self.value(out, rows) };
         match (matrix, bias) {
-            (Matrix::Rows(weight), bias) => op_of(Recipe::Linear { x: x.plain, weight, bias, out })?,
+            (Matrix::Rows(weight), bias) => op_of(AclnnOp::Linear { x: x.plain, weight, bias, out })?,
             (_, bias) => {
                 op_of(matrix.product(x.plain, &x.int8, out))?;
                 // Tiles take none, and the others take different types of it.
-                bias.map_or(Ok(()), |bias| op_of(Recipe::Add { a: out, b: bias, out }))?;
+                bias.map_or(Ok(()), |bias| op_of(AclnnOp::Add { a: out, b: bias, out }))?;
             }
         }
         if is_logits {
-            op_of(Recipe::Cast { x: out, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })?;
+            op_of(AclnnOp::Cast { x: out, out: TensorDesc::new(results.logits, ElemType::F32, &dims) })?;
         }
         Ok(())
     }
@@ -448,39 +456,39 @@ impl Lowering {
         &self,
         part: usize,
         rows: RowCounts,
-        results: Results,
-        room: Room,
-        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+        results: OutputBuffers,
+        room: SharedScratch,
+        emit: &mut dyn FnMut(LoweredOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let (vocab, of) = (self.plan.vocab_size, self.plan.rank.of);
         let most = vocab.div_ceil(of as usize);
-        let gathered = Place::new(room.gathered, self.elem());
+        let gathered = TypedAddress::new(room.gathered, self.elem());
         let elements = rows.logits * most;
-        emit(Item::Meet(Meeting { gathers: true, src: self.place(part), dst: gathered, elements }))?;
+        emit(LoweredOp::Collective(Collective { gathers: true, src: self.place(part), dst: gathered, elements }))?;
         let dims = [rows.logits, vocab];
         let view = |base: DeviceAddress, first: usize, cols: usize, stride: usize, storage: &[usize]| {
             TensorDesc::view(base, self.elem(), &[rows.logits, cols], &[stride, 1], first, storage)
         };
         for index in 0..of {
-            let share = Rank { index, of }.share(vocab);
+            let share = TpRank { index, of }.share(vocab);
             let dst = view(room.logits, share.start, share.len(), vocab, &dims);
             let src =
                 view(room.gathered, index as usize * elements, share.len(), share.len(), &[of as usize * elements]);
-            emit(Item::Op(Recipe::Copy { dst, src }))?;
+            emit(LoweredOp::Op(AclnnOp::Copy { dst, src }))?;
         }
         let narrow = TensorDesc::new(room.logits, self.elem(), &dims);
         let wide = TensorDesc::new(results.logits, ElemType::F32, &dims);
-        emit(Item::Op(Recipe::Cast { x: narrow, out: wide }))
+        emit(LoweredOp::Op(AclnnOp::Cast { x: narrow, out: wide }))
     }
 
     /// Whether each row of logits is finite, and `best = largest · finite + (finite - 1)`: -1, all bits set, where not.
-    fn largest(
+    fn argmax(
         &self,
         rows: usize,
-        results: Results,
-        room: Room,
+        results: OutputBuffers,
+        room: SharedScratch,
         constants: &Constants,
-        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+        op_of: &mut dyn FnMut(AclnnOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let fixed = &self.fixed;
         let ints = |address: DeviceAddress| TensorDesc::new(address, ElemType::I32, &[rows]);
@@ -488,44 +496,44 @@ impl Lowering {
         let logits = TensorDesc::new(room.logits, self.elem(), &dims);
         let flags = TensorDesc::new(room.flags, ElemType::Bool, &dims);
         let row_flags = TensorDesc::new(fixed.logit_flags, ElemType::Bool, &[rows]);
-        let (sound, largest) = (ints(fixed.logits_sound), ints(fixed.largest));
-        let [product, offset] = fixed.terms.map(ints);
-        op_of(Recipe::IsFinite { x: logits, out: flags })?;
-        op_of(Recipe::All { x: flags, out: row_flags })?;
-        op_of(Recipe::Cast { x: row_flags, out: sound })?;
-        op_of(Recipe::ArgMax { x: logits, out: largest })?;
-        op_of(Recipe::Mul { a: largest, b: sound, out: product })?;
-        op_of(Recipe::Add { a: sound, b: constants.minus_one(), out: offset })?;
-        op_of(Recipe::Add { a: product, b: offset, out: ints(results.best) })
+        let (sound, largest) = (ints(fixed.logits_finite), ints(fixed.argmax));
+        let [product, offset] = fixed.addends.map(ints);
+        op_of(AclnnOp::IsFinite { x: logits, out: flags })?;
+        op_of(AclnnOp::All { x: flags, out: row_flags })?;
+        op_of(AclnnOp::Cast { x: row_flags, out: sound })?;
+        op_of(AclnnOp::ArgMax { x: logits, out: largest })?;
+        op_of(AclnnOp::Mul { a: largest, b: sound, out: product })?;
+        op_of(AclnnOp::Add { a: sound, b: constants.minus_one(), out: offset })?;
+        op_of(AclnnOp::Add { a: product, b: offset, out: ints(results.argmax) })
     }
 
     /// A row is sound if its last sums and, where they are wanted, its logits are.
     fn join_logits_status(
         &self,
         rows: RowCounts,
-        op_of: &mut dyn FnMut(Recipe) -> Result<(), AscendError>,
+        op_of: &mut dyn FnMut(AclnnOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         if rows.logits == 0 {
             return Ok(());
         }
         let fixed = &self.fixed;
         let ints = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
-        let (wanted, joint) = (ints(fixed.logit_rows, &[rows.logits]), ints(fixed.terms[0], &[rows.logits]));
-        op_of(Recipe::GatherRows { x: ints(fixed.sound, &[rows.tokens]), rows: wanted, out: joint })?;
-        op_of(Recipe::Mul { a: joint, b: ints(fixed.logits_sound, &[rows.logits]), out: joint })?;
+        let (wanted, joint) = (ints(fixed.logit_rows, &[rows.logits]), ints(fixed.addends[0], &[rows.logits]));
+        op_of(AclnnOp::GatherRows { x: ints(fixed.finite, &[rows.tokens]), rows: wanted, out: joint })?;
+        op_of(AclnnOp::Mul { a: joint, b: ints(fixed.logits_finite, &[rows.logits]), out: joint })?;
         let all = self.plan.bucket.tokens + self.plan.bucket.logit_rows;
-        op_of(Recipe::ScatterRows {
-            cache: words(fixed.sound, &[all, 1]),
+        op_of(AclnnOp::ScatterRows {
+            cache: words(fixed.finite, &[all, 1]),
             indices: ints(fixed.status_rows, &[rows.logits, 1]),
-            updates: words(fixed.terms[0], &[rows.logits, 1]),
+            updates: words(fixed.addends[0], &[rows.logits, 1]),
         })
     }
 }
 
-fn activation(kind: ActivationKind, x: TensorDesc, out: TensorDesc) -> Recipe {
+fn activation(kind: ActivationKind, x: TensorDesc, out: TensorDesc) -> AclnnOp {
     match kind {
-        ActivationKind::Silu => Recipe::Silu { x, out },
-        ActivationKind::GeluTanh => Recipe::Gelu { x, out },
+        ActivationKind::Silu => AclnnOp::Silu { x, out },
+        ActivationKind::GeluTanh => AclnnOp::Gelu { x, out },
     }
 }
 

@@ -18,18 +18,18 @@ use std::sync::Arc;
 use ascend_sys::{AscendError, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
 
 use super::error::compile_error;
-use super::memory::kv_layout::Cache;
-use super::memory::{GRANULE, Place, padded, zeroed};
+use super::memory::kv_layout::KvShard;
+use super::memory::{ALIGNMENT, TypedAddress, alloc_zeroed, padded};
 use super::weights::WeightSet;
 use super::weights::layout::is_refusal;
 use crate::device::LaunchShape;
 use crate::graph::{AttentionShape, CompileError, Op as PlanOp, Plan};
-use aclnn_op::Recipe;
-use attention::{Form, Layer, Lengths, probe};
+use aclnn_op::AclnnOp;
+use attention::{AttentionLayout, Layer, Lengths, probe};
 use capture::Captured;
-use check::{check_plan, join_gates, rope_styles};
-use context::{Base, Room, Shared, SharedBytes};
-use lower::{Fixed, Item, Lowering, Results, RopeTables, RowCounts, Sizes};
+use check::{check_plan, fuse_gate_up, rope_styles};
+use context::{ExecContext, Shared, SharedBytes, SharedScratch};
+use lower::{BufferDims, LoweredOp, Lowering, OutputBuffers, ProgramBuffers, RopeTables, RowCounts};
 
 /// What a launch is given, with its buffers as addresses.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +38,7 @@ pub(super) struct Batch<'a> {
     pub positions: DeviceAddress,
     pub block_tables: DeviceAddress,
     pub logit_rows: DeviceAddress,
-    pub results: Results,
+    pub results: OutputBuffers,
     pub pool: DeviceAddress,
     pub pool_bytes: u64,
     pub shape: LaunchShape,
@@ -56,19 +56,19 @@ impl Batch<'_> {
 #[derive(Debug)]
 enum Prepared {
     /// Made once.
-    Ready(Op),
+    Cached(Op),
     /// Issued anew by each launch: what depends on lengths, on the pool or on other cards, and what the library does not keep.
-    Anew(Box<Item>),
+    PerLaunch(Box<LoweredOp>),
 }
 
 /// A loaded plan.
 #[derive(Debug)]
 pub(super) struct Program {
     pub lowering: Lowering,
-    pub cache: Cache,
-    pub sizes: Sizes,
+    pub cache: KvShard,
+    pub sizes: BufferDims,
     /// By layer of the pool.
-    pub forms: Vec<Form>,
+    pub forms: Vec<AttentionLayout>,
     pub has_kv_scatter: bool,
     body: Vec<Prepared>,
     pub tail_from: usize,
@@ -85,10 +85,10 @@ pub(super) struct Program {
 impl Program {
     /// Checks a plan, finds a place for all it works on, and makes the operations of its layers.
     pub(super) fn load(
-        base: &mut Base,
+        exec: &mut ExecContext,
         plan: &Plan,
         weights: Arc<WeightSet>,
-        cache: Cache,
+        cache: KvShard,
     ) -> Result<Self, CompileError> {
         let elem = weights.elem;
         check_plan(plan, elem)?;
@@ -97,19 +97,19 @@ impl Program {
         let table_cols = bucket.kv_tokens.div_ceil(geometry.block_size).max(1).next_multiple_of(8);
         let int8_cols = weights.int8_cols();
         let sizes =
-            Sizes { tokens: bucket.tokens, logits: bucket.logit_rows, seqs: bucket.seqs, table_cols, int8_cols };
+            BufferDims { tokens: bucket.tokens, logits: bucket.logit_rows, seqs: bucket.seqs, table_cols, int8_cols };
         let styles = rope_styles(plan)?;
-        let (_, fixed_bytes) = Fixed::new(plan, sizes, DeviceAddress(0));
+        let (_, fixed_bytes) = ProgramBuffers::new(plan, sizes, DeviceAddress(0));
         let table_bytes = |&(head_dim, _): &(usize, bool)| 2 * padded(bucket.kv_tokens * head_dim * 2);
         let rope_bytes: usize = styles.iter().map(table_bytes).sum();
         let arena_bytes = padded(plan.arena_bytes);
         let own_rows = (plan.rank.of > 1).then(|| own_rows(plan)).flatten();
         let own_bytes = own_rows.as_ref().map_or(0, |rows| padded(4 * rows.len()));
-        let bytes = arena_bytes + fixed_bytes + rope_bytes + own_bytes + GRANULE;
-        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64, &base.context);
-        let region = zeroed(&base.context, bytes).map_err(|error| failed("arena", error))?;
+        let bytes = arena_bytes + fixed_bytes + rope_bytes + own_bytes + ALIGNMENT;
+        let failed = |op: &'static str, error| compile_error(op, error, bytes as u64, &exec.context);
+        let region = alloc_zeroed(&exec.context, bytes).map_err(|error| failed("arena", error))?;
         let at = |offset: usize| region.address().offset(offset);
-        let (fixed, _) = Fixed::new(plan, sizes, at(arena_bytes));
+        let (fixed, _) = ProgramBuffers::new(plan, sizes, at(arena_bytes));
 
         let mut ropes = Vec::with_capacity(styles.len());
         let mut end = arena_bytes + fixed_bytes;
@@ -131,12 +131,21 @@ impl Program {
         let block_size = TensorDesc::new(at(end), ElemType::I32, &[1]);
 
         if let Some(rows) = &own_rows {
-            region.write(end + GRANULE, bytemuck::cast_slice(rows)).map_err(|error| failed("embed", error))?;
+            region.write(end + ALIGNMENT, bytemuck::cast_slice(rows)).map_err(|error| failed("embed", error))?;
         }
-        let own_rows = own_rows.map(|_| at(end + GRANULE));
+        let own_rows = own_rows.map(|_| at(end + ALIGNMENT));
 
-        let (joined, halves) = join_gates(plan, &weights);
-        let lowering = Lowering { plan: plan.clone(), weights, arena: at(0), fixed, ropes, own_rows, joined, halves };
+        let (joined, halves) = fuse_gate_up(plan, &weights);
+        let lowering = Lowering {
+            plan: plan.clone(),
+            weights,
+            arena: at(0),
+            fixed,
+            ropes,
+            own_rows,
+            fused_gate_up: joined,
+            swiglu_halves: halves,
+        };
         let first_tail = plan.steps.iter().position(|step| lowering.is_tail(step)).unwrap_or(plan.steps.len());
         if plan.steps[first_tail..].iter().any(|step| !lowering.is_tail(step)) {
             return Err(CompileError::Invalid("a layer's step stands behind the rows of logits".into()));
@@ -146,28 +155,28 @@ impl Program {
             cache,
             sizes,
             forms: Vec::new(),
-            has_kv_scatter: base.ops.has("aclnnScatterPaKvCache"),
+            has_kv_scatter: exec.ops.has("aclnnScatterPaKvCache"),
             body: Vec::with_capacity(plan.steps.len() * 2),
             tail_from: first_tail,
             block_size,
-            lengths: Lengths::with_room(bucket.seqs),
+            lengths: Lengths::with_capacity(bucket.seqs),
             words: Vec::with_capacity(2 * bucket.tokens + 8),
             known_pool: None,
             captured: Captured::default(),
             _region: region,
         };
-        program.probe(base)?;
-        program.share(base)?;
-        program.prepare(base)?;
+        program.probe(exec)?;
+        program.share(exec)?;
+        program.prepare(exec)?;
         Ok(program)
     }
 
     /// Finds the form of every layer's attention.
-    fn probe(&mut self, base: &Base) -> Result<(), CompileError> {
-        let table = Place::new(self.lowering.fixed.table, ElemType::I32);
-        let query = Place::new(self.lowering.arena, self.lowering.weights.elem);
-        self.forms = vec![Form::Packed; self.cache.geometry.layers];
-        let mut known: Vec<(AttentionShape, Form)> = Vec::new();
+    fn probe(&mut self, exec: &ExecContext) -> Result<(), CompileError> {
+        let table = TypedAddress::new(self.lowering.fixed.table, ElemType::I32);
+        let query = TypedAddress::new(self.lowering.arena, self.lowering.weights.elem);
+        self.forms = vec![AttentionLayout::Packed; self.cache.geometry.layers];
+        let mut known: Vec<(AttentionShape, AttentionLayout)> = Vec::new();
         for step in &self.lowering.plan.steps {
             let PlanOp::Attention(shape) = &step.op else { continue };
             let fits = shape.layer < self.forms.len()
@@ -180,8 +189,8 @@ impl Program {
             let alike = |other: &AttentionShape| AttentionShape { layer: shape.layer, ..*other } == *shape;
             let form = match known.iter().find(|(other, _)| alike(other)) {
                 Some((_, form)) => *form,
-                None => probe(&base.ops, &base.constants, shape, &self.cache, query, table)
-                    .map_err(|error| compile_error("attention", error, 0, &base.context))?,
+                None => probe(&exec.ops, &exec.constants, shape, &self.cache, query, table)
+                    .map_err(|error| compile_error("attention", error, 0, &exec.context))?,
             };
             known.push((*shape, form));
             self.forms[shape.layer] = form;
@@ -190,8 +199,8 @@ impl Program {
     }
 
     /// Sees to it that the card's shared scratch is large enough for this program.
-    fn share(&self, base: &mut Base) -> Result<(), CompileError> {
-        let (plan, Sizes { tokens, logits, .. }) = (&self.lowering.plan, self.sizes);
+    fn share(&self, exec: &mut ExecContext) -> Result<(), CompileError> {
+        let (plan, BufferDims { tokens, logits, .. }) = (&self.lowering.plan, self.sizes);
         let widest = |step: &crate::graph::Step| match step.op {
             PlanOp::RowStatus => tokens * plan.values[step.inputs[0]].cols,
             _ => 0,
@@ -200,22 +209,22 @@ impl Program {
         let ranks = plan.rank.of as usize;
         let gathered = if ranks > 1 { 2 * logits * ranks * plan.vocab_size.div_ceil(ranks) } else { 0 };
         let bytes = SharedBytes { workspace: 0, logits: 2 * logits * plan.vocab_size, gathered, flags };
-        base.reserve(bytes, plan.vocab_size)
-            .map_err(|error| compile_error("logits", error, flags as u64, &base.context))
+        exec.reserve(bytes, plan.vocab_size)
+            .map_err(|error| compile_error("logits", error, flags as u64, &exec.context))
     }
 
     /// Makes the operations of the layers, and measures the workspace.
-    fn prepare(&mut self, base: &mut Base) -> Result<(), CompileError> {
+    fn prepare(&mut self, exec: &mut ExecContext) -> Result<(), CompileError> {
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
-        let (room, results) = (base.shared().room(), nowhere());
+        let (room, results) = (exec.shared().scratch(), nowhere());
         let mut workspace = 0;
         for at in 0..self.tail_from {
             let name = self.lowering.plan.steps[at].op.name();
             let body = &mut self.body;
-            let mut prepare = |item: Item| {
+            let mut prepare = |item: LoweredOp| {
                 let ready = match &item {
-                    Item::Op(recipe) => {
-                        let mut op = recipe.make(&base.ops)?;
+                    LoweredOp::Op(recipe) => {
+                        let mut op = recipe.build(&exec.ops)?;
                         workspace = workspace.max(op.workspace_bytes());
                         match op.make_repeatable() {
                             Ok(()) => Some(op),
@@ -223,38 +232,38 @@ impl Program {
                             Err(error) => return Err(error),
                         }
                     }
-                    Item::Meet(_) | Item::Store { .. } | Item::Attend { .. } => None,
+                    LoweredOp::Collective(_) | LoweredOp::KvWrite { .. } | LoweredOp::Attention { .. } => None,
                 };
-                body.push(ready.map_or_else(|| Prepared::Anew(Box::new(item)), Prepared::Ready));
+                body.push(ready.map_or_else(|| Prepared::PerLaunch(Box::new(item)), Prepared::Cached));
                 Ok(())
             };
             self.lowering
-                .lower(at, rows, results, room, &base.constants, &mut prepare)
-                .map_err(|error| compile_error(name, error, 0, &base.context))?;
+                .lower(at, rows, results, room, &exec.constants, &mut prepare)
+                .map_err(|error| compile_error(name, error, 0, &exec.context))?;
         }
         for at in self.tail_from..self.lowering.plan.steps.len() {
             let name = self.lowering.plan.steps[at].op.name();
-            let mut measure = |item: Item| {
-                if let Item::Op(recipe) = item {
-                    workspace = workspace.max(recipe.make(&base.ops)?.workspace_bytes());
+            let mut measure = |item: LoweredOp| {
+                if let LoweredOp::Op(recipe) = item {
+                    workspace = workspace.max(recipe.build(&exec.ops)?.workspace_bytes());
                 }
                 Ok(())
             };
             // Where results go is known at launch; the widest rows stand for them here.
-            let results = Results { logits: room.logits, best: self.lowering.fixed.ids, status: room.flags };
+            let results = OutputBuffers { logits: room.logits, argmax: self.lowering.fixed.ids, status: room.flags };
             self.lowering
-                .lower(at, rows, results, room, &base.constants, &mut measure)
-                .map_err(|error| compile_error(name, error, 0, &base.context))?;
+                .lower(at, rows, results, room, &exec.constants, &mut measure)
+                .map_err(|error| compile_error(name, error, 0, &exec.context))?;
         }
         workspace = workspace
-            .max(self.attention_workspace(base).map_err(|error| compile_error("attention", error, 0, &base.context))?);
-        base.reserve(SharedBytes { workspace, ..SharedBytes::default() }, 0)
-            .map_err(|error| compile_error("workspace", error, workspace as u64, &base.context))
+            .max(self.attention_workspace(exec).map_err(|error| compile_error("attention", error, 0, &exec.context))?);
+        exec.reserve(SharedBytes { workspace, ..SharedBytes::default() }, 0)
+            .map_err(|error| compile_error("workspace", error, workspace as u64, &exec.context))
     }
 
     /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
-    fn attention_workspace(&mut self, base: &Base) -> Result<usize, AscendError> {
-        let Sizes { tokens, seqs, .. } = self.sizes;
+    fn attention_workspace(&mut self, exec: &ExecContext) -> Result<usize, AscendError> {
+        let BufferDims { tokens, seqs, .. } = self.sizes;
         let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
         let mut workspace = 0;
         let rows = u32::try_from(tokens).unwrap_or(u32::MAX).min(longest);
@@ -266,9 +275,9 @@ impl Program {
                 _ => None,
             });
             for shape in shapes {
-                let query = Place::new(self.lowering.arena, self.lowering.weights.elem);
+                let query = TypedAddress::new(self.lowering.arena, self.lowering.weights.elem);
                 let pool = (self.lowering.arena, 2 * self.cache.geometry.bytes_per_block() as u64);
-                self.attend(base, shape, query, query, pool, &self.lengths, &mut |op| {
+                self.attend(exec, shape, query, query, pool, &self.lengths, &mut |op| {
                     workspace = workspace.max(op.workspace_bytes());
                     Ok(())
                 })?;
@@ -278,19 +287,19 @@ impl Program {
     }
 
     /// One layer's keys and values in a pool.
-    pub(super) fn caches(&self, layer: usize, pool: (DeviceAddress, u64)) -> [Place; 2] {
+    pub(super) fn kv_tensors(&self, layer: usize, pool: (DeviceAddress, u64)) -> [TypedAddress; 2] {
         let blocks = self.cache.blocks(pool.1);
-        [0, 1].map(|side| Place::new(pool.0.offset(self.cache.offset(layer, side, blocks)), self.cache.elem()))
+        [0, 1].map(|side| TypedAddress::new(pool.0.offset(self.cache.offset(layer, side, blocks)), self.cache.elem()))
     }
 
     /// Makes one layer's attention over a batch.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend(
         &self,
-        base: &Base,
+        exec: &ExecContext,
         shape: &AttentionShape,
-        query: Place,
-        out: Place,
+        query: TypedAddress,
+        out: TypedAddress,
         pool: (DeviceAddress, u64),
         lengths: &Lengths,
         run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
@@ -298,15 +307,15 @@ impl Program {
         let block_size = self.cache.geometry.block_size;
         let dims = [self.cache.blocks(pool.1), block_size, self.cache.row()];
         let layer = Layer {
-            ops: &base.ops,
-            constants: &base.constants,
+            ops: &exec.ops,
+            constants: &exec.constants,
             shape,
-            form: self.forms[shape.layer],
+            layout: self.forms[shape.layer],
             block_size,
-            caches: self.caches(shape.layer, pool).map(|place| place.tensor(&dims)),
+            caches: self.kv_tensors(shape.layer, pool).map(|place| place.tensor(&dims)),
             query,
             out,
-            table: Place::new(self.lowering.fixed.table, ElemType::I32),
+            table: TypedAddress::new(self.lowering.fixed.table, ElemType::I32),
             table_cols: self.sizes.table_cols,
         };
         layer.each(lengths, run)
@@ -315,45 +324,45 @@ impl Program {
     /// Makes the writing of `rows` rows of keys and values to their slots.
     pub(super) fn store(
         &self,
-        base: &Base,
+        exec: &ExecContext,
         layer: usize,
-        [key, value]: [Place; 2],
+        [key, value]: [TypedAddress; 2],
         rows: usize,
         pool: (DeviceAddress, u64),
         run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let geometry = self.cache.geometry;
         let (blocks, row) = (self.cache.blocks(pool.1), self.cache.row());
-        let [keys, values] = self.caches(layer, pool);
+        let [keys, values] = self.kv_tensors(layer, pool);
         let slots = self.lowering.fixed.slots;
         if self.has_kv_scatter {
             let new = [rows, geometry.kv_heads, geometry.head_dim];
             let all = [blocks, geometry.block_size, geometry.kv_heads, geometry.head_dim];
             let slots = TensorDesc::new(slots, ElemType::I32, &[rows]);
             let (key, value) = (key.tensor(&new), value.tensor(&new));
-            return run(base.ops.kv_scatter(&key, &value, &slots, &keys.tensor(&all), &values.tensor(&all))?);
+            return run(exec.ops.kv_scatter(&key, &value, &slots, &keys.tensor(&all), &values.tensor(&all))?);
         }
         let slots = TensorDesc::new(slots, ElemType::I32, &[rows, 1]);
         for (new, all) in [(key, keys), (value, values)] {
             let all = all.tensor(&[blocks * geometry.block_size, row]);
-            run(base.ops.scatter_rows(&all, &slots, &new.tensor(&[rows, row]))?)?;
+            run(exec.ops.scatter_rows(&all, &slots, &new.tensor(&[rows, row]))?)?;
         }
         Ok(())
     }
 
     /// Fills in what a launch's operations read: ids, positions, wanted rows, tables, and where keys and values go.
-    pub(super) fn fill_in(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
+    pub(super) fn fill_in(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
         let fixed = self.lowering.fixed;
-        let Sizes { tokens, logits, seqs, table_cols, .. } = self.sizes;
+        let BufferDims { tokens, logits, seqs, table_cols, .. } = self.sizes;
         let block_size = self.cache.geometry.block_size;
         let pool = (batch.pool, batch.pool_bytes);
         if self.known_pool != Some(pool) {
             let reserved = u32::try_from(self.cache.blocks(pool.1).saturating_sub(1)).unwrap_or(0);
-            base.stage(fixed.table.offset(4 * seqs * table_cols), &reserved.to_le_bytes(), on)?;
+            exec.stage(fixed.table.offset(4 * seqs * table_cols), &reserved.to_le_bytes(), on)?;
             self.known_pool = Some(pool);
         }
         let LaunchShape { tokens: rows, seqs: sequences, logit_rows, table_stride } = batch.shape;
-        let stream = base.streams.get(on);
+        let stream = exec.streams.get(on);
         stream.copy_within(fixed.ids, batch.token_ids, 4 * rows)?;
         stream.copy_within(fixed.positions, batch.positions, 4 * rows)?;
         if logit_rows > 0 {
@@ -377,7 +386,7 @@ impl Program {
             0,
             &[sequences * table_stride],
         );
-        base.run(base.ops.copy(&dst, &src)?, on)?;
+        exec.run(exec.ops.copy(&dst, &src)?, on)?;
 
         // Entry of the table, then place in the block, of each row; rows that fill the bucket up go to the reserved block.
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -392,65 +401,69 @@ impl Program {
             self.words.extend((kv - q..*kv).map(|position| position % number(block_size)));
         }
         self.words.extend((0..tokens - rows).map(|padding| number(padding % block_size)));
-        base.stage(fixed.entries, bytemuck::cast_slice(&self.words), on)?;
+        exec.stage(fixed.entries, bytemuck::cast_slice(&self.words), on)?;
         debug_assert!(logit_rows <= logits, "the launch was checked");
         Ok(())
     }
 
     /// The operations that make slots of entries and places.
-    pub(super) fn slots(&self) -> [Recipe; 3] {
-        let Sizes { tokens, seqs, table_cols, .. } = self.sizes;
+    pub(super) fn slots(&self) -> [AclnnOp; 3] {
+        let BufferDims { tokens, seqs, table_cols, .. } = self.sizes;
         let fixed = self.lowering.fixed;
         let ints = |address: DeviceAddress, count: usize| TensorDesc::new(address, ElemType::I32, &[count]);
         let slots = ints(fixed.slots, tokens);
         [
-            Recipe::GatherRows {
+            AclnnOp::GatherRows {
                 x: ints(fixed.table, (seqs + 1) * table_cols),
                 rows: ints(fixed.entries, tokens),
                 out: slots,
             },
-            Recipe::Mul { a: slots, b: self.block_size, out: slots },
-            Recipe::Add { a: slots, b: ints(fixed.entries.offset(4 * tokens.next_multiple_of(8)), tokens), out: slots },
+            AclnnOp::Mul { a: slots, b: self.block_size, out: slots },
+            AclnnOp::Add {
+                a: slots,
+                b: ints(fixed.entries.offset(4 * tokens.next_multiple_of(8)), tokens),
+                out: slots,
+            },
         ]
     }
 
     /// Queues one batch, operation by operation.
-    pub(super) fn launch(&mut self, base: &mut Base, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
-        self.fill_in(base, batch, on)?;
+    pub(super) fn launch(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
+        self.fill_in(exec, batch, on)?;
         for recipe in self.slots() {
-            base.run(recipe.make(&base.ops)?, on)?;
+            exec.run(recipe.build(&exec.ops)?, on)?;
         }
         self.lengths.fill(batch.q_lens, batch.kv_lens, 0);
         let pool = (batch.pool, batch.pool_bytes);
         let mut body = std::mem::take(&mut self.body);
-        let base = &*base;
-        let mut run = |op| base.run(op, on);
+        let exec = &*exec;
+        let mut run = |op| exec.run(op, on);
         let ran = body.iter_mut().try_for_each(|prepared| match prepared {
-            Prepared::Ready(op) => base.launch(op, on),
-            Prepared::Anew(item) => match &**item {
-                Item::Op(recipe) => run(recipe.make(&base.ops)?),
-                Item::Meet(meeting) => base.meet(meeting, base.streams.get(on)),
-                Item::Store { layer, key, value } => {
-                    self.store(base, *layer, [*key, *value], batch.shape.tokens, pool, &mut run)
+            Prepared::Cached(op) => exec.launch(op, on),
+            Prepared::PerLaunch(item) => match &**item {
+                LoweredOp::Op(recipe) => run(recipe.build(&exec.ops)?),
+                LoweredOp::Collective(meeting) => exec.run_collective(meeting, exec.streams.get(on)),
+                LoweredOp::KvWrite { layer, key, value } => {
+                    self.store(exec, *layer, [*key, *value], batch.shape.tokens, pool, &mut run)
                 }
-                Item::Attend { shape, query, out } => {
-                    self.attend(base, shape, *query, *out, pool, &self.lengths, &mut run)
+                LoweredOp::Attention { shape, query, out } => {
+                    self.attend(exec, shape, *query, *out, pool, &self.lengths, &mut run)
                 }
             },
         });
         self.body = body;
         ran?;
-        let stream = base.streams.get(on);
-        self.tail(base, batch.rows(), batch.results, &base.shared(), stream, &mut |op| base.run(op, on))
+        let stream = exec.streams.get(on);
+        self.tail(exec, batch.rows(), batch.results, &exec.shared(), stream, &mut |op| exec.run(op, on))
     }
 
     /// Makes the operations behind the layers.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn tail(
         &self,
-        base: &Base,
+        exec: &ExecContext,
         rows: RowCounts,
-        results: Results,
+        results: OutputBuffers,
         shared: &Shared,
         stream: &Stream,
         run: &mut dyn FnMut(Op) -> Result<(), AscendError>,
@@ -459,12 +472,12 @@ impl Program {
             if rows.logits == 0 && !matches!(self.lowering.plan.steps[at].op, PlanOp::RowStatus) {
                 continue;
             }
-            let mut make = |item: Item| match item {
-                Item::Op(recipe) => run(recipe.make(&base.ops)?),
-                Item::Meet(meeting) => base.meet(&meeting, stream),
-                Item::Store { .. } | Item::Attend { .. } => Ok(()),
+            let mut make = |item: LoweredOp| match item {
+                LoweredOp::Op(recipe) => run(recipe.build(&exec.ops)?),
+                LoweredOp::Collective(meeting) => exec.run_collective(&meeting, stream),
+                LoweredOp::KvWrite { .. } | LoweredOp::Attention { .. } => Ok(()),
             };
-            self.lowering.lower(at, rows, results, shared.room(), &base.constants, &mut make)?;
+            self.lowering.lower(at, rows, results, shared.scratch(), &exec.constants, &mut make)?;
         }
         Ok(())
     }
@@ -472,12 +485,12 @@ impl Program {
     /// All operations of the layers at the bucket's rows, for a capture.
     pub(super) fn body_items(
         &self,
-        base: &Base,
-        room: Room,
-        emit: &mut dyn FnMut(Item) -> Result<(), AscendError>,
+        exec: &ExecContext,
+        room: SharedScratch,
+        emit: &mut dyn FnMut(LoweredOp) -> Result<(), AscendError>,
     ) -> Result<(), AscendError> {
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
-        (0..self.tail_from).try_for_each(|at| self.lowering.lower(at, rows, nowhere(), room, &base.constants, emit))
+        (0..self.tail_from).try_for_each(|at| self.lowering.lower(at, rows, nowhere(), room, &exec.constants, emit))
     }
 }
 
@@ -493,9 +506,9 @@ fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
 }
 
 /// Results of steps that give none.
-const fn nowhere() -> Results {
+const fn nowhere() -> OutputBuffers {
     let none = DeviceAddress(0);
-    Results { logits: none, best: none, status: none }
+    OutputBuffers { logits: none, argmax: none, status: none }
 }
 
 /// Cosines and sines of all positions, each for a whole head: f32 angles as the reference has them, rounded once.

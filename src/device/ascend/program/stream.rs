@@ -5,14 +5,14 @@
 use ascend_sys::{AscendError, AscendErrorKind, Context, Event, EventKind, Stream};
 
 use crate::device::ascend::memory::staging::Mark;
-use crate::device::ascend::worker::wait::Patience;
+use crate::device::ascend::worker::wait::WaitPolicy;
 
 /// Events a caller can hold without one of them having to be waited for when the next is recorded.
 const EVENTS: usize = 128;
 
 /// A stream with the count of what was staged on it.
 #[derive(Debug)]
-struct Lane {
+struct StreamEvents {
     stream: Stream,
     /// Joins this stream to whoever waits for all.
     joint: Event,
@@ -32,7 +32,7 @@ struct Recorded {
 #[derive(Debug)]
 pub(crate) struct Streams {
     context: Context,
-    lanes: Vec<Lane>,
+    lanes: Vec<StreamEvents>,
     ring: Vec<Recorded>,
 }
 
@@ -52,7 +52,7 @@ impl Streams {
         if self.lanes.len() <= index {
             let stream = Stream::new(&self.context)?;
             let joint = Event::new(&self.context, EventKind::Ordering)?;
-            self.lanes.push(Lane { stream, joint, staged: 0 });
+            self.lanes.push(StreamEvents { stream, joint, staged: 0 });
         }
         Ok(())
     }
@@ -69,11 +69,11 @@ impl Streams {
 
     /// Records event number `number` on a stream. What the slot stood for before is waited for: only a caller that is
     /// [`EVENTS`] events ahead of the device meets this.
-    pub(crate) fn record(&mut self, index: usize, number: u64, patience: &Patience) -> Result<(), AscendError> {
+    pub(crate) fn record(&mut self, index: usize, number: u64, wait_policy: &WaitPolicy) -> Result<(), AscendError> {
         let mark = Mark { stream: index, count: self.lanes[index].staged };
         let slot = &mut self.ring[slot_of(number)];
         if !slot.is_reached {
-            patience.wait(|limit| slot.event.synchronize(Some(limit)))?;
+            wait_policy.wait(|limit| slot.event.synchronize(Some(limit)))?;
         }
         self.lanes[index].stream.record(&slot.event)?;
         (slot.number, slot.mark, slot.is_reached) = (number, mark, false);
@@ -104,13 +104,13 @@ impl Streams {
     }
 
     /// Blocks the host until an event is reached; gives what its stream has passed then.
-    pub(crate) fn wait_host(&mut self, number: u64, patience: &Patience) -> Result<Option<Mark>, AscendError> {
+    pub(crate) fn wait_host(&mut self, number: u64, wait_policy: &WaitPolicy) -> Result<Option<Mark>, AscendError> {
         if let Some(slot) = self.pending(number) {
-            match patience.wait(|limit| slot.event.synchronize(Some(limit))) {
+            match wait_policy.wait(|limit| slot.event.synchronize(Some(limit))) {
                 // An install that cannot limit this wait can limit the wait for the whole stream.
                 Err(error) if error.kind == AscendErrorKind::Unsupported => {
                     let stream = self.get(slot.mark.stream);
-                    patience.wait(|limit| stream.synchronize(Some(limit)))?;
+                    wait_policy.wait(|limit| stream.synchronize(Some(limit)))?;
                 }
                 other => other?,
             }
@@ -135,14 +135,14 @@ impl Streams {
     }
 
     /// Blocks the host until one stream is at its end.
-    pub(crate) fn synchronize(&self, index: usize, patience: &Patience) -> Result<Mark, AscendError> {
-        patience.wait(|limit| self.get(index).synchronize(Some(limit)))?;
+    pub(crate) fn synchronize(&self, index: usize, wait_policy: &WaitPolicy) -> Result<Mark, AscendError> {
+        wait_policy.wait(|limit| self.get(index).synchronize(Some(limit)))?;
         Ok(Mark { stream: index, count: self.lanes[index].staged })
     }
 
     /// Blocks the host until all streams are at their ends.
-    pub(crate) fn synchronize_all(&self, patience: &Patience) -> Result<(), AscendError> {
-        self.lanes.iter().try_for_each(|lane| patience.wait(|limit| lane.stream.synchronize(Some(limit))))
+    pub(crate) fn synchronize_all(&self, wait_policy: &WaitPolicy) -> Result<(), AscendError> {
+        self.lanes.iter().try_for_each(|lane| wait_policy.wait(|limit| lane.stream.synchronize(Some(limit))))
     }
 
     /// Ends what runs and drops what waits, so that nothing has to be waited for.

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ascend_sys::{AscendError, Card};
+use ascend_sys::{AscendError, DcmiCard};
 use parking_lot::{Condvar, Mutex};
 
 /// Time between samples: decode steps take tens of milliseconds, and what is asked for is a mean over many.
@@ -20,18 +20,18 @@ const PERIOD: Duration = Duration::from_millis(100);
 /// Samples further apart than this, in microseconds, say nothing of the time between them.
 const CLOSE_US: u64 = 1_000_000;
 /// How long sampling goes on after the last question: two scrapes of a monitor that comes once a minute.
-const INTEREST_US: u64 = 120_000_000;
+const IDLE_STOP_US: u64 = 120_000_000;
 
 /// The sum so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Integral {
+struct EnergyIntegrator {
     /// Twice the nanojoules: milliwatts times microseconds, both ends of each stretch added.
     twice_nj: u128,
     last: Option<(u64, u64)>,
     lowest_mw: u64,
 }
 
-impl Integral {
+impl EnergyIntegrator {
     fn add(&mut self, now_us: u64, power_mw: u64) {
         self.lowest_mw = self.last.map_or(power_mw, |_| self.lowest_mw.min(power_mw));
         if let Some((then_us, then_mw)) = self.last {
@@ -53,7 +53,7 @@ impl Integral {
 
 #[derive(Debug, Default)]
 struct State {
-    integral: Integral,
+    integral: EnergyIntegrator,
     /// Until when samples are taken.
     until_us: u64,
     is_sampling: bool,
@@ -62,7 +62,7 @@ struct State {
 
 #[derive(Debug)]
 struct Inner {
-    cards: Vec<Card>,
+    cards: Vec<DcmiCard>,
     start: Instant,
     state: Mutex<State>,
     changed: Condvar,
@@ -79,7 +79,7 @@ impl Meter {
     ///
     /// # Errors
     /// What the first that does not answer said.
-    pub(crate) fn new(cards: Vec<Card>) -> Result<Self, AscendError> {
+    pub(crate) fn new(cards: Vec<DcmiCard>) -> Result<Self, AscendError> {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let inner = Inner { cards, start: Instant::now(), state, changed };
         inner.sample(&mut inner.state.lock(), 0)?;
@@ -90,7 +90,7 @@ impl Meter {
     pub(crate) fn energy_uj(&self) -> u64 {
         let now_us = self.inner.now_us();
         let mut state = self.inner.state.lock();
-        state.until_us = now_us.saturating_add(INTEREST_US);
+        state.until_us = now_us.saturating_add(IDLE_STOP_US);
         if !state.is_sampling {
             let inner = Arc::clone(&self.inner);
             let thread = std::thread::Builder::new().name("ascend-power".into());
@@ -152,7 +152,7 @@ mod tests {
     /// Watts over seconds are joules; what is far apart costs what little is known of it.
     #[test]
     fn samples_add_up() {
-        let mut integral = Integral::default();
+        let mut integral = EnergyIntegrator::default();
         assert_eq!((integral.uj(), integral.age_us(7)), (0, u64::MAX));
         integral.add(0, 100_000);
         integral.add(500_000, 300_000);
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn how_often_is_asked_does_not_show_in_a_constant_power() {
         for step_us in [1, 1000, 99_999, 1_000_000, 2_500_000] {
-            let mut integral = Integral::default();
+            let mut integral = EnergyIntegrator::default();
             for at in 0..=20 {
                 integral.add(at * step_us, 90_000);
             }

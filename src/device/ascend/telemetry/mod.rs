@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 
 use ascend_sys::{AscendError, Dcmi};
 
-use super::notes::Notes;
+use super::notes::Diagnostics;
 use crate::device::PeakRates;
 use energy::Meter;
 
@@ -29,12 +29,12 @@ pub(super) struct Telemetry {
     library: Option<PathBuf>,
     /// Cards by the runtime's numbers.
     cards: Vec<u32>,
-    notes: Arc<Notes>,
+    notes: Arc<Diagnostics>,
     meter: OnceLock<Option<Meter>>,
 }
 
 impl Telemetry {
-    pub(super) fn new(library: Option<PathBuf>, cards: Vec<u32>, notes: Arc<Notes>) -> Self {
+    pub(super) fn new(library: Option<PathBuf>, cards: Vec<u32>, notes: Arc<Diagnostics>) -> Self {
         Self { library, cards, notes, meter: OnceLock::new() }
     }
 
@@ -53,7 +53,7 @@ impl Telemetry {
     }
 
     /// What `cards` of the chip named in `description` do at most; none for one that is not known.
-    pub(super) fn peaks(description: &str, cards: u32) -> Option<PeakRates> {
+    pub(super) fn peak_rates(description: &str, cards: u32) -> Option<PeakRates> {
         let cards = u64::from(cards);
         let (_, tflops, gb_per_s) = CHIPS.iter().find(|(name, _, _)| description.contains(name))?;
         Some(PeakRates {

@@ -5,13 +5,13 @@
 
 #![forbid(unsafe_code)]
 
-use crate::device::ascend::program::aclnn_op::{GROUP_SIZE, Quantised};
+use crate::device::ascend::program::aclnn_op::{GROUP_SIZE, Quantized};
 use ascend_sys::{AscendError, AscendErrorKind, DeviceAddress, ElemType, Ops, TensorDesc};
 
-use crate::device::ascend::memory::Place;
-use crate::device::ascend::notes::Notes;
+use crate::device::ascend::memory::TypedAddress;
+use crate::device::ascend::notes::Diagnostics;
 use crate::device::ascend::options::{WeightForm, WeightTiles};
-use crate::device::ascend::program::aclnn_op::Recipe;
+use crate::device::ascend::program::aclnn_op::AclnnOp;
 use crate::graph::{Weight, WeightRole};
 use crate::weights::DType;
 
@@ -20,7 +20,7 @@ pub(crate) const GROUP: usize = GROUP_SIZE as usize;
 
 /// How a weight lies on the card. `n` rows are outputs of the product, `k` columns its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Form {
+pub(crate) enum WeightLayout {
     /// `[n, k]` or `[len]` in the type of the activations.
     Rows,
     /// `[n, k]` in the type of the activations, in tiles.
@@ -32,7 +32,7 @@ pub(crate) enum Form {
     Channels { in_tiles: bool },
 }
 
-impl Form {
+impl WeightLayout {
     /// What a matrix is held in if the operations take it.
     fn wanted(weight: &Weight, asked: WeightForm, tiles: WeightTiles) -> Self {
         let plain = if tiles == WeightTiles::Always { Self::Tiles } else { Self::Rows };
@@ -58,7 +58,7 @@ impl Form {
     }
 
     /// What stands in for a form that is refused.
-    fn instead(self, tiles: WeightTiles) -> Self {
+    fn fallback(self, tiles: WeightTiles) -> Self {
         match self {
             Self::Channels { in_tiles: true } => Self::Channels { in_tiles: false },
             Self::Channels { in_tiles: false } | Self::Groups { .. } if tiles == WeightTiles::Always => Self::Tiles,
@@ -105,17 +105,17 @@ impl Form {
             if self.is_tiled() {
                 self.bytes(&[n, k], elem, ops)?;
                 if !ops.has("aclnnTransMatmulWeight") {
-                    return Err(lacks("aclnnTransMatmulWeight"));
+                    return Err(missing_op("aclnnTransMatmulWeight"));
                 }
             }
             let matrix = Matrix::new(self, elem, [n, k], [at; 3]);
             // Phase 1 reads descriptions only, so that one address stands for all.
             let x = TensorDesc::new(at, elem, &[1, k]);
-            let quantised = Quantised::new(at, at, &x);
+            let quantized = Quantized::new(at, at, &x);
             if matrix.takes_int8() {
-                quantised.recipe(x).make(ops)?;
+                quantized.op(x).build(ops)?;
             }
-            matrix.product(x, &quantised, TensorDesc::new(at, elem, &[1, n])).make(ops).map(drop)
+            matrix.product(x, &quantized, TensorDesc::new(at, elem, &[1, n])).build(ops).map(drop)
         };
         match ask() {
             Ok(()) => Ok(None),
@@ -149,7 +149,7 @@ fn is_countable(shape: &[usize]) -> bool {
     shape.iter().copied().chain(bytes).all(|size| i64::try_from(size).is_ok()) && bytes.is_some()
 }
 
-fn lacks(call: &'static str) -> AscendError {
+fn missing_op(call: &'static str) -> AscendError {
     let message = "the libraries lack it".to_owned();
     AscendError { call, code: ascend_sys::SHIM_NO_SYMBOL, kind: AscendErrorKind::Unsupported, message }
 }
@@ -159,7 +159,7 @@ pub(crate) fn is_refusal(error: &AscendError) -> bool {
 }
 
 /// A weight's form, and bytes of its values, scales and offsets.
-pub(crate) type Chosen = (Form, [usize; 3]);
+pub(crate) type Chosen = (WeightLayout, [usize; 3]);
 
 /// The form of each weight; none if sizes overflow.
 ///
@@ -171,31 +171,31 @@ pub(crate) fn choose(
     elem: ElemType,
     ops: &Ops,
     at: DeviceAddress,
-    notes: &Notes,
+    notes: &Diagnostics,
 ) -> Result<Option<Vec<Chosen>>, AscendError> {
-    let mut known: Vec<(Form, [usize; 2], Form)> = Vec::new();
+    let mut known: Vec<(WeightLayout, [usize; 2], WeightLayout)> = Vec::new();
     let mut all = Vec::with_capacity(weights.len());
     for weight in weights {
         if !is_countable(&weight.shape) {
             return Ok(None);
         }
-        let wanted = Form::wanted(weight, asked, tiles);
+        let wanted = WeightLayout::wanted(weight, asked, tiles);
         let mut form = wanted;
         if let &[n, k] = &weight.shape[..] {
             let answer = known.iter().find(|(other, shape, _)| (*other, *shape) == (wanted, [n, k]));
             if let Some((_, _, answer)) = answer {
                 form = *answer;
             }
-            while answer.is_none() && form != Form::Rows {
+            while answer.is_none() && form != WeightLayout::Rows {
                 let Some(refusal) = form.refusal([n, k], elem, ops, at)? else { break };
-                let instead = form.instead(tiles);
+                let instead = form.fallback(tiles);
                 let (dtype, held, form_name) = (weight.dtype, instead.name(), form.name());
                 notes.add(format!("{dtype} matrices of {n} by {k} are held in {held}, not {form_name}: {refusal}"));
                 form = instead;
             }
             known.push((wanted, [n, k], form));
         } else {
-            form = Form::Rows;
+            form = WeightLayout::Rows;
         }
         let mut bytes = form.bytes(&weight.shape, elem, ops)?;
         bytes[0] += zero_row_bytes(weight);
@@ -225,23 +225,23 @@ pub(crate) enum Matrix {
 impl Matrix {
     /// A matrix `[n, k]` whose values, scales and offsets lie at three addresses.
     pub(crate) fn new(
-        form: Form,
+        form: WeightLayout,
         elem: ElemType,
         [n, k]: [usize; 2],
         [values, scales, offsets]: [DeviceAddress; 3],
     ) -> Self {
         match form {
-            Form::Rows => Self::Rows(TensorDesc::new(values, elem, &[n, k])),
-            Form::Tiles => Self::Tiles(TensorDesc::tiled(values, elem, n, k)),
-            Form::Groups { elem: quants, has_offsets } => {
-                let of_groups = |at: DeviceAddress| Place::new(at, elem).tensor(&[k / GROUP, n]);
+            WeightLayout::Rows => Self::Rows(TensorDesc::new(values, elem, &[n, k])),
+            WeightLayout::Tiles => Self::Tiles(TensorDesc::tiled(values, elem, n, k)),
+            WeightLayout::Groups { elem: quants, has_offsets } => {
+                let of_groups = |at: DeviceAddress| TypedAddress::new(at, elem).tensor(&[k / GROUP, n]);
                 Self::Groups {
                     values: TensorDesc::new(values, quants, &[k, n]),
                     scales: of_groups(scales),
                     offsets: has_offsets.then(|| of_groups(offsets)),
                 }
             }
-            Form::Channels { in_tiles } => Self::Channels {
+            WeightLayout::Channels { in_tiles } => Self::Channels {
                 values: if in_tiles {
                     TensorDesc::tiled(values, ElemType::I8, n, k)
                 } else {
@@ -258,11 +258,11 @@ impl Matrix {
     }
 
     /// `out = x · matrixᵀ`, without a bias.
-    pub(crate) fn product(&self, x: TensorDesc, quantised: &Quantised, out: TensorDesc) -> Recipe {
+    pub(crate) fn product(&self, x: TensorDesc, quantized: &Quantized, out: TensorDesc) -> AclnnOp {
         match *self {
-            Self::Rows(weight) | Self::Tiles(weight) => Recipe::Linear { x, weight, bias: None, out },
-            Self::Groups { values, scales, offsets } => Recipe::GroupLinear { x, values, scales, offsets, out },
-            Self::Channels { values, scales } => Recipe::ChannelLinear { x: *quantised, values, scales, out },
+            Self::Rows(weight) | Self::Tiles(weight) => AclnnOp::Linear { x, weight, bias: None, out },
+            Self::Groups { values, scales, offsets } => AclnnOp::GroupLinear { x, values, scales, offsets, out },
+            Self::Channels { values, scales } => AclnnOp::ChannelLinear { x: *quantized, values, scales, out },
         }
     }
 }

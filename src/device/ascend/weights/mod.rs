@@ -7,14 +7,14 @@ pub(super) mod pack;
 
 use ascend_sys::{AscendError, DeviceBuffer, ElemType, TensorDesc};
 
-use super::memory::{GRANULE, Place};
+use super::memory::{ALIGNMENT, TypedAddress};
 use super::options::Activations;
-use super::program::context::Base;
+use super::program::context::ExecContext;
 use crate::graph::{Weight, WeightId};
 use crate::kv_cache::KvDType;
 use crate::weights::DType;
-use layout::{Form, Matrix, is_refusal};
-use pack::Stretch;
+use layout::{Matrix, WeightLayout, is_refusal};
+use pack::WeightSection;
 
 /// All weights of one model, numbered as its graph numbers them.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub(super) struct WeightSet {
 struct Held {
     shape: Vec<usize>,
     dtype: DType,
-    form: Form,
+    form: WeightLayout,
     /// First bytes of its values, scales and offsets.
     at: [usize; 3],
 }
@@ -63,7 +63,7 @@ pub(super) fn place(sizes: &[[usize; 3]]) -> Option<(Vec<[usize; 3]>, usize)> {
         for (place, bytes) in places.iter_mut().zip(sizes) {
             place[stretch] = end;
             // Nothing is left between tensors: those that follow each other may be multiplied as one.
-            end = end.checked_add(bytes[stretch])?.checked_next_multiple_of(GRANULE)?;
+            end = end.checked_add(bytes[stretch])?.checked_next_multiple_of(ALIGNMENT)?;
         }
     }
     Some((places, end))
@@ -74,7 +74,7 @@ impl WeightSet {
         buffer: DeviceBuffer,
         elem: ElemType,
         weights: &[Weight],
-        forms: impl Iterator<Item = Form>,
+        forms: impl Iterator<Item = WeightLayout>,
         places: Vec<[usize; 3]>,
     ) -> Self {
         let held = weights.iter().zip(forms).zip(places);
@@ -83,21 +83,27 @@ impl WeightSet {
     }
 
     /// Writes a piece of a weight, without waiting for streams.
-    pub(super) fn write(&self, index: usize, stretch: Stretch, at: usize, bytes: &[u8]) -> Result<(), AscendError> {
+    pub(super) fn write(
+        &self,
+        index: usize,
+        stretch: WeightSection,
+        at: usize,
+        bytes: &[u8],
+    ) -> Result<(), AscendError> {
         self.buffer.write(self.held[index].at[stretch as usize] + at, bytes)
     }
 
     /// Brings a weight that is written by rows into tiles, if that is its form, and waits. Where the operation refuses, it
     /// stays in rows, and a note says so.
-    pub(super) fn tile(&mut self, index: usize, base: &mut Base) -> Result<(), AscendError> {
+    pub(super) fn tile(&mut self, index: usize, exec: &mut ExecContext) -> Result<(), AscendError> {
         let Held { shape, form, at, .. } = &self.held[index];
-        let (&Form::Tiles | &Form::Channels { in_tiles: true }) = form else { return Ok(()) };
-        let elem = if *form == Form::Tiles { self.elem } else { ElemType::I8 };
-        let rows = Place::new(self.buffer.address().offset(at[0]), elem).tensor(shape);
-        match base.ops.tile_weight(&rows) {
-            Ok(op) => base.run_alone(op),
+        let (&WeightLayout::Tiles | &WeightLayout::Channels { in_tiles: true }) = form else { return Ok(()) };
+        let elem = if *form == WeightLayout::Tiles { self.elem } else { ElemType::I8 };
+        let rows = TypedAddress::new(self.buffer.address().offset(at[0]), elem).tensor(shape);
+        match exec.ops.tile_weight(&rows) {
+            Ok(op) => exec.run_alone(op),
             Err(error) if is_refusal(&error) => {
-                base.notes.add(format!("matrices of {} by {} stay in rows: {error}", shape[0], shape[1]));
+                exec.diagnostics.add(format!("matrices of {} by {} stay in rows: {error}", shape[0], shape[1]));
                 self.held[index].form = form.untiled();
                 Ok(())
             }
@@ -107,14 +113,14 @@ impl WeightSet {
 
     /// Longest rows that its products take in int8; 0 if none does.
     pub(super) fn int8_cols(&self) -> usize {
-        let int8 = self.held.iter().filter(|held| matches!(held.form, Form::Channels { .. }));
+        let int8 = self.held.iter().filter(|held| matches!(held.form, WeightLayout::Channels { .. }));
         int8.map(|held| held.shape[1]).max().unwrap_or(0)
     }
 
     /// A whole tensor by rows: a vector or a table.
     pub(super) fn tensor(&self, id: WeightId) -> TensorDesc {
         let Held { shape, at, .. } = &self.held[id.0 as usize];
-        Place::new(self.buffer.address().offset(at[0]), self.elem).tensor(shape)
+        TypedAddress::new(self.buffer.address().offset(at[0]), self.elem).tensor(shape)
     }
 
     /// What a product reads.
@@ -127,7 +133,7 @@ impl WeightSet {
     /// An embedding table with the row of zeros behind it.
     pub(super) fn table_with_zeros(&self, id: WeightId) -> TensorDesc {
         let Held { shape, at, .. } = &self.held[id.0 as usize];
-        Place::new(self.buffer.address().offset(at[0]), self.elem).tensor(&[shape[0] + 1, shape[1]])
+        TypedAddress::new(self.buffer.address().offset(at[0]), self.elem).tensor(&[shape[0] + 1, shape[1]])
     }
 
     /// Rows of a matrix.
@@ -136,12 +142,12 @@ impl WeightSet {
     }
 
     /// Several matrices of one width as one, where they lie by rows and follow each other without a gap.
-    pub(super) fn joined(&self, ids: &[WeightId]) -> Option<Matrix> {
+    pub(super) fn fused(&self, ids: &[WeightId]) -> Option<Matrix> {
         let held = |id: &WeightId| &self.held[id.0 as usize];
         let first = held(ids.first()?);
         let (row_bytes, scale_bytes) = match first.form {
-            Form::Rows => (2 * first.shape.get(1)?, 0),
-            Form::Channels { in_tiles: false } => (*first.shape.get(1)?, 4),
+            WeightLayout::Rows => (2 * first.shape.get(1)?, 0),
+            WeightLayout::Channels { in_tiles: false } => (*first.shape.get(1)?, 4),
             _ => return None,
         };
         let mut rows = 0;

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use ascend_sys::PinnedBuffer;
 
-use super::Card;
+use super::Worker;
 use super::queue::Queue;
-use super::readback::Landing;
-use crate::device::ascend::error::Failures;
-use crate::device::ascend::memory::kv_layout::Cache;
+use super::readback::Readback;
+use crate::device::ascend::error::ErrorState;
+use crate::device::ascend::memory::kv_layout::KvShard;
 use crate::device::ascend::memory::staging::FreeSlots;
-use crate::device::ascend::notes::Notes;
+use crate::device::ascend::notes::Diagnostics;
 use crate::device::{Bindings, DeviceError, LaunchShape, Span};
 use crate::kv_cache::BlockId;
 
@@ -59,7 +59,7 @@ pub(crate) enum Command {
         on: usize,
     },
     CopyBlocks {
-        cache: Cache,
+        cache: KvShard,
         src: Span,
         dst: Span,
         pairs: Vec<u32>,
@@ -67,20 +67,20 @@ pub(crate) enum Command {
     },
     /// Frees slots whose copies have ended.
     Reclaim,
-    Call(Box<dyn FnOnce(&mut Card) + Send>),
+    Call(Box<dyn FnOnce(&mut Worker) + Send>),
     Stop,
 }
 
 /// What the thread and its callers share.
 #[derive(Debug)]
-pub(crate) struct Desk {
+pub(crate) struct WorkerShared {
     pub queue: Queue<Command>,
-    pub failures: Arc<Failures>,
+    pub errors: Arc<ErrorState>,
     pub slots: Arc<FreeSlots>,
-    pub landing: Landing,
+    pub readback: Readback,
     /// Emptied lists, to be used again.
     pub lists: parking_lot::Mutex<Vec<Vec<u32>>>,
-    pub notes: Arc<Notes>,
+    pub diagnostics: Arc<Diagnostics>,
 }
 
 impl std::fmt::Debug for Command {
@@ -89,7 +89,7 @@ impl std::fmt::Debug for Command {
     }
 }
 
-impl Desk {
+impl WorkerShared {
     /// An empty list.
     pub(crate) fn list(&self) -> Vec<u32> {
         self.lists.lock().pop().unwrap_or_default()
@@ -110,14 +110,14 @@ impl Desk {
 }
 
 /// Lets nobody wait for a thread that has ended.
-pub(crate) struct Closing<'a>(pub &'a Desk);
+pub(crate) struct CloseOnDrop<'a>(pub &'a WorkerShared);
 
-impl Drop for Closing<'_> {
+impl Drop for CloseOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.failures.note(DeviceError::Lost);
+        self.0.errors.note(DeviceError::Lost);
         self.0.queue.close();
         drop(self.0.slots.close());
-        drop(self.0.landing.close(DeviceError::Lost));
+        drop(self.0.readback.close(DeviceError::Lost));
     }
 }
 

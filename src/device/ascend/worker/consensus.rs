@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use ascend_sys::AscendError;
 use parking_lot::{Condvar, Mutex};
 
-use super::wait::{LOOK_UP, elsewhere};
-use crate::device::ascend::error::Failures;
+use super::wait::{POLL_INTERVAL, peer_failed};
+use crate::device::ascend::error::ErrorState;
 
 /// A vote of all cards, again and again.
 #[derive(Debug)]
-pub(crate) struct Accord {
+pub(crate) struct Consensus {
     cards: usize,
-    failures: Arc<Failures>,
+    errors: Arc<ErrorState>,
     limit: Duration,
     state: Mutex<State>,
     decided: Condvar,
@@ -31,17 +31,17 @@ struct State {
     outcome: bool,
 }
 
-impl Accord {
-    pub(crate) fn new(cards: usize, failures: Arc<Failures>, limit: Duration) -> Self {
+impl Consensus {
+    pub(crate) fn new(cards: usize, errors: Arc<ErrorState>, limit: Duration) -> Self {
         let state = State { votes: 0, all_agree: true, rounds: 0, outcome: true };
-        Self { cards, failures, limit, state: Mutex::new(state), decided: Condvar::new() }
+        Self { cards, errors, limit, state: Mutex::new(state), decided: Condvar::new() }
     }
 
     /// Waits for all cards' votes; whether all agree.
     ///
     /// # Errors
     /// Another card has failed, or does not come within the limit.
-    pub(crate) fn vote(&self, agrees: bool) -> Result<bool, AscendError> {
+    pub(crate) fn all_agree(&self, agrees: bool) -> Result<bool, AscendError> {
         let mut state = self.state.lock();
         state.votes += 1;
         state.all_agree &= agrees;
@@ -53,10 +53,10 @@ impl Accord {
         let (round, start) = (state.rounds, Instant::now());
         // The next vote ends only with this card's, so the outcome stays until it was read.
         while state.rounds == round {
-            if self.failures.fatal().is_some() || start.elapsed() >= self.limit {
-                return Err(elsewhere());
+            if self.errors.fatal().is_some() || start.elapsed() >= self.limit {
+                return Err(peer_failed());
             }
-            self.decided.wait_for(&mut state, LOOK_UP);
+            self.decided.wait_for(&mut state, POLL_INTERVAL);
         }
         Ok(state.outcome)
     }
@@ -68,16 +68,16 @@ mod tests {
     use crate::device::DeviceError;
 
     #[test]
-    fn all_cards_hear_the_same() {
-        let failures = Arc::new(Failures::new(true));
-        let accord = Accord::new(3, Arc::clone(&failures), Duration::from_secs(60));
-        let heard = |round: u32, card: u32| accord.vote(round & 1 << card == 0).unwrap();
+    fn all_cards_get_the_same_answer() {
+        let errors = Arc::new(ErrorState::new(true));
+        let consensus = Consensus::new(3, Arc::clone(&errors), Duration::from_secs(60));
+        let heard = |round: u32, card: u32| consensus.all_agree(round & 1 << card == 0).unwrap();
         std::thread::scope(|scope| {
             for card in 0..3 {
                 scope.spawn(move || (0..8).for_each(|round| assert_eq!(heard(round, card), round == 0)));
             }
         });
-        failures.note(DeviceError::Lost);
-        assert!(accord.vote(true).is_err());
+        errors.note(DeviceError::Lost);
+        assert!(consensus.all_agree(true).is_err());
     }
 }

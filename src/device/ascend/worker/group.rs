@@ -16,247 +16,251 @@ use std::thread::JoinHandle;
 use ascend_sys::{AscendError, Collectives, Library, RootInfo, Runtime};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::command::{Command, Desk};
-use super::consensus::Accord;
-use super::wait::Patience;
-use super::{Card, Facts, Opening};
+use super::command::{Command, WorkerShared};
+use super::consensus::Consensus;
+use super::wait::WaitPolicy;
+use super::{CardInfo, Worker, WorkerConfig};
 use crate::device::DeviceError;
-use crate::device::ascend::error::Failures;
-use crate::device::ascend::notes::Notes;
+use crate::device::ascend::error::ErrorState;
+use crate::device::ascend::notes::Diagnostics;
 use crate::device::ascend::options::{AscendOpenError, AscendOptions};
-use crate::graph::Rank;
+use crate::graph::TpRank;
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(crate) struct Cards {
-    seats: Vec<Seat>,
-    pub failures: Arc<Failures>,
-    pub notes: Arc<Notes>,
+pub(crate) struct WorkerGroup {
+    handles: Vec<WorkerHandle>,
+    pub errors: Arc<ErrorState>,
+    pub notes: Arc<Diagnostics>,
     order: Mutex<()>,
 }
 
 #[derive(Debug)]
-struct Seat {
-    desk: Arc<Desk>,
+struct WorkerHandle {
+    shared: Arc<WorkerShared>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The right to hand commands to all cards.
-pub(crate) struct Turn<'a> {
-    cards: &'a Cards,
+pub(crate) struct Broadcast<'a> {
+    group: &'a WorkerGroup,
     _order: MutexGuard<'a, ()>,
 }
 
 /// What a card's thread hears once all others have opened: what to join with, if there are several.
-type Go = Option<(Collectives, RootInfo, Arc<Accord>)>;
+type JoinInfo = Option<(Collectives, RootInfo, Arc<Consensus>)>;
 
 /// A card whose thread has its context and waits for the word.
-struct Opened {
-    desk: Arc<Desk>,
-    facts: Facts,
+struct ReadyWorker {
+    shared: Arc<WorkerShared>,
+    info: CardInfo,
     root: Option<RootInfo>,
 }
 
 /// A thread on its way.
-struct Candidate {
+struct PendingWorker {
     card: u32,
     thread: JoinHandle<()>,
-    opened: mpsc::Receiver<Result<Opened, AscendError>>,
-    go: mpsc::Sender<Go>,
+    ready: mpsc::Receiver<Result<ReadyWorker, AscendError>>,
+    join_info: mpsc::Sender<JoinInfo>,
     joined: mpsc::Receiver<Result<(), AscendError>>,
 }
 
-impl Cards {
+impl WorkerGroup {
     /// Starts a thread a card, and joins them if there are several.
     pub(crate) fn open(
         library: &Arc<Library>,
         runtime: &Runtime,
         options: &AscendOptions,
-    ) -> Result<(Self, Vec<Facts>), AscendOpenError> {
+    ) -> Result<(Self, Vec<CardInfo>), AscendOpenError> {
         let of = u32::try_from(options.cards.len()).unwrap_or(u32::MAX);
         let collectives = if of > 1 { Some(Collectives::load(library)?) } else { None };
-        let (limit, failures) = (options.timeout(), Arc::new(Failures::new(of > 1)));
-        let notes = Arc::new(Notes::default());
-        let others = (of > 1).then(|| Arc::clone(&failures));
-        let opening = |index: u32, card: u32| Opening {
+        let (limit, errors) = (options.timeout(), Arc::new(ErrorState::new(of > 1)));
+        let notes = Arc::new(Diagnostics::default());
+        let others = (of > 1).then(|| Arc::clone(&errors));
+        let config = |index: u32, card: u32| WorkerConfig {
             library: Arc::clone(library),
             runtime: runtime.clone(),
             card,
-            rank: Rank { index, of },
-            patience: Patience::new(limit, others.clone()),
+            rank: TpRank { index, of },
+            wait_policy: WaitPolicy::new(limit, others.clone()),
             is_deterministic: options.deterministic,
             capture_max_rows: if options.capture { options.capture_max_rows as usize } else { 0 },
             root_of: collectives.filter(|_| index == 0),
-            failures: Arc::clone(&failures),
-            notes: Arc::clone(&notes),
+            errors: Arc::clone(&errors),
+            diagnostics: Arc::clone(&notes),
         };
-        let mut candidates = Vec::with_capacity(options.cards.len());
+        let mut pending = Vec::with_capacity(options.cards.len());
         let started = (0..).zip(&options.cards).try_for_each(|(index, &card)| {
-            candidates.push(Candidate::start(opening(index, card))?);
+            pending.push(PendingWorker::start(config(index, card))?);
             Ok(())
         });
-        let opened = started.and_then(|()| candidates.iter().map(Candidate::opened).collect::<Result<Vec<_>, _>>());
-        let opened = match opened {
-            Ok(opened) => opened,
+        let ready = started.and_then(|()| pending.iter().map(PendingWorker::ready).collect::<Result<Vec<_>, _>>());
+        let ready = match ready {
+            Ok(ready) => ready,
             Err(error) => {
-                candidates.into_iter().for_each(Candidate::give_up);
+                pending.into_iter().for_each(PendingWorker::give_up);
                 return Err(error);
             }
         };
-        let root = opened.first().and_then(|first| first.root);
-        let accord = Arc::new(Accord::new(candidates.len(), Arc::clone(&failures), limit));
-        let go = collectives.zip(root).map(|(collectives, root)| (collectives, root, accord));
-        for candidate in &candidates {
+        let root = ready.first().and_then(|first| first.root);
+        let consensus = Arc::new(Consensus::new(pending.len(), Arc::clone(&errors), limit));
+        let join_info = collectives.zip(root).map(|(collectives, root)| (collectives, root, consensus));
+        for pending in &pending {
             // One that has ended says so below.
-            let _ = candidate.go.send(go.clone());
+            let _ = pending.join_info.send(join_info.clone());
         }
-        let joined = candidates.iter().map(Candidate::joined).collect::<Vec<_>>();
-        let (mut seats, mut facts) = (Vec::new(), Vec::new());
-        for (candidate, opened) in candidates.into_iter().zip(opened) {
-            seats.push(Seat { desk: opened.desk, thread: Some(candidate.thread) });
-            facts.push(opened.facts);
+        let joined = pending.iter().map(PendingWorker::joined).collect::<Vec<_>>();
+        let (mut handles, mut info) = (Vec::new(), Vec::new());
+        for (pending, ready) in pending.into_iter().zip(ready) {
+            handles.push(WorkerHandle { shared: ready.shared, thread: Some(pending.thread) });
+            info.push(ready.info);
         }
         // From here on dropping it ends all threads.
-        let cards = Self { seats, failures, notes, order: Mutex::new(()) };
+        let group = Self { handles, errors, notes, order: Mutex::new(()) };
         joined.into_iter().collect::<Result<(), _>>()?;
-        Ok((cards, facts))
+        Ok((group, info))
     }
 
     pub(crate) fn count(&self) -> u32 {
-        u32::try_from(self.seats.len()).unwrap_or(u32::MAX)
+        u32::try_from(self.handles.len()).unwrap_or(u32::MAX)
     }
 
     /// The desk of the first card, which answers reads.
-    pub(crate) fn first(&self) -> &Desk {
-        &self.seats[0].desk
+    pub(crate) fn first(&self) -> &WorkerShared {
+        &self.handles[0].shared
     }
 
-    pub(crate) fn desks(&self) -> impl Iterator<Item = &Desk> {
-        self.seats.iter().map(|seat| &*seat.desk)
+    pub(crate) fn all_shared(&self) -> impl Iterator<Item = &WorkerShared> {
+        self.handles.iter().map(|handle| &*handle.shared)
     }
 
     /// Waits for the right to hand commands to all cards.
-    pub(crate) fn turn(&self) -> Turn<'_> {
-        Turn { cards: self, _order: self.order.lock() }
+    pub(crate) fn broadcast(&self) -> Broadcast<'_> {
+        Broadcast { group: self, _order: self.order.lock() }
     }
 
     /// What ended the device.
     pub(crate) fn end(&self) -> DeviceError {
-        self.failures.fatal().unwrap_or(DeviceError::Lost)
+        self.errors.fatal().unwrap_or(DeviceError::Lost)
     }
 
     /// Runs something on one card's thread and waits for what it gives.
     pub(crate) fn call<R: Send + 'static>(
         &self,
         rank: usize,
-        run: impl FnOnce(&mut Card) -> R + Send + 'static,
+        run: impl FnOnce(&mut Worker) -> R + Send + 'static,
     ) -> Result<R, DeviceError> {
-        let desk = &self.seats.get(rank).ok_or_else(|| self.end())?.desk;
-        self.ask(desk, run)?.recv().map_err(|_| self.end())
+        let shared = &self.handles.get(rank).ok_or_else(|| self.end())?.shared;
+        self.ask(shared, run)?.recv().map_err(|_| self.end())
     }
 
     /// Runs something on every card's thread, all at once, and waits for what they give.
-    pub(crate) fn call_each<R: Send + 'static, F: FnOnce(&mut Card) -> R + Send + 'static>(
+    pub(crate) fn call_each<R: Send + 'static, F: FnOnce(&mut Worker) -> R + Send + 'static>(
         &self,
         mut make: impl FnMut(usize) -> F,
     ) -> Result<Vec<R>, DeviceError> {
         let asked = {
-            let turn = self.turn();
-            let desks = turn.cards.desks().enumerate();
-            desks.map(|(rank, desk)| self.ask(desk, make(rank))).collect::<Result<Vec<_>, _>>()?
+            let turn = self.broadcast();
+            let all_shared = turn.group.all_shared().enumerate();
+            all_shared.map(|(rank, shared)| self.ask(shared, make(rank))).collect::<Result<Vec<_>, _>>()?
         };
-        asked.into_iter().map(|given| given.recv().map_err(|_| self.end())).collect()
+        asked.into_iter().map(|answer| answer.recv().map_err(|_| self.end())).collect()
     }
 
     fn ask<R: Send + 'static>(
         &self,
-        desk: &Desk,
-        run: impl FnOnce(&mut Card) -> R + Send + 'static,
+        shared: &WorkerShared,
+        run: impl FnOnce(&mut Worker) -> R + Send + 'static,
     ) -> Result<mpsc::Receiver<R>, DeviceError> {
-        let (give, given) = mpsc::sync_channel(1);
+        let (sender, answer) = mpsc::sync_channel(1);
         // Whoever asked waits, unless it is gone with its whole thread.
-        let command = Command::Call(Box::new(move |card| drop(give.send(run(card)))));
-        desk.queue.push_with(|| (command, ())).ok_or_else(|| self.end())?;
-        Ok(given)
+        let command = Command::Call(Box::new(move |card| drop(sender.send(run(card)))));
+        shared.queue.push_with(|| (command, ())).ok_or_else(|| self.end())?;
+        Ok(answer)
     }
 }
 
-impl Turn<'_> {
+impl Broadcast<'_> {
     /// Hands every card a command: `make` is given its rank and desk.
-    pub(crate) fn push(&self, mut make: impl FnMut(usize, &Desk) -> Command) -> Result<(), DeviceError> {
-        self.try_push(|rank, desk| Some(make(rank, desk)))
+    pub(crate) fn push(&self, mut make: impl FnMut(usize, &WorkerShared) -> Command) -> Result<(), DeviceError> {
+        self.try_push(|rank, shared| Some(make(rank, shared)))
     }
 
     /// The same; `None` from `make` says that the device has ended.
-    pub(crate) fn try_push(&self, mut make: impl FnMut(usize, &Desk) -> Option<Command>) -> Result<(), DeviceError> {
-        for (rank, desk) in self.cards.desks().enumerate() {
-            let command = make(rank, desk).ok_or_else(|| self.cards.end())?;
-            desk.queue.push_with(|| (command, ())).ok_or_else(|| self.cards.end())?;
+    pub(crate) fn try_push(
+        &self,
+        mut make: impl FnMut(usize, &WorkerShared) -> Option<Command>,
+    ) -> Result<(), DeviceError> {
+        for (rank, shared) in self.group.all_shared().enumerate() {
+            let command = make(rank, shared).ok_or_else(|| self.group.end())?;
+            shared.queue.push_with(|| (command, ())).ok_or_else(|| self.group.end())?;
         }
         Ok(())
     }
 }
 
-impl Candidate {
-    fn start(opening: Opening) -> Result<Self, AscendOpenError> {
-        let card = opening.card;
-        let (open, opened) = mpsc::channel();
-        let (go, word) = mpsc::channel::<Go>();
+impl PendingWorker {
+    fn start(config: WorkerConfig) -> Result<Self, AscendOpenError> {
+        let card = config.card;
+        let (open, ready) = mpsc::channel();
+        let (join_info, word) = mpsc::channel::<JoinInfo>();
         let (join, joined) = mpsc::channel();
         let serve = move || {
-            let (mut card, desk, facts) = match Card::open(&opening) {
-                Ok(opened) => opened,
+            let (mut card, shared, info) = match Worker::open(&config) {
+                Ok(ready) => ready,
                 Err(error) => return drop(open.send(Err(error))),
             };
-            let root = match card.make_root(&opening) {
+            let root = match card.make_root(&config) {
                 Ok(root) => root,
                 Err(error) => return drop(open.send(Err(error))),
             };
-            if open.send(Ok(Opened { desk: Arc::clone(&desk), facts, root })).is_err() {
+            if open.send(Ok(ReadyWorker { shared: Arc::clone(&shared), info, root })).is_err() {
                 return;
             }
             // No word comes if another card could not be opened.
-            let Ok(go) = word.recv() else { return };
-            let outcome = go.map_or(Ok(()), |(collectives, root, accord)| card.join(&collectives, &root, accord));
+            let Ok(join_info) = word.recv() else { return };
+            let outcome =
+                join_info.map_or(Ok(()), |(collectives, root, consensus)| card.join(&collectives, &root, consensus));
             if join.send(outcome).is_ok() {
-                card.serve(&desk);
+                card.serve(&shared);
             }
         };
         let thread = std::thread::Builder::new().name(format!("ascend-{card}")).spawn(serve);
         let thread = thread.map_err(|error| AscendOpenError::Thread { reason: error.to_string() })?;
-        Ok(Self { card, thread, opened, go, joined })
+        Ok(Self { card, thread, ready, join_info, joined })
     }
 
     /// Ends a thread that waits for the word.
     fn give_up(self) {
-        let Self { thread, go, .. } = self;
-        drop(go);
+        let Self { thread, join_info, .. } = self;
+        drop(join_info);
         // Nothing is told of it any more.
         let _ = thread.join();
     }
 
-    fn opened(&self) -> Result<Opened, AscendOpenError> {
-        self.heard(&self.opened)
+    fn ready(&self) -> Result<ReadyWorker, AscendOpenError> {
+        self.receive(&self.ready)
     }
 
     fn joined(&self) -> Result<(), AscendOpenError> {
-        self.heard(&self.joined)
+        self.receive(&self.joined)
     }
 
-    fn heard<T>(&self, from: &mpsc::Receiver<Result<T, AscendError>>) -> Result<T, AscendOpenError> {
+    fn receive<T>(&self, from: &mpsc::Receiver<Result<T, AscendError>>) -> Result<T, AscendOpenError> {
         let heard = from.recv().map_err(|_| AscendOpenError::Thread { reason: "it ended at once".into() })?;
         heard.map_err(|source| AscendOpenError::Call { card: self.card, source })
     }
 }
 
-impl Drop for Cards {
+impl Drop for WorkerGroup {
     fn drop(&mut self) {
-        for desk in self.desks() {
+        for shared in self.all_shared() {
             // A thread that has ended takes nothing any more.
-            let _ = desk.queue.push_with(|| (Command::Stop, ()));
+            let _ = shared.queue.push_with(|| (Command::Stop, ()));
         }
-        for seat in &mut self.seats {
-            if let Some(thread) = seat.thread.take() {
+        for handle in &mut self.handles {
+            if let Some(thread) = handle.thread.take() {
                 // It reports its failures where it meets them.
                 let _ = thread.join();
             }

@@ -17,25 +17,25 @@ use ascend_sys::{
     RootInfo, Runtime, TensorDesc,
 };
 
-use super::error::{Failures, device_error};
-use super::memory::kv_layout::Cache;
+use super::error::{ErrorState, device_error};
+use super::memory::kv_layout::KvShard;
 use super::memory::staging::{FreeSlots, SLOTS, copy_out, copy_pinned};
-use super::memory::{padded, zeroed};
-use super::notes::Notes;
-use super::program::context::Base;
-use super::program::lower::{Results, words};
+use super::memory::{alloc_zeroed, padded};
+use super::notes::Diagnostics;
+use super::program::context::ExecContext;
+use super::program::lower::{OutputBuffers, words};
 use super::program::{Batch, Program, capture};
 use super::weights::WeightSet;
 use crate::device::{Bindings, DeviceError, LaunchShape, MemKind, Span};
-use crate::graph::Rank;
-use command::{Closing, Command, Desk};
-use consensus::Accord;
+use crate::graph::TpRank;
+use command::{CloseOnDrop, Command, WorkerShared};
+use consensus::Consensus;
 use queue::Queue;
-use readback::Landing;
-use wait::Patience;
+use readback::Readback;
+use wait::WaitPolicy;
 
 /// Most bytes that come back in one copy; larger reads take several.
-const LANDING_BYTES: usize = 64 << 20;
+const READBACK_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
 enum Memory {
@@ -45,104 +45,108 @@ enum Memory {
 
 /// A card with all that lives on it.
 #[derive(Debug)]
-pub(super) struct Card {
+pub(super) struct Worker {
     programs: HashMap<u64, Program>,
     weights: HashMap<u64, Arc<WeightSet>>,
     buffers: HashMap<u64, Memory>,
-    pub base: Base,
+    pub exec: ExecContext,
     /// Feeding's four lists on the device, and the bytes of each.
     feed: Option<(DeviceBuffer, usize)>,
     capture_max_rows: usize,
-    rank: Rank,
+    rank: TpRank,
     /// Whether it has ended: nothing is waited for any more.
     is_lost: bool,
 }
 
 /// What a card is opened with.
-pub(super) struct Opening {
+pub(super) struct WorkerConfig {
     pub library: Arc<Library>,
     pub runtime: Runtime,
     pub card: u32,
     /// Its place among the cards of the device.
-    pub rank: Rank,
-    pub patience: Patience,
+    pub rank: TpRank,
+    pub wait_policy: WaitPolicy,
     pub is_deterministic: bool,
     /// 0: nothing is captured.
     pub capture_max_rows: usize,
     /// Given to the card that makes what all join with.
     pub root_of: Option<Collectives>,
-    pub failures: Arc<Failures>,
-    pub notes: Arc<Notes>,
+    pub errors: Arc<ErrorState>,
+    pub diagnostics: Arc<Diagnostics>,
 }
 
 /// What an open card says of itself.
 #[derive(Clone, Debug)]
-pub(super) struct Facts {
+pub(super) struct CardInfo {
     pub chip: Option<String>,
     pub cann: Option<i32>,
     pub free_bytes: u64,
     pub total_bytes: u64,
 }
 
-impl Card {
+impl Worker {
     /// Binds the calling thread to the card.
-    pub(super) fn open(opening: &Opening) -> Result<(Self, Arc<Desk>, Facts), AscendError> {
-        let runtime = &opening.runtime;
+    pub(super) fn open(config: &WorkerConfig) -> Result<(Self, Arc<WorkerShared>, CardInfo), AscendError> {
+        let runtime = &config.runtime;
         runtime.init()?;
-        let context = Context::create(runtime, opening.card)?;
-        let notes = Arc::clone(&opening.notes);
+        let context = Context::create(runtime, config.card)?;
+        let notes = Arc::clone(&config.diagnostics);
         if runtime.capabilities().kernel_time_limit {
             // A kernel that hangs shows after 18 minutes otherwise.
-            runtime.set_kernel_time_limit(opening.patience.limit)?;
+            runtime.set_kernel_time_limit(config.wait_policy.limit)?;
         } else {
             notes.add("this CANN cannot limit a kernel's time: one that hangs is noticed by the host only".into());
         }
         if !runtime.capabilities().stop_on_failure {
             notes.add("this CANN cannot stop a stream at its first failure: errors may name a later operation".into());
         }
-        if opening.is_deterministic {
+        if config.is_deterministic {
             context.set_deterministic(true)?;
         }
         let (free, total) = context.memory_bytes()?;
-        let facts =
-            Facts { chip: runtime.soc_name(), cann: runtime.cann_version().ok(), free_bytes: free, total_bytes: total };
-        let ops = Ops::load(&opening.library, runtime);
+        let info = CardInfo {
+            chip: runtime.soc_name(),
+            cann: runtime.cann_version().ok(),
+            free_bytes: free,
+            total_bytes: total,
+        };
+        let ops = Ops::load(&config.library, runtime);
         let slots = Arc::new(FreeSlots::new(&context, SLOTS)?);
-        let base = Base::new(&context, ops, Arc::clone(&slots), opening.patience.clone(), Arc::clone(&notes))?;
-        let mut capture_max_rows = opening.capture_max_rows;
+        let exec = ExecContext::new(&context, ops, Arc::clone(&slots), config.wait_policy.clone(), Arc::clone(&notes))?;
+        let mut capture_max_rows = config.capture_max_rows;
         if capture_max_rows == 0 {
             notes.add("capture is off".into());
-        } else if let Some(reason) = capture::missing(&base) {
+        } else if let Some(reason) = capture::missing(&exec) {
             notes.add(format!("decode steps run operation by operation: {reason}"));
             capture_max_rows = 0;
         } else {
             notes.add(format!("decode steps of up to {capture_max_rows} rows are captured when they are first met"));
         }
-        let landing = PinnedBuffer::new(&context, 1 << 16)?;
-        let desk = Desk {
+        let readback = PinnedBuffer::new(&context, 1 << 16)?;
+        let shared = WorkerShared {
             queue: Queue::new(),
-            failures: Arc::clone(&opening.failures),
+            errors: Arc::clone(&config.errors),
             slots,
-            landing: Landing::new(landing),
+            readback: Readback::new(readback),
             lists: parking_lot::Mutex::default(),
-            notes,
+            diagnostics: notes,
         };
         let card = Self {
             programs: HashMap::new(),
             weights: HashMap::new(),
             buffers: HashMap::new(),
-            base,
+            exec,
             feed: None,
             capture_max_rows,
-            rank: opening.rank,
+            rank: config.rank,
             is_lost: false,
         };
-        Ok((card, Arc::new(desk), facts))
+        Ok((card, Arc::new(shared), info))
     }
 
     /// Makes what all cards join with, if it is this one's part.
-    pub(super) fn make_root(&self, opening: &Opening) -> Result<Option<RootInfo>, AscendError> {
-        opening.root_of.map(|collectives| collectives.root_info(self.base.context.runtime())).transpose()
+    pub(super) fn make_root(&self, config: &WorkerConfig) -> Result<Option<RootInfo>, AscendError> {
+        config.root_of.map(|collectives| collectives.root_info(self.exec.context.runtime())).transpose()
     }
 
     /// Joins the other cards; waits for them.
@@ -150,50 +154,50 @@ impl Card {
         &mut self,
         collectives: &Collectives,
         root: &RootInfo,
-        accord: Arc<Accord>,
+        consensus: Arc<Consensus>,
     ) -> Result<(), AscendError> {
-        let Rank { index, of } = self.rank;
-        let communicator = Communicator::join(collectives, &self.base.context, root, of, index)?;
-        self.base.join(communicator, accord);
+        let TpRank { index, of } = self.rank;
+        let communicator = Communicator::join(collectives, &self.exec.context, root, of, index)?;
+        self.exec.join(communicator, consensus);
         Ok(())
     }
 
     /// Serves commands until the last.
-    pub(super) fn serve(mut self, desk: &Desk) {
+    pub(super) fn serve(mut self, shared: &WorkerShared) {
         // Whoever waits must hear of it, whatever ends this thread.
-        let _closing = Closing(desk);
+        let _closing = CloseOnDrop(shared);
         loop {
-            let command = desk.queue.pop();
+            let command = shared.queue.pop();
             if matches!(command, Command::Stop) {
                 break;
             }
-            self.obey(command, desk);
+            self.handle_command(command, shared);
         }
-        self.settle();
-        drop(desk.slots.close());
-        drop(desk.landing.close(DeviceError::Lost));
+        self.flush();
+        drop(shared.slots.close());
+        drop(shared.readback.close(DeviceError::Lost));
     }
 
-    fn obey(&mut self, command: Command, desk: &Desk) {
-        if let Err(fatal) = desk.failures.check() {
+    fn handle_command(&mut self, command: Command, shared: &WorkerShared) {
+        if let Err(fatal) = shared.errors.check() {
             self.end();
             match command {
-                Command::Write { slot, .. } => desk.slots.give(slot),
-                Command::Read { .. } | Command::WaitHost { .. } => desk.landing.answer(Err(fatal)),
+                Command::Write { slot, .. } => shared.slots.give(slot),
+                Command::Read { .. } | Command::WaitHost { .. } => shared.readback.answer(Err(fatal)),
                 // It gives memory back, or answers with a failure of its own.
                 Command::Call(call) => call(self),
                 _ => {}
             }
             return;
         }
-        if desk.failures.is_untold() {
+        if shared.errors.has_unreported() {
             // Work behind a failure would run on stale lengths and slots. Whoever waits next hears of it; what is queued after
             // that stands on its own.
             match command {
-                Command::Write { slot, .. } => return desk.slots.give(slot),
+                Command::Write { slot, .. } => return shared.slots.give(slot),
                 Command::Feed { rows: list, .. }
                 | Command::Launch { lens: list, .. }
-                | Command::CopyBlocks { pairs: list, .. } => return desk.give_list(list),
+                | Command::CopyBlocks { pairs: list, .. } => return shared.give_list(list),
                 Command::Copy { .. } | Command::Record { .. } | Command::Wait { .. } => return,
                 _ => {}
             }
@@ -202,35 +206,35 @@ impl Card {
             Command::Write { dst, slot, bytes, on } => self.write(dst, slot, bytes, on),
             Command::Copy { dst, src, on } => self.copy(dst, src, on),
             Command::Feed { ids, best, rows, on } => {
-                let outcome = self.feed(ids, best, &rows, on);
-                desk.give_list(rows);
+                let outcome = self.copy_sampled_tokens(ids, best, &rows, on);
+                shared.give_list(rows);
                 outcome
             }
-            Command::Record { on, event } => self.base.streams.record(on, event, &self.base.patience),
-            Command::Wait { on, event } => self.base.streams.wait(on, event),
+            Command::Record { on, event } => self.exec.streams.record(on, event, &self.exec.wait_policy),
+            Command::Wait { on, event } => self.exec.streams.wait(on, event),
             Command::Launch { program, io, shape, lens, on } => {
                 let outcome = self.launch(program, &io, shape, &lens, on);
-                desk.give_list(lens);
+                shared.give_list(lens);
                 outcome
             }
             Command::CopyBlocks { cache, src, dst, pairs, on } => {
                 let outcome = self.copy_blocks(&cache, src, dst, &pairs, on);
-                desk.give_list(pairs);
+                shared.give_list(pairs);
                 outcome
             }
             Command::Reclaim => self.reclaim(),
             Command::Read { src, after } => {
-                let mut landing = desk.landing.take();
-                let outcome = self.read(src, after, &mut landing);
-                let told = self.tell(desk, outcome);
-                desk.landing.put(landing);
-                desk.landing.answer(told);
+                let mut readback = shared.readback.take();
+                let outcome = self.read(src, after, &mut readback);
+                let told = self.report(shared, outcome);
+                shared.readback.put(readback);
+                shared.readback.answer(told);
                 return;
             }
             Command::WaitHost { event } => {
                 let outcome = self.wait_host(event);
-                let told = self.tell(desk, outcome);
-                desk.landing.answer(told);
+                let told = self.report(shared, outcome);
+                shared.readback.answer(told);
                 return;
             }
             Command::Call(call) => {
@@ -240,22 +244,22 @@ impl Card {
             Command::Stop => return,
         };
         if let Err(error) = outcome {
-            self.note(desk, error);
+            self.record_failure(shared, error);
         }
     }
 
     /// Keeps a failure of queued work for the next call that waits.
-    fn note(&mut self, desk: &Desk, error: AscendError) {
+    fn record_failure(&mut self, shared: &WorkerShared, error: AscendError) {
         let words = error.to_string();
-        let error = device_error(error, 0, self.base.patience.limit, &self.base.context);
-        if desk.failures.note(error) {
-            let card = if self.rank.of > 1 { format!("card {}: ", self.base.context.device()) } else { String::new() };
-            desk.notes.add(card.clone() + &words);
-            if let Some(link) = self.base.link_error() {
-                desk.notes.add(card + &link.to_string());
+        let error = device_error(error, 0, self.exec.wait_policy.limit, &self.exec.context);
+        if shared.errors.note(error) {
+            let card = if self.rank.of > 1 { format!("card {}: ", self.exec.context.device()) } else { String::new() };
+            shared.diagnostics.add(card.clone() + &words);
+            if let Some(link) = self.exec.link_error() {
+                shared.diagnostics.add(card + &link.to_string());
             }
         }
-        if desk.failures.fatal().is_some() {
+        if shared.errors.fatal().is_some() {
             self.end();
         }
     }
@@ -266,23 +270,23 @@ impl Card {
         asked_bytes: u64,
         run: impl FnOnce(&mut Self) -> Result<R, AscendError>,
     ) -> Result<R, DeviceError> {
-        run(self).map_err(|error| device_error(error, asked_bytes, self.base.patience.limit, &self.base.context))
+        run(self).map_err(|error| device_error(error, asked_bytes, self.exec.wait_policy.limit, &self.exec.context))
     }
 
     /// Ends what runs: nothing is waited for any more.
     fn end(&mut self) {
         if !self.is_lost {
             self.is_lost = true;
-            self.base.abort();
+            self.exec.abort();
         }
     }
 
     /// The answer to a call that waits: its own failure, or that of queued work before it.
-    fn tell(&mut self, desk: &Desk, outcome: Result<(), AscendError>) -> Result<(), DeviceError> {
+    fn report(&mut self, shared: &WorkerShared, outcome: Result<(), AscendError>) -> Result<(), DeviceError> {
         if let Err(error) = outcome {
-            self.note(desk, error);
+            self.record_failure(shared, error);
         }
-        desk.failures.take()
+        shared.errors.take()
     }
 
     fn address(&self, span: Span) -> DeviceAddress {
@@ -304,29 +308,29 @@ impl Card {
         let offset = to_usize(dst.offset);
         if let Some(Memory::Pinned(_)) = self.buffers.get(&dst.buffer.0) {
             // Host memory: behind what is queued before, and at once.
-            self.base.streams.synchronize(on, &self.base.patience)?;
+            self.exec.streams.synchronize(on, &self.exec.wait_policy)?;
             if let Some(Memory::Pinned(buffer)) = self.buffers.get_mut(&dst.buffer.0) {
                 buffer.as_mut_slice()[offset..offset + bytes].copy_from_slice(&slot.as_mut_slice()[..bytes]);
             }
-            self.base.in_flight.free().give(slot);
+            self.exec.in_flight.free().give(slot);
             return Ok(());
         }
         let dst = self.address(dst);
-        let mark = self.base.streams.next_mark(on);
-        let Base { streams, in_flight, .. } = &mut self.base;
+        let mark = self.exec.streams.next_mark(on);
+        let ExecContext { streams, in_flight, .. } = &mut self.exec;
         in_flight.copy_in(slot, bytes, dst, streams.get(on), mark)
     }
 
     fn reclaim(&mut self) -> Result<(), AscendError> {
-        if let Some(oldest) = self.base.in_flight.oldest() {
-            let passed = self.base.streams.synchronize(oldest.stream, &self.base.patience)?;
-            self.base.passed(passed);
+        if let Some(oldest) = self.exec.in_flight.oldest() {
+            let passed = self.exec.streams.synchronize(oldest.stream, &self.exec.wait_policy)?;
+            self.exec.passed(passed);
         }
         Ok(())
     }
 
     fn copy(&self, dst: Span, src: Span, on: usize) -> Result<(), AscendError> {
-        let stream = self.base.streams.get(on);
+        let stream = self.exec.streams.get(on);
         let bytes = to_usize(src.bytes);
         match (self.pinned(dst), self.pinned(src)) {
             (None, None) => stream.copy_within(self.address(dst), self.address(src), bytes),
@@ -337,48 +341,48 @@ impl Card {
         }
     }
 
-    fn read(&mut self, src: Span, after: Option<u64>, landing: &mut PinnedBuffer) -> Result<(), AscendError> {
+    fn read(&mut self, src: Span, after: Option<u64>, readback: &mut PinnedBuffer) -> Result<(), AscendError> {
         let bytes = to_usize(src.bytes);
-        if landing.bytes() < bytes {
-            *landing = PinnedBuffer::new(&self.base.context, bytes.next_power_of_two().min(LANDING_BYTES))?;
+        if readback.bytes() < bytes {
+            *readback = PinnedBuffer::new(&self.exec.context, bytes.next_power_of_two().min(READBACK_BYTES))?;
         }
-        let base = &mut self.base;
+        let exec = &mut self.exec;
         match after {
-            Some(event) => base.streams.hold(&base.output, event)?,
-            None => base.streams.hold_for_all(&base.output)?,
+            Some(event) => exec.streams.hold(&exec.output, event)?,
+            None => exec.streams.hold_for_all(&exec.output)?,
         }
         if let Some(Memory::Pinned(buffer)) = self.buffers.get(&src.buffer.0) {
-            base.patience.wait(|limit| base.output.synchronize(Some(limit)))?;
+            exec.wait_policy.wait(|limit| exec.output.synchronize(Some(limit)))?;
             let from = to_usize(src.offset);
-            landing.as_mut_slice()[..bytes].copy_from_slice(&buffer.as_slice()[from..from + bytes]);
+            readback.as_mut_slice()[..bytes].copy_from_slice(&buffer.as_slice()[from..from + bytes]);
         } else {
             let from = match self.buffers.get(&src.buffer.0) {
                 Some(Memory::Device(buffer)) => buffer.address().offset(to_usize(src.offset)),
                 _ => DeviceAddress(0),
             };
-            copy_out(landing, from, bytes, &base.output, &base.patience)?;
+            copy_out(readback, from, bytes, &exec.output, &exec.wait_policy)?;
         }
         match after {
             Some(event) => {
-                if let Some(passed) = base.streams.reached(event) {
-                    base.passed(passed);
+                if let Some(passed) = exec.streams.reached(event) {
+                    exec.passed(passed);
                 }
             }
-            None => base.all_passed(),
+            None => exec.all_passed(),
         }
         Ok(())
     }
 
     fn wait_host(&mut self, event: Option<u64>) -> Result<(), AscendError> {
-        let Some(event) = event else { return self.base.synchronize() };
-        if let Some(passed) = self.base.streams.wait_host(event, &self.base.patience)? {
-            self.base.passed(passed);
+        let Some(event) = event else { return self.exec.synchronize() };
+        if let Some(passed) = self.exec.streams.wait_host(event, &self.exec.wait_policy)? {
+            self.exec.passed(passed);
         }
         Ok(())
     }
 
     /// `ids[to] = ids_by_number[best[from] + 1]`, on the device.
-    fn feed(&mut self, ids: Span, best: Span, rows: &[u32], on: usize) -> Result<(), AscendError> {
+    fn copy_sampled_tokens(&mut self, ids: Span, best: Span, rows: &[u32], on: usize) -> Result<(), AscendError> {
         let count = rows.len() / 2;
         if count == 0 {
             return Ok(());
@@ -387,8 +391,8 @@ impl Card {
         let (at, line) = match &self.feed {
             Some((buffer, line)) if *line >= needed => (buffer.address(), *line),
             _ => {
-                self.base.synchronize()?;
-                let buffer = zeroed(&self.base.context, 4 * needed)?;
+                self.exec.synchronize()?;
+                let buffer = alloc_zeroed(&self.exec.context, 4 * needed)?;
                 let at = buffer.address();
                 self.feed = Some((buffer, needed));
                 (at, needed)
@@ -397,17 +401,17 @@ impl Card {
         let word = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
         let [to, from, drawn, fed] = [0, 1, 2, 3].map(|i| at.offset(i * line));
         let (tos, froms) = rows.split_at(count);
-        self.base.stage(to, bytemuck::cast_slice(tos), on)?;
-        self.base.stage(from, bytemuck::cast_slice(froms), on)?;
+        self.exec.stage(to, bytemuck::cast_slice(tos), on)?;
+        self.exec.stage(from, bytemuck::cast_slice(froms), on)?;
         let (best_words, id_words) = (to_usize(best.bytes / 4), to_usize(ids.bytes / 4));
         let (best, ids) = (self.address(best), self.address(ids));
-        let base = &self.base;
-        let gather = base.ops.gather_rows(&word(best, &[best_words]), &word(from, &[count]), &word(drawn, &[count]))?;
-        base.run(gather, on)?;
-        base.run(base.ops.add(&word(drawn, &[count]), &base.constants.one(), &word(drawn, &[count]))?, on)?;
-        base.run(base.ops.gather_rows(&base.constants.ids(), &word(drawn, &[count]), &word(fed, &[count]))?, on)?;
+        let exec = &self.exec;
+        let gather = exec.ops.gather_rows(&word(best, &[best_words]), &word(from, &[count]), &word(drawn, &[count]))?;
+        exec.run(gather, on)?;
+        exec.run(exec.ops.add(&word(drawn, &[count]), &exec.constants.one(), &word(drawn, &[count]))?, on)?;
+        exec.run(exec.ops.gather_rows(&exec.constants.id_table(), &word(drawn, &[count]), &word(fed, &[count]))?, on)?;
         let (all, to, fed) = (words(ids, &[id_words, 1]), word(to, &[count, 1]), words(fed, &[count, 1]));
-        base.run(base.ops.scatter_rows(&all, &to, &fed)?, on)
+        exec.run(exec.ops.scatter_rows(&all, &to, &fed)?, on)
     }
 
     fn launch(
@@ -419,9 +423,9 @@ impl Card {
         on: usize,
     ) -> Result<(), AscendError> {
         let (q_lens, kv_lens) = lens.split_at(shape.seqs);
-        let results = Results {
+        let results = OutputBuffers {
             logits: self.address(io.logits),
-            best: self.address(io.argmax),
+            argmax: self.address(io.argmax),
             status: self.address(io.row_status),
         };
         let batch = Batch {
@@ -438,15 +442,15 @@ impl Card {
         };
         // Unloaded meanwhile: nobody waits for it.
         let Some(program) = self.programs.get_mut(&program) else { return Ok(()) };
-        self.base.begin_launch(on)?;
-        if program.can_replay(&batch, self.capture_max_rows) && program.replay(&mut self.base, &batch, on)? {
+        self.exec.begin_launch(on)?;
+        if program.can_replay(&batch, self.capture_max_rows) && program.replay(&mut self.exec, &batch, on)? {
             return Ok(());
         }
-        program.launch(&mut self.base, &batch, on)
+        program.launch(&mut self.exec, &batch, on)
     }
 
     /// Copies whole blocks: as many pieces as layers have keys and values.
-    fn copy_blocks(&self, cache: &Cache, src: Span, dst: Span, pairs: &[u32], on: usize) -> Result<(), AscendError> {
+    fn copy_blocks(&self, cache: &KvShard, src: Span, dst: Span, pairs: &[u32], on: usize) -> Result<(), AscendError> {
         let piece = cache.block_bytes();
         let place = |pool: Span, layer: usize, side: usize, block: u32| {
             let offset = cache.offset(layer, side, cache.blocks(pool.bytes)) + block as usize * piece;
@@ -463,9 +467,9 @@ impl Card {
     }
 
     pub(super) fn alloc(&mut self, id: u64, bytes: u64, kind: MemKind) -> Result<(), AscendError> {
-        let (context, bytes) = (&self.base.context, usize::try_from(bytes).unwrap_or(usize::MAX / 2));
+        let (context, bytes) = (&self.exec.context, usize::try_from(bytes).unwrap_or(usize::MAX / 2));
         let memory = match kind {
-            MemKind::Device => Memory::Device(zeroed(context, bytes)?),
+            MemKind::Device => Memory::Device(alloc_zeroed(context, bytes)?),
             MemKind::Pinned => Memory::Pinned(PinnedBuffer::new(context, bytes.max(1))?),
         };
         self.buffers.insert(id, memory);
@@ -473,23 +477,23 @@ impl Card {
     }
 
     /// Makes sure that nothing runs that could use what is given back.
-    fn settle(&mut self) {
+    fn flush(&mut self) {
         // Memory of a device that does not answer is given back all the same, once nothing of it runs.
-        if !self.is_lost && self.base.synchronize().is_err() {
+        if !self.is_lost && self.exec.synchronize().is_err() {
             self.end();
         }
     }
 
     pub(super) fn free(&mut self, buffer: u64) {
         if self.buffers.contains_key(&buffer) {
-            self.settle();
+            self.flush();
             self.buffers.remove(&buffer);
         }
     }
 
     pub(super) fn unload(&mut self, program: u64) {
         if self.programs.contains_key(&program) {
-            self.settle();
+            self.flush();
             self.programs.remove(&program);
             self.shrink();
         }
@@ -498,13 +502,13 @@ impl Card {
     /// Gives scratch back that no program needs any more.
     pub(super) fn shrink(&mut self) {
         if self.programs.is_empty() && !self.is_lost {
-            self.base.shrink();
+            self.exec.shrink();
         }
     }
 
     pub(super) fn release_weights(&mut self, set: u64) {
         if self.weights.contains_key(&set) {
-            self.settle();
+            self.flush();
             self.weights.remove(&set);
         }
     }
@@ -518,8 +522,8 @@ impl Card {
     }
 
     /// A set that no program uses yet, with what it is filled by.
-    pub(super) fn new_weights(&mut self, id: u64) -> Option<(&mut WeightSet, &mut Base)> {
-        Arc::get_mut(self.weights.get_mut(&id)?).map(|set| (set, &mut self.base))
+    pub(super) fn new_weights(&mut self, id: u64) -> Option<(&mut WeightSet, &mut ExecContext)> {
+        Arc::get_mut(self.weights.get_mut(&id)?).map(|set| (set, &mut self.exec))
     }
 
     pub(super) fn add_program(&mut self, id: u64, program: Program) {

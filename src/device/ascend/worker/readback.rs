@@ -9,7 +9,7 @@ use crate::device::DeviceError;
 
 /// Where the device's thread answers; one caller waits at a time.
 #[derive(Debug)]
-pub(crate) struct Landing {
+pub(crate) struct Readback {
     /// Held by the caller that waits.
     turn: Mutex<()>,
     state: Mutex<State>,
@@ -24,7 +24,7 @@ struct State {
     end: Option<DeviceError>,
 }
 
-impl Landing {
+impl Readback {
     pub(crate) fn new(buffer: PinnedBuffer) -> Self {
         let state = State { buffer: Some(buffer), answer: None, end: None };
         Self { turn: Mutex::new(()), state: Mutex::new(state), answered: Condvar::new() }

@@ -7,34 +7,34 @@ use std::time::{Duration, Instant};
 
 use ascend_sys::{AscendError, AscendErrorKind, SHIM_MISUSE};
 
-use crate::device::ascend::error::Failures;
+use crate::device::ascend::error::ErrorState;
 
 /// How often a card that waits looks whether another one has failed.
-pub(crate) const LOOK_UP: Duration = Duration::from_millis(50);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A limit for waits of one card.
 #[derive(Clone, Debug)]
-pub(crate) struct Patience {
+pub(crate) struct WaitPolicy {
     pub limit: Duration,
     /// Of a device of several cards: what a failed card owes the others in a collective never comes.
-    others: Option<Arc<Failures>>,
+    others: Option<Arc<ErrorState>>,
 }
 
-impl Patience {
-    pub(crate) fn new(limit: Duration, others: Option<Arc<Failures>>) -> Self {
+impl WaitPolicy {
+    pub(crate) fn new(limit: Duration, others: Option<Arc<ErrorState>>) -> Self {
         Self { limit, others }
     }
 
     /// Waits by `wait`, which is given how long it may take.
     pub(crate) fn wait(&self, wait: impl Fn(Duration) -> Result<(), AscendError>) -> Result<(), AscendError> {
-        let Some(failures) = &self.others else { return wait(self.limit) };
+        let Some(errors) = &self.others else { return wait(self.limit) };
         let start = Instant::now();
         loop {
-            if failures.fatal().is_some() {
-                return Err(elsewhere());
+            if errors.fatal().is_some() {
+                return Err(peer_failed());
             }
             let left = self.limit.saturating_sub(start.elapsed());
-            match wait(left.clamp(Duration::from_millis(1), LOOK_UP)) {
+            match wait(left.clamp(Duration::from_millis(1), POLL_INTERVAL)) {
                 Err(error) if error.kind == AscendErrorKind::WaitTimeout && start.elapsed() < self.limit => {}
                 other => return other,
             }
@@ -43,7 +43,7 @@ impl Patience {
 }
 
 /// What a card ends with whose partner has failed; the partner's failure is what callers hear.
-pub(crate) fn elsewhere() -> AscendError {
+pub(crate) fn peer_failed() -> AscendError {
     AscendError {
         call: "aclrtSynchronizeStream",
         code: SHIM_MISUSE,

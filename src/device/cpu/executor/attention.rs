@@ -1,19 +1,19 @@
 //! Writing keys and values, and attention over them.
 
-use super::group::Frame;
-use super::launch::{AttentionRoom, broken, floats, floats_mut, overlap};
+use super::group::GroupContext;
+use super::launch::{AttentionBuffers, broken, floats, floats_mut, overlap};
 use super::row_ops::rotate;
-use super::scratch::{LaneScratch, MemberScratch, Then};
+use super::scratch::{Continuation, StreamScratch, WorkerScratch};
 use crate::device::DeviceError;
-use crate::device::cpu::kernels::attention::{Attention, AttentionScratch, AttentionShape};
+use crate::device::cpu::kernels::attention::{Attention, AttentionDims, AttentionScratch};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond};
 use crate::device::cpu::kernels::kv_cache::{KvRows, KvWrite, kv_write, kv_writes};
-use crate::device::cpu::memory::{Parts, Pieces};
+use crate::device::cpu::memory::{DisjointChunks, Partition};
 use crate::graph::{self, NormSpec, RopeStyle, Step};
 use crate::kv_cache::KvDType;
 
-pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
-    AttentionShape {
+pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionDims {
+    AttentionDims {
         heads: shape.heads,
         kv_heads: shape.kv_heads,
         head_dim: shape.head_dim,
@@ -24,7 +24,7 @@ pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionShape {
     }
 }
 
-impl Frame<'_> {
+impl GroupContext<'_> {
     /// Stores the rows' keys and values; keys are normed and rotated first where the operation is fused. Inputs are
     /// (k, v), or (k, angles, v) with a rotation.
     pub(super) fn kv_write(
@@ -32,7 +32,7 @@ impl Frame<'_> {
         layer: usize,
         rotation: Option<(usize, RopeStyle, Option<&NormSpec>)>,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
         let (isa, kv, batch) = (self.isa(), self.kv, self.launch.batch);
         let (k, v) = (step.inputs[0], step.inputs[step.inputs.len() - 1]);
@@ -46,9 +46,9 @@ impl Frame<'_> {
         });
         let (k, v) = (floats(self.read(k)?), floats(self.read(v)?));
         let pool = self.kv_pool.write(0..self.launch.pool_bytes).ok_or_else(overlap)?;
-        let mut lane = self.lane(step)?;
-        let LaneScratch { claims, .. } = &mut *lane;
-        let pieces = Pieces::new(pool, kv.bytes_per_block(), claims);
+        let mut lane = self.stream_scratch(step)?;
+        let StreamScratch { claims, .. } = &mut *lane;
+        let pieces = DisjointChunks::new(pool, kv.bytes_per_block(), claims);
         let layer_bytes = kv.layer_range(crate::kv_cache::BlockId(0), layer);
         let may_overflow = kv.geometry().dtype == KvDType::F16;
         let flags = self.flags();
@@ -58,9 +58,9 @@ impl Frame<'_> {
                 flags.store_overflow(&step.op, row, beyond);
             }
         };
-        then(&|member, room| {
+        then(&|worker, room| {
             let room = &mut room.row[..cols];
-            for write in kv_writes(batch, kv.geometry().block_size, member.index(), member.count()) {
+            for write in kv_writes(batch, kv.geometry().block_size, worker.index(), worker.count()) {
                 let block = &mut pieces.take(write.block.0 as usize)[layer_bytes.clone()];
                 let Some((head_dim, style, norm)) = rotation else {
                     for row in write.first_row..write.first_row + write.rows {
@@ -101,7 +101,7 @@ impl Frame<'_> {
             sinks: None,
         };
         let mut room = self.scratch.attention.try_borrow_mut().map_err(|_| broken("attention within attention"))?;
-        let AttentionRoom { schedule, partials } = &mut *room;
+        let AttentionBuffers { schedule, partials } = &mut *room;
         // Layers of one window share a plan, but planning is cheap beside a layer and keeps no state between steps.
         schedule.plan(&shape, batch, self.kv.geometry().block_size);
         let schedule = &*schedule;
@@ -112,29 +112,29 @@ impl Frame<'_> {
                 partials.resize(needed, 0.0);
             }
             let partials = &mut partials[..needed];
-            let parts = Parts::rows_at(partials, partial, schedule.bounds());
-            self.each_member(&|member, room| {
-                let mut tile = parts.claim(member);
+            let parts = Partition::rows_at(partials, partial, schedule.bounds());
+            self.each_member(&|worker, room| {
+                let mut tile = parts.claim(worker);
                 let first = tile.first();
-                attention.attend(schedule, member, room, &mut |piece, values| {
+                attention.attend(schedule, worker, room, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
-            let parts_out = Parts::rows_at(out, shape.piece_len(), schedule.merge_bounds());
+            let parts_out = Partition::rows_at(out, shape.piece_len(), schedule.merge_bounds());
             let partials = parts.read();
-            self.each_member(&|member, room| {
-                let mut tile = parts_out.claim(member);
+            self.each_member(&|worker, room| {
+                let mut tile = parts_out.claim(worker);
                 let first = tile.first();
-                attention.merge(schedule, member, partials, room, &mut |piece, values| {
+                attention.merge(schedule, worker, partials, room, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
         } else {
-            let parts = Parts::rows_at(out, shape.piece_len(), schedule.bounds());
-            self.each_member(&|member, room| {
-                let mut tile = parts.claim(member);
+            let parts = Partition::rows_at(out, shape.piece_len(), schedule.bounds());
+            self.each_member(&|worker, room| {
+                let mut tile = parts.claim(worker);
                 let first = tile.first();
-                attention.attend(schedule, member, room, &mut |piece, values| {
+                attention.attend(schedule, worker, room, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
@@ -144,9 +144,9 @@ impl Frame<'_> {
 
     /// Runs `body(member, its room)` on the team.
     fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
-        self.start(usize::MAX, &|member, room: &mut MemberScratch| {
+        self.start(usize::MAX, &|worker, room: &mut WorkerScratch| {
             if let Some(room) = &mut room.attention {
-                body(member.index(), room);
+                body(worker.index(), room);
             }
         })
     }

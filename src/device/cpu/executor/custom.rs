@@ -2,13 +2,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::group::Frame;
+use super::group::GroupContext;
 use super::launch::{broken, floats, floats_mut};
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{CustomCall, Step};
 use crate::panic_message::panic_text;
 
-impl Frame<'_> {
+impl GroupContext<'_> {
     /// Calls the operation for each sequence. Rows of a sequence for which it fails or panics go on as they came in, and
     /// all of them are marked.
     pub(super) fn custom(&self, index: usize, step: &Step) -> Result<(), DeviceError> {

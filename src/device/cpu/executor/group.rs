@@ -1,19 +1,19 @@
 //! Runs steps that may run side by side as one run of the team.
 //!
 //! Each step hands in what every member is to do, bound to its operands; the works of a group are chained on the stack and
-//! run one after the other by each member, with one barrier at the end of all. Operands are lent by [`Loans`], so two steps
+//! run one after the other by each member, with one barrier at the end of all. Operands are lent by [`ArenaBorrows`], so two steps
 //! that would race are refused, whatever the plan says.
 
-use crate::device::cpu::executor::scratch::{Then, Work};
-use crate::device::cpu::executor::{LaneScratch, MemberScratch, Scratch};
+use crate::device::cpu::executor::scratch::{Continuation, Task};
+use crate::device::cpu::executor::{Scratch, StreamScratch, WorkerScratch};
 
 use super::launch::{Launch, broken};
-use super::row_status::Flags;
+use super::row_status::RowStatusFlags;
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
-use crate::device::cpu::kernels::kv_cache::KvLayout;
-use crate::device::cpu::memory::{Loans, Parts};
-use crate::device::cpu::thread_pool::Member;
+use crate::device::cpu::kernels::kv_cache::CpuKvLayout;
+use crate::device::cpu::memory::{ArenaBorrows, Partition};
+use crate::device::cpu::thread_pool::WorkerCtx;
 use crate::device::cpu::weights::WeightSet;
 use crate::graph::{Op, Plan, Step};
 
@@ -22,32 +22,32 @@ use crate::graph::{Op, Plan, Step};
 const SMALL_ELEMENTS: usize = 8192;
 
 /// Everything a group of steps may touch, borrowed for its run.
-pub(super) struct Frame<'a> {
+pub(super) struct GroupContext<'a> {
     pub launch: &'a Launch<'a>,
     pub plan: &'a Plan,
     pub weights: &'a WeightSet,
-    pub kv: KvLayout,
+    pub kv: CpuKvLayout,
     pub scratch: &'a Scratch,
-    pub arena: Loans<'a>,
-    pub logits: Loans<'a>,
-    pub best: Loans<'a>,
-    pub row_status: Loans<'a>,
-    pub kv_pool: Loans<'a>,
+    pub arena: ArenaBorrows<'a>,
+    pub logits: ArenaBorrows<'a>,
+    pub best: ArenaBorrows<'a>,
+    pub row_status: ArenaBorrows<'a>,
+    pub kv_pool: ArenaBorrows<'a>,
 }
 
 /// Works that will run together, the last first.
-struct Chain<'c> {
-    work: &'c Work<'c>,
+struct TaskChain<'c> {
+    work: &'c Task<'c>,
     elements: usize,
-    before: Option<&'c Chain<'c>>,
+    before: Option<&'c TaskChain<'c>>,
 }
 
-impl Chain<'_> {
-    fn run(&self, member: &Member<'_>, room: &mut MemberScratch) {
+impl TaskChain<'_> {
+    fn run(&self, worker: &WorkerCtx<'_>, room: &mut WorkerScratch) {
         if let Some(before) = self.before {
-            before.run(member, room);
+            before.run(worker, room);
         }
-        (self.work)(member, room);
+        (self.work)(worker, room);
     }
 
     fn elements(&self) -> usize {
@@ -55,22 +55,22 @@ impl Chain<'_> {
     }
 }
 
-impl Frame<'_> {
-    pub(super) fn members(&self) -> usize {
-        self.launch.team.parts()
+impl GroupContext<'_> {
+    pub(super) fn workers(&self) -> usize {
+        self.launch.threads.parts()
     }
 
     pub(super) const fn isa(&self) -> Isa {
         self.launch.isa
     }
 
-    pub(super) const fn flags(&self) -> &Flags {
+    pub(super) const fn flags(&self) -> &RowStatusFlags {
         self.launch.flags
     }
 
     /// Room of the lane that a step is on.
-    pub(super) fn lane(&self, step: &Step) -> Result<std::cell::RefMut<'_, LaneScratch>, DeviceError> {
-        let lane = self.scratch.lanes.get(usize::from(step.lane)).and_then(|lane| lane.try_borrow_mut().ok());
+    pub(super) fn stream_scratch(&self, step: &Step) -> Result<std::cell::RefMut<'_, StreamScratch>, DeviceError> {
+        let lane = self.scratch.streams.get(usize::from(step.stream)).and_then(|lane| lane.try_borrow_mut().ok());
         lane.ok_or_else(|| broken("two steps of one group are on one lane"))
     }
 
@@ -79,10 +79,10 @@ impl Frame<'_> {
         self.chain(steps, None)
     }
 
-    fn chain(&self, steps: &[Step], before: Option<&Chain<'_>>) -> Result<(), DeviceError> {
+    fn chain(&self, steps: &[Step], before: Option<&TaskChain<'_>>) -> Result<(), DeviceError> {
         let Some((step, rest)) = steps.split_first() else {
             return before
-                .map_or(Ok(()), |chain| self.start(chain.elements(), &|member, room| chain.run(member, room)));
+                .map_or(Ok(()), |chain| self.start(chain.elements(), &|worker, room| chain.run(worker, room)));
         };
         // A batch whose rows are all mid-prompt has no rows of logits.
         let rows_at = step.outputs.iter().chain(&step.inputs).next();
@@ -90,11 +90,11 @@ impl Frame<'_> {
             return self.chain(rest, before);
         }
         if matches!(step.op, Op::Attention(_) | Op::SwigluLinear { .. } | Op::LinearArgMax(_) | Op::Custom(_)) {
-            self.run_alone(step)?;
+            self.run_unfused(step)?;
             return self.chain(rest, before);
         }
         let elements = self.elements(step);
-        self.prepare(step, &mut |work| self.chain(rest, Some(&Chain { work, elements, before })))
+        self.prepare(step, &mut |work| self.chain(rest, Some(&TaskChain { work, elements, before })))
     }
 
     /// Elements that a step reads and writes; no end of them where it multiplies with weights.
@@ -106,23 +106,23 @@ impl Frame<'_> {
     }
 
     /// Runs a work on the whole team, or on this thread where that is sooner done.
-    pub(super) fn start(&self, elements: usize, work: &Work<'_>) -> Result<(), DeviceError> {
-        let mut members = self.scratch.members.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
-        let rooms = Parts::rows(&mut members, 1, self.members(), 1);
-        let part = |member: &Member<'_>| {
-            let mut room = rooms.claim(member.index());
-            work(member, &mut room.row_mut(0)[0]);
+    pub(super) fn start(&self, elements: usize, work: &Task<'_>) -> Result<(), DeviceError> {
+        let mut workers = self.scratch.workers.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
+        let rooms = Partition::rows(&mut workers, 1, self.workers(), 1);
+        let part = |worker: &WorkerCtx<'_>| {
+            let mut room = rooms.claim(worker.index());
+            work(worker, &mut room.row_mut(0)[0]);
         };
         if elements <= SMALL_ELEMENTS {
-            self.launch.team.alone(&part);
+            self.launch.threads.run_inline(&part);
         } else {
-            self.launch.team.share(&part);
+            self.launch.threads.run_parallel(&part);
         }
         Ok(())
     }
 
     /// Steps of one run: hands their work to `then`.
-    fn prepare(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    fn prepare(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         match &step.op {
             Op::Embed { table, first_id } => self.embed(*table, *first_id, step, then),
             Op::RopeAngles { rope } => self.rope_angles(*rope, step, then),
@@ -135,7 +135,7 @@ impl Frame<'_> {
             Op::Rope { head_dim, style } => self.rope((*head_dim, *style), None, step, then),
             Op::KvWrite { layer } => self.kv_write(*layer, None, step, then),
             Op::GatherRows => self.gather_rows(step, then),
-            Op::ArgMax => self.arg_max(step, then),
+            Op::ArgMax => self.argmax(step, then),
             Op::RowStatus => self.row_status(step, then),
             Op::AddRmsNorm { norm, to } => self.add_rms_norm(norm, *to, step, then),
             Op::NormCast { norm, to } => self.norm_cast(norm, *to, step, then),
@@ -155,14 +155,14 @@ impl Frame<'_> {
     }
 
     /// Steps that take several runs, or none.
-    fn run_alone(&self, step: &Step) -> Result<(), DeviceError> {
+    fn run_unfused(&self, step: &Step) -> Result<(), DeviceError> {
         match &step.op {
             Op::Attention(shape) => self.attention(shape, step),
             Op::SwigluLinear { activation, part, to } => {
                 let scratch = step.scratch.ok_or_else(|| broken("a fused MLP has no scratch"))?;
                 self.swiglu_linear((*activation, *to), part, scratch, step)
             }
-            Op::LinearArgMax(part) => self.linear_arg_max(part, step),
+            Op::LinearArgMax(part) => self.linear_argmax(part, step),
             Op::Custom(index) => self.custom(*index, step),
             op => Err(broken(&format!("{} does not run alone", op.name()))),
         }

@@ -1,10 +1,10 @@
 //! What all steps of a launch know, and views of their operands.
 
 use crate::device::cpu::Isa;
-use crate::device::cpu::executor::Flags;
-use crate::device::cpu::kernels::attention::Schedule;
-use crate::device::cpu::kernels::kv_cache::Rows;
-use crate::device::cpu::thread_pool::Team;
+use crate::device::cpu::executor::RowStatusFlags;
+use crate::device::cpu::kernels::attention::WorkSplit;
+use crate::device::cpu::kernels::kv_cache::BatchRows;
+use crate::device::cpu::thread_pool::ThreadPool;
 use crate::device::{DeviceError, LaunchShape};
 pub(super) fn broken(what: &str) -> DeviceError {
     DeviceError::Invalid { what: format!("plan: {what}") }
@@ -37,21 +37,21 @@ pub(crate) struct IoBytes<'a> {
 
 /// Room of attention's steps.
 #[derive(Debug)]
-pub(super) struct AttentionRoom {
-    pub schedule: Schedule,
+pub(super) struct AttentionBuffers {
+    pub schedule: WorkSplit,
     /// Partial sums over split segments.
     pub partials: Vec<f32>,
 }
 
 /// What all steps of a launch know.
 pub(super) struct Launch<'a> {
-    pub team: &'a Team,
+    pub threads: &'a ThreadPool,
     pub isa: Isa,
     pub token_ids: &'a [u32],
     pub positions: &'a [u32],
     pub logit_rows: &'a [u32],
     pub pool_bytes: usize,
-    pub batch: Rows<'a>,
+    pub batch: BatchRows<'a>,
     pub shape: LaunchShape,
-    pub flags: &'a Flags,
+    pub flags: &'a RowStatusFlags,
 }

@@ -1,15 +1,15 @@
 //! Products with weights: members take whole panels of output columns.
 
-use super::group::Frame;
+use super::group::GroupContext;
 use super::launch::{floats, floats_mut};
-use super::scratch::Then;
+use super::scratch::Continuation;
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
-use crate::device::cpu::kernels::argmax::{Best, NO_ID, arg_max};
+use crate::device::cpu::kernels::argmax::{Argmax, NO_ID, argmax_row};
 use crate::device::cpu::kernels::float_rows::FloatRows;
 use crate::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
 use crate::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
-use crate::device::cpu::memory::{Parts, Tile};
+use crate::device::cpu::memory::{Partition, Tile};
 use crate::device::cpu::thread_pool::split;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, RowStatus, Step};
@@ -43,49 +43,55 @@ impl<'a> Input<'a> {
     }
 }
 
-impl<'a> Frame<'a> {
+impl<'a> GroupContext<'a> {
     fn input(&self, x: usize) -> Result<Input<'a>, DeviceError> {
         Ok(Input::new(self.elem(x), self.read(x)?, self.cols(x)))
     }
 
-    pub(super) fn linear(&self, part: &LinearPart, x: usize, out: usize, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn linear(
+        &self,
+        part: &LinearPart,
+        x: usize,
+        out: usize,
+        then: Continuation<'_>,
+    ) -> Result<(), DeviceError> {
         let (isa, n) = (self.isa(), self.cols(out));
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
         let x = self.input(x)?;
-        let parts = Parts::columns(floats_mut(self.write(out)?), n, self.members(), PANEL);
-        then(&|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+        let parts = Partition::columns(floats_mut(self.write(out)?), n, self.workers(), PANEL);
+        then(&|worker, _| x.multiply(isa, w, bias, &mut parts.claim(worker.index())))
     }
 
     /// The product and, while a member's columns are warm, the largest of each row in them.
-    pub(super) fn linear_arg_max(&self, part: &LinearPart, step: &Step) -> Result<(), DeviceError> {
-        let (isa, members) = (self.isa(), self.members());
+    pub(super) fn linear_argmax(&self, part: &LinearPart, step: &Step) -> Result<(), DeviceError> {
+        let (isa, workers) = (self.isa(), self.workers());
         let (out, best) = (step.outputs[0], step.outputs[1]);
         let (n, rows) = (self.cols(out), self.rows(out));
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
         let x = self.input(step.inputs[0])?;
-        let parts = Parts::columns(floats_mut(self.write(out)?), n, members, PANEL);
-        let mut lane = self.lane(step)?;
+        let parts = Partition::columns(floats_mut(self.write(out)?), n, workers, PANEL);
+        let mut lane = self.stream_scratch(step)?;
         lane.bests.clear();
-        lane.bests.resize(rows * members, Best::NONE);
-        let bests = Parts::columns(&mut lane.bests, members, members, 1);
-        self.start(usize::MAX, &|member, _| {
-            let (mut tile, mut bests) = (parts.claim(member.index()), bests.claim(member.index()));
+        lane.bests.resize(rows * workers, Argmax::NONE);
+        let bests = Partition::columns(&mut lane.bests, workers, workers, 1);
+        self.start(usize::MAX, &|worker, _| {
+            let (mut tile, mut bests) = (parts.claim(worker.index()), bests.claim(worker.index()));
             if tile.cols() == 0 {
                 return;
             }
             x.multiply(isa, w, bias, &mut tile);
             for row in 0..tile.rows() {
                 // Members' parts of the list are as many columns as there are members: one each.
-                bests.row_mut(row)[0] = arg_max(isa, tile.row(row), tile.first());
+                bests.row_mut(row)[0] = argmax_row(isa, tile.row(row), tile.first());
             }
         })?;
         let ids: &mut [u32] = bytemuck::cast_slice_mut(self.write(best)?);
-        for (row, (id, bests)) in ids.iter_mut().zip(bests.read().chunks_exact(members)).enumerate() {
-            *id = bests.iter().fold(Best::NONE, |best, next| best.then(*next)).id;
+        for (row, (id, bests)) in ids.iter_mut().zip(bests.read().chunks_exact(workers)).enumerate() {
+            *id = bests.iter().fold(Argmax::NONE, |best, next| best.then(*next)).id;
             if *id == NO_ID {
-                self.flags().raise(self.launch.logit_rows[row] as usize, RowStatus::NonFinite);
+                self.flags().mark(self.launch.logit_rows[row] as usize, RowStatus::NonFinite);
             }
         }
         Ok(())
@@ -106,11 +112,16 @@ impl<'a> Frame<'a> {
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
         let x = Input::new(elem, room, k);
-        let parts = Parts::columns(floats_mut(self.write(out)?), self.cols(out), self.members(), PANEL);
-        self.start(usize::MAX, &|member, _| x.multiply(isa, w, bias, &mut parts.claim(member.index())))
+        let parts = Partition::columns(floats_mut(self.write(out)?), self.cols(out), self.workers(), PANEL);
+        self.start(usize::MAX, &|worker, _| x.multiply(isa, w, bias, &mut parts.claim(worker.index())))
     }
 
-    pub(super) fn linear_multi(&self, parts: &[LinearPart], step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn linear_multi(
+        &self,
+        parts: &[LinearPart],
+        step: &Step,
+        then: Continuation<'_>,
+    ) -> Result<(), DeviceError> {
         match *step.outputs.as_slice() {
             [a] => self.linear(&parts[0], step.inputs[0], a, then),
             [a, b] => self.linear_many(parts, step, [a, b], then),
@@ -126,18 +137,18 @@ impl<'a> Frame<'a> {
         parts: &[LinearPart],
         step: &Step,
         outs: [usize; N],
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
-        let (isa, members) = (self.isa(), self.members());
+        let (isa, workers) = (self.isa(), self.workers());
         let widths = outs.map(|out| self.cols(out));
         let total: usize = widths.iter().map(|n| n.div_ceil(PANEL)).sum();
         let mut before = 0;
-        let mut lane = self.lane(step)?;
+        let mut lane = self.stream_scratch(step)?;
         for (bounds, n) in lane.bounds.iter_mut().zip(widths) {
             bounds.clear();
             let panels = n.div_ceil(PANEL);
-            bounds.extend((0..members).map(|m| {
-                let start = split(total, 1, members, m).start.clamp(before, before + panels);
+            bounds.extend((0..workers).map(|m| {
+                let start = split(total, 1, workers, m).start.clamp(before, before + panels);
                 ((start - before) * PANEL).min(n)
             }));
             bounds.push(n);
@@ -151,14 +162,14 @@ impl<'a> Frame<'a> {
         let bounds = &lane.bounds;
         let mut index = 0;
         let tiles = written.map(|out| {
-            let tiles = Parts::columns_at(floats_mut(out), widths[index], &bounds[index]);
+            let tiles = Partition::columns_at(floats_mut(out), widths[index], &bounds[index]);
             index += 1;
             tiles
         });
         let weights = self.weights;
-        then(&|member, _| {
+        then(&|worker, _| {
             for (tiles, part) in tiles.iter().zip(parts) {
-                let mut tile = tiles.claim(member.index());
+                let mut tile = tiles.claim(worker.index());
                 if tile.cols() > 0 {
                     let bias = part.bias.map(|bias| weights.vector(bias));
                     x.multiply(isa, weights.matrix(part.weight), bias, &mut tile);

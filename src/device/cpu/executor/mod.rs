@@ -19,7 +19,7 @@ mod row_ops;
 mod row_status;
 mod scratch;
 
-use crate::device::cpu::executor::launch::{AttentionRoom, IoBytes, Launch};
+use crate::device::cpu::executor::launch::{AttentionBuffers, IoBytes, Launch};
 pub use poison::Poison;
 
 use std::cell::RefCell;
@@ -28,19 +28,19 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Isa;
-use super::kernels::attention::{AttentionScratch, AttentionShape, Schedule};
-use super::kernels::kv_cache::{KvLayout, Rows};
+use super::kernels::attention::{AttentionDims, AttentionScratch, WorkSplit};
+use super::kernels::kv_cache::{BatchRows, CpuKvLayout};
 use super::measure::profile::{StepTime, StepTimes};
-use super::memory::{AlignedBytes, Loans, available_bytes};
-use super::thread_pool::Team;
+use super::memory::{AlignedBytes, ArenaBorrows, available_bytes};
+use super::thread_pool::ThreadPool;
 use super::weights::WeightSet;
 use crate::device::{CustomFailure, DeviceError, LaunchArgs, LaunchShape};
 use crate::graph::{ArenaTooLarge, CompileError, Elem, Op, Plan, row_bytes};
 use crate::kv_cache::BlockId;
 use poison::ArenaPoison;
-use rank::Rank;
-use row_status::Flags;
-use scratch::{LaneScratch, MemberScratch, Scratch};
+use rank::RankProgram;
+use row_status::RowStatusFlags;
+use scratch::{Scratch, StreamScratch, WorkerScratch};
 
 /// The plan's int8 rows and this device's are one layout.
 const _: () = {
@@ -54,11 +54,11 @@ const _: () = {
 /// The plans of all ranks with their weights and arenas, and room for each member.
 #[derive(Debug)]
 pub(super) struct Program {
-    ranks: Vec<Rank>,
+    ranks: Vec<RankProgram>,
     /// The cache as a whole.
-    kv: KvLayout,
+    kv: CpuKvLayout,
     scratch: Scratch,
-    flags: Flags,
+    flags: RowStatusFlags,
     /// Block tables of the launch, concatenated.
     tables: Vec<BlockId>,
     /// A bit for each block that the launch writes.
@@ -71,12 +71,12 @@ impl Program {
     pub(super) fn new(
         plans: &[Plan],
         weights: Vec<Arc<WeightSet>>,
-        kv: KvLayout,
-        (members, parts_per_thread): (usize, usize),
+        kv: CpuKvLayout,
+        (workers, parts_per_thread): (usize, usize),
         poison: Poison,
     ) -> Result<Self, CompileError> {
         let ranks = rank::load(plans, weights, kv, poison)?;
-        let mut attention: Option<AttentionShape> = None;
+        let mut attention: Option<AttentionDims> = None;
         for step in plans.iter().flat_map(|plan| &plan.steps) {
             let Op::Attention(shape) = &step.op else { continue };
             let shape = attention::shape_of(shape);
@@ -85,27 +85,27 @@ impl Program {
         }
         let bucket = plans[0].bucket;
         let widest = plans.iter().flat_map(|plan| &plan.values).map(|value| value.cols).max().unwrap_or(0);
-        let member =
-            |_| MemberScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
+        let worker =
+            |_| WorkerScratch { attention: attention.as_ref().map(AttentionScratch::new), row: vec![0.0; widest] };
         let most_parts = plans.iter().flat_map(|plan| &plan.steps).map(|step| step.outputs.len()).max().unwrap_or(0);
         let lane = |_| {
-            Ok(RefCell::new(LaneScratch {
+            Ok(RefCell::new(StreamScratch {
                 claims: Vec::new(),
-                bounds: (0..most_parts).map(|_| Vec::with_capacity(members + 1)).collect(),
-                bests: with_room(bucket.logit_rows.saturating_mul(members))?,
+                bounds: (0..most_parts).map(|_| Vec::with_capacity(workers + 1)).collect(),
+                bests: with_room(bucket.logit_rows.saturating_mul(workers))?,
             }))
         };
         let scratch = Scratch {
-            members: RefCell::new((0..members).map(member).collect()),
-            lanes: (0..plans[0].lanes).map(lane).collect::<Result<_, CompileError>>()?,
-            attention: RefCell::new(AttentionRoom {
-                schedule: Schedule::new(members).parts_per_thread(parts_per_thread),
-                partials: with_room(most_partials(attention.as_ref(), members, bucket.kv_tokens))?,
+            workers: RefCell::new((0..workers).map(worker).collect()),
+            streams: (0..plans[0].streams).map(lane).collect::<Result<_, CompileError>>()?,
+            attention: RefCell::new(AttentionBuffers {
+                schedule: WorkSplit::new(workers).parts_per_thread(parts_per_thread),
+                partials: with_room(most_partials(attention.as_ref(), workers, bucket.kv_tokens))?,
             }),
         };
         let longest = bucket.kv_tokens.div_ceil(kv.geometry().block_size);
         let tables = with_room(bucket.seqs.saturating_mul(longest))?;
-        let flags = Flags::new(bucket.tokens, plans[0].overflow);
+        let flags = RowStatusFlags::new(bucket.tokens, plans[0].overflow);
         Ok(Self { ranks, kv, scratch, flags, tables, written: Vec::new(), times: None })
     }
 
@@ -132,7 +132,7 @@ impl Program {
     /// Runs the plans over one batch.
     pub(super) fn launch(
         &mut self,
-        team: &Team,
+        threads: &ThreadPool,
         isa: Isa,
         args: &LaunchArgs<'_>,
         mut io: IoBytes<'_>,
@@ -146,13 +146,13 @@ impl Program {
         }
         self.flags.clear(args.shape.tokens);
         let launch = Launch {
-            team,
+            threads,
             isa,
             token_ids: io.token_ids,
             positions: io.positions,
             logit_rows: io.logit_rows,
             pool_bytes: io.kv_pool.len(),
-            batch: Rows { q_lens: args.q_lens, kv_lens: args.kv_lens, tables: &self.tables },
+            batch: BatchRows { q_lens: args.q_lens, kv_lens: args.kv_lens, tables: &self.tables },
             shape: args.shape,
             flags: &self.flags,
         };
@@ -164,7 +164,7 @@ impl Program {
                 met = rank.run(next, &launch, &mut io, &self.scratch, &mut self.times)?;
             }
             let Some(group) = met else { return Ok(()) };
-            rank::meet(&mut self.ranks, group, &launch, io.logits)?;
+            rank::run_collective(&mut self.ranks, group, &launch, io.logits)?;
             next = group + 1;
         }
     }
@@ -232,9 +232,9 @@ impl Program {
 }
 
 /// Floats of partial sums that a step can need: none for a member alone, who never splits a segment off.
-fn most_partials(attention: Option<&AttentionShape>, members: usize, kv_tokens: usize) -> usize {
+fn most_partials(attention: Option<&AttentionDims>, workers: usize, kv_tokens: usize) -> usize {
     match attention {
-        Some(shape) if members > 1 => shape.max_partials(members, kv_tokens) * shape.partial_len(),
+        Some(shape) if workers > 1 => shape.max_partials(workers, kv_tokens) * shape.partial_len(),
         _ => 0,
     }
 }

@@ -1,17 +1,17 @@
 //! Where a step's operands are: ranges of the arena or of a bound buffer, cut to the batch's actual rows.
 
-use super::group::Frame;
+use super::group::GroupContext;
 use crate::device::DeviceError;
 use crate::device::cpu::executor::launch::{broken, overlap};
-use crate::device::cpu::memory::Loans;
-use crate::graph::{Elem, Io, Operand, Rows};
+use crate::device::cpu::memory::ArenaBorrows;
+use crate::graph::{Elem, Io, Operand, RowDim};
 
-impl<'a> Frame<'a> {
+impl<'a> GroupContext<'a> {
     /// Rows that a value has in this batch.
     pub(super) fn rows(&self, value: usize) -> usize {
         match self.plan.values[value].rows {
-            Rows::Tokens => self.launch.shape.tokens,
-            Rows::LogitRows => self.launch.shape.logit_rows,
+            RowDim::Tokens => self.launch.shape.tokens,
+            RowDim::LogitRows => self.launch.shape.logit_rows,
         }
     }
 
@@ -25,18 +25,18 @@ impl<'a> Frame<'a> {
 
     /// A value's rows, to read.
     pub(super) fn read(&self, value: usize) -> Result<&'a [u8], DeviceError> {
-        let (loans, range) = self.place(value)?;
-        loans.read(range).ok_or_else(overlap)
+        let (borrows, range) = self.place(value)?;
+        borrows.read(range).ok_or_else(overlap)
     }
 
     /// A value's rows, to write.
     #[allow(clippy::mut_from_ref)] // every byte is lent once
     pub(super) fn write(&self, value: usize) -> Result<&'a mut [u8], DeviceError> {
-        let (loans, range) = self.place(value)?;
-        loans.write(range).ok_or_else(overlap)
+        let (borrows, range) = self.place(value)?;
+        borrows.write(range).ok_or_else(overlap)
     }
 
-    fn place(&self, value: usize) -> Result<(&Loans<'a>, std::ops::Range<usize>), DeviceError> {
+    fn place(&self, value: usize) -> Result<(&ArenaBorrows<'a>, std::ops::Range<usize>), DeviceError> {
         let bytes = self.rows(value) * self.plan.values[value].row_bytes();
         match self.plan.values[value].operand {
             Operand::Arena { offset } => Ok((&self.arena, offset..offset + bytes)),

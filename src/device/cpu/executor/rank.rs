@@ -4,29 +4,29 @@
 //! what is the same on all ranks, rank 0 writes. A collective adds or joins in the order of the ranks, so results are the
 //! same bits in every run.
 
-use super::group::Frame;
+use super::group::GroupContext;
 use super::launch::{IoBytes, Launch, floats, floats_mut, overlap};
 use super::scratch::Scratch;
 use super::{
-    AlignedBytes, Arc, ArenaPoison, CompileError, DeviceError, Instant, KvLayout, Loans, Op, Plan, Poison, Range,
-    StepTimes, WeightSet, no_arena,
+    AlignedBytes, Arc, ArenaBorrows, ArenaPoison, CompileError, CpuKvLayout, DeviceError, Instant, Op, Plan, Poison,
+    Range, StepTimes, WeightSet, no_arena,
 };
-use crate::device::cpu::memory::Parts;
-use crate::graph::{Io, Operand, PlanValue, Rows};
+use crate::device::cpu::memory::Partition;
+use crate::graph::{Io, Operand, PlanValue, RowDim};
 
 /// Most ranks of one program.
 pub(super) const MAX_RANKS: usize = 16;
 
 /// One rank's plan with what it runs on.
 #[derive(Debug)]
-pub(super) struct Rank {
+pub(super) struct RankProgram {
     pub plan: Plan,
     /// Token ids whose embedding it has.
     pub ids: Range<usize>,
     weights: Arc<WeightSet>,
     arena: AlignedBytes,
     /// The cache as it sees it.
-    kv: KvLayout,
+    kv: CpuKvLayout,
     groups: Vec<Range<usize>>,
     poison: ArenaPoison,
 }
@@ -35,9 +35,9 @@ pub(super) struct Rank {
 pub(super) fn load(
     plans: &[Plan],
     weights: Vec<Arc<WeightSet>>,
-    kv: KvLayout,
+    kv: CpuKvLayout,
     poison: Poison,
-) -> Result<Vec<Rank>, CompileError> {
+) -> Result<Vec<RankProgram>, CompileError> {
     let invalid = |what: &str| Err(CompileError::Invalid(what.to_owned()));
     if plans.is_empty() || plans.len() > MAX_RANKS || plans.len() != weights.len() {
         return invalid("a program has 1 to 16 plans, one a rank, with a weight set each");
@@ -51,10 +51,10 @@ pub(super) fn load(
         if (plan.rank.index as usize, plan.rank.of as usize) != (index, plans.len()) {
             return invalid("plans are not those of all ranks in order");
         }
-        if plan.bucket != plans[0].bucket || plan.lanes != plans[0].lanes || collectives(plan) != meetings {
+        if plan.bucket != plans[0].bucket || plan.streams != plans[0].streams || collectives(plan) != meetings {
             return invalid("the ranks' plans are not cut from one");
         }
-        if !meet_alike(plan, &plans[0]) {
+        if !same_collectives(plan, &plans[0]) {
             return invalid("the ranks' plans do not meet over the same values");
         }
         if !weights.serves(&plan.weights) {
@@ -64,11 +64,11 @@ pub(super) fn load(
         let ids = ids_of(plan, &weights);
         let arena = AlignedBytes::zeroed(plan.arena_bytes)
             .map_err(|_| CompileError::Memory(no_arena(plan.arena_bytes as u64)))?;
-        ranks.push(Rank {
+        ranks.push(RankProgram {
             ids,
             weights,
             arena,
-            kv: kv.of_heads(first_head, heads),
+            kv: kv.with_heads(first_head, heads),
             groups: plan.groups(),
             poison: ArenaPoison::new(poison, plan),
             plan: plan.clone(),
@@ -85,7 +85,7 @@ pub(super) fn load(
 }
 
 /// Whether the collectives of both plans read and write values of the same number, size and place.
-fn meet_alike(plan: &Plan, first: &Plan) -> bool {
+fn same_collectives(plan: &Plan, first: &Plan) -> bool {
     let result = |plan: &Plan, at: usize| {
         let step = &plan.steps[at];
         let value = &plan.values[step.outputs[0]];
@@ -105,7 +105,7 @@ fn gather_whole_rows(plans: &[Plan]) -> bool {
 }
 
 /// KV heads of the plan, which must fit the cache.
-fn heads_of(plan: &Plan, kv: KvLayout) -> Result<usize, CompileError> {
+fn heads_of(plan: &Plan, kv: CpuKvLayout) -> Result<usize, CompileError> {
     let g = kv.geometry();
     let mut heads = None;
     for step in &plan.steps {
@@ -136,8 +136,8 @@ fn ids_of(plan: &Plan, weights: &WeightSet) -> Range<usize> {
 fn range_of(plan: &Plan, value: usize, launch: &Launch<'_>) -> Range<usize> {
     let value = &plan.values[value];
     let rows = match value.rows {
-        Rows::Tokens => launch.shape.tokens,
-        Rows::LogitRows => launch.shape.logit_rows,
+        RowDim::Tokens => launch.shape.tokens,
+        RowDim::LogitRows => launch.shape.logit_rows,
     };
     match value.operand {
         Operand::Arena { offset } => offset..offset + rows * value.row_bytes(),
@@ -145,7 +145,7 @@ fn range_of(plan: &Plan, value: usize, launch: &Launch<'_>) -> Range<usize> {
     }
 }
 
-impl Rank {
+impl RankProgram {
     /// Runs the groups from `next` on; stops before a collective and says at which group.
     pub(super) fn run(
         &mut self,
@@ -166,19 +166,19 @@ impl Rank {
             }
             poison.fill(plan, group.start, |value| range_of(plan, value, launch), arena.as_mut_slice());
             let start = times.is_some().then(Instant::now);
-            let frame = Frame {
+            let context = GroupContext {
                 launch,
                 plan,
                 weights,
                 kv: *kv,
                 scratch,
-                arena: Loans::new(arena.as_mut_slice()),
-                logits: Loans::new(io.logits),
-                best: Loans::new(io.best),
-                row_status: Loans::new(io.row_status),
-                kv_pool: Loans::new(io.kv_pool),
+                arena: ArenaBorrows::new(arena.as_mut_slice()),
+                logits: ArenaBorrows::new(io.logits),
+                best: ArenaBorrows::new(io.best),
+                row_status: ArenaBorrows::new(io.row_status),
+                kv_pool: ArenaBorrows::new(io.kv_pool),
             };
-            frame.run_group(steps)?;
+            context.run_group(steps)?;
             if let (Some(times), Some(start), 0) = (times.as_mut(), start, plan.rank.index) {
                 times.add(group.start, start);
             }
@@ -188,8 +188,8 @@ impl Rank {
 }
 
 /// Runs the collective that all ranks have come to.
-pub(super) fn meet(
-    ranks: &mut [Rank],
+pub(super) fn run_collective(
+    ranks: &mut [RankProgram],
     group: usize,
     launch: &Launch<'_>,
     logits: &mut [u8],
@@ -201,17 +201,17 @@ pub(super) fn meet(
     let mut parts: [&[f32]; MAX_RANKS] = [&[]; MAX_RANKS];
     let mut results: [&mut [f32]; MAX_RANKS] = std::array::from_fn(|_| Default::default());
     for ((rank, part), result) in ranks.iter_mut().zip(&mut parts).zip(&mut results) {
-        let loans = Loans::new(rank.arena.as_mut_slice());
-        *part = floats(loans.read(range_of(&rank.plan, from, launch)).ok_or_else(overlap)?);
-        *result = floats_mut(loans.write(range_of(&rank.plan, to, launch)).ok_or_else(overlap)?);
+        let borrows = ArenaBorrows::new(rank.arena.as_mut_slice());
+        *part = floats(borrows.read(range_of(&rank.plan, from, launch)).ok_or_else(overlap)?);
+        *result = floats_mut(borrows.write(range_of(&rank.plan, to, launch)).ok_or_else(overlap)?);
     }
     let parts = &parts[..count];
     // Logits leave the plans; everything else goes to every rank's arena.
     let (first, others) = results[..count].split_at_mut(1);
     let whole = if operand == Operand::Io(Io::Logits) { floats_mut(logits) } else { &mut *first[0] };
-    let rows = Parts::rows(&mut *whole, cols, launch.team.parts(), 1);
-    launch.team.share(&|member| {
-        let mut tile = rows.claim(member.index());
+    let rows = Partition::rows(&mut *whole, cols, launch.threads.parts(), 1);
+    launch.threads.run_parallel(&|worker| {
+        let mut tile = rows.claim(worker.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
             if reduces {

@@ -1,36 +1,36 @@
 //! Operations that work row by row: members take whole rows.
 
-use super::group::Frame;
+use super::group::GroupContext;
 use super::launch::{floats, floats_mut, overlap};
-use super::row_status::Flags;
-use super::scratch::{MemberScratch, Then};
+use super::row_status::RowStatusFlags;
+use super::scratch::{Continuation, WorkerScratch};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::kernels::activation::{
     add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row,
 };
-use crate::device::cpu::kernels::argmax::{NO_ID, arg_max, is_finite};
+use crate::device::cpu::kernels::argmax::{NO_ID, argmax_row, is_finite};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond, round_bf16_row, round_f16_row};
 use crate::device::cpu::kernels::norm::{qk_norm_row, rms_norm_row};
 use crate::device::cpu::kernels::q8_rows::QuantLayout;
-use crate::device::cpu::kernels::quantize::quantise_row;
+use crate::device::cpu::kernels::quantize::quantize_row;
 use crate::device::cpu::kernels::rope::{rope_angles, rope_row};
-use crate::device::cpu::memory::Parts;
+use crate::device::cpu::memory::Partition;
 use crate::graph::{
-    ActivationKind, ActivationType, NormSpec, Op, RopeStyle, RowStatus, Rows, Step, WeightId, row_bytes,
+    ActivationKind, ActivationType, NormSpec, Op, RopeStyle, RowDim, RowStatus, Step, WeightId, row_bytes,
 };
 
 /// Runs `body(row, out row, the member's own room)` for every row of a row-major matrix, rows split among members.
 fn each_row<T: Send + Sync>(
-    members: usize,
+    workers: usize,
     out: &mut [T],
     cols: usize,
-    then: Then<'_>,
+    then: Continuation<'_>,
     body: impl Fn(usize, &mut [T], &mut [f32]) + Sync,
 ) -> Result<(), DeviceError> {
-    let parts = Parts::rows(out, cols, members, 1);
-    then(&|member, room: &mut MemberScratch| {
-        let mut tile = parts.claim(member.index());
+    let parts = Partition::rows(out, cols, workers, 1);
+    then(&|worker, room: &mut WorkerScratch| {
+        let mut tile = parts.claim(worker.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
             body(row, tile.row_mut(index), &mut room.row);
@@ -44,7 +44,7 @@ struct RowCast<'a> {
     isa: Isa,
     to: ActivationType,
     op: &'a Op,
-    flags: &'a Flags,
+    flags: &'a RowStatusFlags,
     /// The rows of the batch behind the step's own, where these are not the same.
     logit_rows: Option<&'a [u32]>,
 }
@@ -53,7 +53,7 @@ impl RowCast<'_> {
     /// Rounds one row. Half precision saturates; what did is counted, and marks the row unless clamping is the policy.
     fn row(&self, row: usize, x: &[f32], out: &mut [u8]) {
         match self.to {
-            ActivationType::Int8 => quantise_row(self.isa, QuantLayout::new(x.len()), x, out),
+            ActivationType::Int8 => quantize_row(self.isa, QuantLayout::new(x.len()), x, out),
             ActivationType::F32 => floats_mut(out).copy_from_slice(x),
             ActivationType::BF16 => round_bf16_row(self.isa, x, bytemuck::cast_slice_mut(out)),
             ActivationType::F16 => {
@@ -71,11 +71,17 @@ fn norm_row(isa: Isa, x: &[f32], norm: &NormSpec, weight: &[f32], out: &mut [f32
     }
 }
 
-impl Frame<'_> {
-    pub(super) fn embed(&self, table: WeightId, first_id: u32, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+impl GroupContext<'_> {
+    pub(super) fn embed(
+        &self,
+        table: WeightId,
+        first_id: u32,
+        step: &Step,
+        then: Continuation<'_>,
+    ) -> Result<(), DeviceError> {
         let (out, cols) = (step.outputs[0], self.cols(step.outputs[0]));
         let (table, ids) = (self.weights.matrix(table), self.launch.token_ids);
-        each_row(self.members(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
+        each_row(self.workers(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
             match ids[row].checked_sub(first_id).map(|id| id as usize).filter(|&id| id < table.n()) {
                 Some(id) => table.row_f32(id, out),
                 None => out.fill(0.0),
@@ -83,10 +89,10 @@ impl Frame<'_> {
         })
     }
 
-    pub(super) fn rope_angles(&self, rope: usize, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn rope_angles(&self, rope: usize, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let (out, cols) = (step.outputs[0], self.cols(step.outputs[0]));
         let (rope, positions) = (&self.plan.ropes[rope], self.launch.positions);
-        each_row(self.members(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
+        each_row(self.workers(), floats_mut(self.write(out)?), cols, then, |row, out, _| {
             let (cos, sin) = out.split_at_mut(cols / 2);
             rope_angles(&rope.inv_freq, positions[row], rope.attention_factor, cos, sin);
         })
@@ -96,20 +102,25 @@ impl Frame<'_> {
     fn map_rows(
         &self,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
         body: impl Fn(&[f32], &mut [f32]) + Sync,
     ) -> Result<(), DeviceError> {
         let (x, out, cols) = (step.inputs[0], step.outputs[0], self.cols(step.outputs[0]));
         let (x, out) = (floats(self.read(x)?), floats_mut(self.write(out)?));
-        each_row(self.members(), out, cols, then, |row, out, _| body(&x[row * cols..][..cols], out))
+        each_row(self.workers(), out, cols, then, |row, out, _| body(&x[row * cols..][..cols], out))
     }
 
-    pub(super) fn rms_norm(&self, norm: &NormSpec, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn rms_norm(&self, norm: &NormSpec, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let (isa, weight) = (self.isa(), self.weights.vector(norm.weight));
         self.map_rows(step, then, |x, out| norm_row(isa, x, norm, weight, out))
     }
 
-    pub(super) fn activation(&self, kind: ActivationKind, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn activation(
+        &self,
+        kind: ActivationKind,
+        step: &Step,
+        then: Continuation<'_>,
+    ) -> Result<(), DeviceError> {
         let isa = self.isa();
         self.map_rows(step, then, |x, out| {
             out.copy_from_slice(x);
@@ -124,18 +135,18 @@ impl Frame<'_> {
     fn zip_rows(
         &self,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
         body: impl Fn(&[f32], &[f32], &mut [f32]) + Sync,
     ) -> Result<(), DeviceError> {
         let cols = self.cols(step.outputs[0]);
         let (a, b) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
         let out = floats_mut(self.write(step.outputs[0])?);
-        each_row(self.members(), out, cols, then, |row, out, _| {
+        each_row(self.workers(), out, cols, then, |row, out, _| {
             body(&a[row * cols..][..cols], &b[row * cols..][..cols], out);
         })
     }
 
-    pub(super) fn add(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn add(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let isa = self.isa();
         self.zip_rows(step, then, |a, b, out| {
             out.copy_from_slice(a);
@@ -143,7 +154,7 @@ impl Frame<'_> {
         })
     }
 
-    pub(super) fn mul(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn mul(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let isa = self.isa();
         self.zip_rows(step, then, |a, b, out| mul_row(isa, a, b, out))
     }
@@ -154,11 +165,11 @@ impl Frame<'_> {
         to: ActivationType,
         step: &Step,
         (out, cols): (&mut [u8], usize),
-        then: Then<'_>,
+        then: Continuation<'_>,
         body: impl Fn(usize, &mut [f32]) + Sync,
     ) -> Result<(), DeviceError> {
         let (cast, row_bytes) = (self.row_cast(to, step), row_bytes(to.elem(), cols));
-        each_row(self.members(), out, row_bytes, then, |row, out, room| {
+        each_row(self.workers(), out, row_bytes, then, |row, out, room| {
             if to == ActivationType::F32 {
                 body(row, floats_mut(out));
             } else {
@@ -169,12 +180,12 @@ impl Frame<'_> {
     }
 
     fn row_cast<'s>(&'s self, to: ActivationType, step: &'s Step) -> RowCast<'s> {
-        let of_logits = self.plan.values[step.inputs[0]].rows == Rows::LogitRows;
+        let of_logits = self.plan.values[step.inputs[0]].rows == RowDim::LogitRows;
         let logit_rows = of_logits.then_some(self.launch.logit_rows);
         RowCast { isa: self.isa(), to, op: &step.op, flags: self.flags(), logit_rows }
     }
 
-    pub(super) fn cast(&self, to: ActivationType, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn cast(&self, to: ActivationType, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let cols = self.cols(step.inputs[0]);
         let x = floats(self.read(step.inputs[0])?);
         self.cast_rows(to, step, (self.write(step.outputs[0])?, cols), then, |row, out| {
@@ -187,7 +198,7 @@ impl Frame<'_> {
         norm: &NormSpec,
         to: ActivationType,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
         let (isa, cols, weight) = (self.isa(), self.cols(step.inputs[0]), self.weights.vector(norm.weight));
         let x = floats(self.read(step.inputs[0])?);
@@ -201,16 +212,16 @@ impl Frame<'_> {
         norm: &NormSpec,
         to: ActivationType,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
         let (isa, cols, weight) = (self.isa(), self.cols(step.outputs[0]), self.weights.vector(norm.weight));
         let (x, d) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
-        let sums = Parts::rows(floats_mut(self.write(step.outputs[0])?), cols, self.members(), 1);
+        let sums = Partition::rows(floats_mut(self.write(step.outputs[0])?), cols, self.workers(), 1);
         let row_bytes = self.plan.values[step.outputs[1]].row_bytes();
-        let outs = Parts::rows(self.write(step.outputs[1])?, row_bytes, self.members(), 1);
+        let outs = Partition::rows(self.write(step.outputs[1])?, row_bytes, self.workers(), 1);
         let cast = self.row_cast(to, step);
-        then(&|member, room| {
-            let (mut sums, mut outs) = (sums.claim(member.index()), outs.claim(member.index()));
+        then(&|worker, room| {
+            let (mut sums, mut outs) = (sums.claim(worker.index()), outs.claim(worker.index()));
             for index in 0..sums.rows() {
                 let row = sums.first() + index;
                 let sum = sums.row_mut(index);
@@ -232,20 +243,20 @@ impl Frame<'_> {
         (head_dim, style): (usize, RopeStyle),
         norm: Option<&NormSpec>,
         step: &Step,
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
         let isa = self.isa();
         let (cols, angle_cols) = (self.cols(step.outputs[0]), self.cols(step.inputs[1]));
         let weight = norm.map(|norm| (self.weights.vector(norm.weight), norm.eps));
         let (x, angles) = (floats(self.read(step.inputs[0])?), floats(self.read(step.inputs[1])?));
         let out = floats_mut(self.write(step.outputs[0])?);
-        each_row(self.members(), out, cols, then, |row, out, _| {
+        each_row(self.workers(), out, cols, then, |row, out, _| {
             out.copy_from_slice(&x[row * cols..][..cols]);
             rotate(isa, out, head_dim, style, weight, &angles[row * angle_cols..][..angle_cols]);
         })
     }
 
-    pub(super) fn act_mul(&self, kind: ActivationKind, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn act_mul(&self, kind: ActivationKind, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         self.act_mul_into((kind, ActivationType::F32), step, self.write(step.outputs[0])?, then)
     }
 
@@ -255,7 +266,7 @@ impl Frame<'_> {
         (kind, to): (ActivationKind, ActivationType),
         step: &Step,
         out: &mut [u8],
-        then: Then<'_>,
+        then: Continuation<'_>,
     ) -> Result<(), DeviceError> {
         let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
         let product = move |gate: &[f32], up: &[f32], out: &mut [f32]| match kind {
@@ -268,35 +279,35 @@ impl Frame<'_> {
         })
     }
 
-    pub(super) fn gather_rows(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn gather_rows(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let (cols, wanted) = (self.cols(step.outputs[0]), self.launch.logit_rows);
         let (x, out) = (floats(self.read(step.inputs[0])?), floats_mut(self.write(step.outputs[0])?));
-        each_row(self.members(), out, cols, then, |row, out, _| {
+        each_row(self.workers(), out, cols, then, |row, out, _| {
             out.copy_from_slice(&x[wanted[row] as usize * cols..][..cols]);
         })
     }
 
-    pub(super) fn arg_max(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn argmax(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
         let logits = floats(self.read(step.inputs[0])?);
         let (flags, wanted) = (self.flags(), self.launch.logit_rows);
         let best: &mut [u32] = bytemuck::cast_slice_mut(self.write(step.outputs[0])?);
-        each_row(self.members(), best, 1, then, |row, best, _| {
-            best[0] = arg_max(isa, &logits[row * cols..][..cols], 0).id;
+        each_row(self.workers(), best, 1, then, |row, best, _| {
+            best[0] = argmax_row(isa, &logits[row * cols..][..cols], 0).id;
             if best[0] == NO_ID {
-                flags.raise(wanted[row] as usize, RowStatus::NonFinite);
+                flags.mark(wanted[row] as usize, RowStatus::NonFinite);
             }
         })
     }
 
-    pub(super) fn row_status(&self, step: &Step, then: Then<'_>) -> Result<(), DeviceError> {
+    pub(super) fn row_status(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         let (isa, cols) = (self.isa(), self.cols(step.inputs[0]));
         let last = floats(self.read(step.inputs[0])?);
         let flags = self.flags();
         let status = self.row_status.write(0..self.launch.shape.tokens).ok_or_else(overlap)?;
-        each_row(self.members(), status, 1, then, |row, status, _| {
+        each_row(self.workers(), status, 1, then, |row, status, _| {
             if !is_finite(isa, &last[row * cols..][..cols]) {
-                flags.raise(row, RowStatus::NonFinite);
+                flags.mark(row, RowStatus::NonFinite);
             }
             status[0] = flags.of(row);
         })

@@ -9,14 +9,14 @@ use crate::graph::{Op, OverflowPolicy, RowStatus};
 
 /// Status of the rows of a launch, and how many elements overflowed in which operation.
 #[derive(Debug)]
-pub(super) struct Flags {
+pub(super) struct RowStatusFlags {
     rows: Vec<AtomicU8>,
     overflows: [AtomicU64; Op::NAMES.len()],
     policy: OverflowPolicy,
     custom_failures: Mutex<Vec<CustomFailure>>,
 }
 
-impl Flags {
+impl RowStatusFlags {
     /// For launches of at most `rows` rows.
     pub(super) fn new(rows: usize, policy: OverflowPolicy) -> Self {
         let overflows = [const { AtomicU64::new(0) }; Op::NAMES.len()];
@@ -35,13 +35,13 @@ impl Flags {
     }
 
     /// Marks a row, unless it is marked worse.
-    pub(super) fn raise(&self, row: usize, status: RowStatus) {
+    pub(super) fn mark(&self, row: usize, status: RowStatus) {
         self.rows[row].fetch_max(status as u8, Ordering::Relaxed);
     }
 
     /// Marks the rows of a custom operation's call that failed.
     pub(super) fn custom_failure(&self, failure: CustomFailure) {
-        failure.rows.clone().for_each(|row| self.raise(row, RowStatus::CustomOpFailed));
+        failure.rows.clone().for_each(|row| self.mark(row, RowStatus::CustomOpFailed));
         self.custom_failures.lock().push(failure);
     }
 
@@ -55,7 +55,7 @@ impl Flags {
         if elements > 0 {
             self.count(op, elements);
             if self.policy != OverflowPolicy::Clamp {
-                self.raise(row, RowStatus::Overflow);
+                self.mark(row, RowStatus::Overflow);
             }
         }
     }
@@ -66,7 +66,7 @@ impl Flags {
         if elements > 0 {
             self.count(op, elements);
             if self.policy == OverflowPolicy::Error {
-                self.raise(row, RowStatus::Overflow);
+                self.mark(row, RowStatus::Overflow);
             }
         }
     }

@@ -8,17 +8,17 @@
 use super::exp::exp;
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::{Map, Zip, map_in_place, zip};
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
 /// `x / (1 + exp(-x))`.
 #[inline(always)]
-pub fn silu<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+pub fn silu<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
     l.div(x, l.add(l.splat(1.0), exp(l, l.sub(l.splat(0.0), x))))
 }
 
 /// `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`, written as `x / (1 + exp(-2u))`, which has no cancellation.
 #[inline(always)]
-pub fn gelu_tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+pub fn gelu_tanh<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
     // -2 √(2/π) and that times 0.044715.
     const LINEAR: f32 = -1.595_769;
     const CUBIC: f32 = -0.071_354_814;
@@ -28,7 +28,7 @@ pub fn gelu_tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
 
 /// `max(x, 0)`; NaN stays NaN.
 #[inline(always)]
-pub fn relu<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+pub fn relu<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
     l.max(l.splat(0.0), x)
 }
 
@@ -39,7 +39,7 @@ macro_rules! in_place {
             struct Function;
             impl Map for Function {
                 #[inline(always)]
-                fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+                fn map<L: SimdVector>(&self, l: L, x: L::F32) -> L::F32 {
                     $f(l, x)
                 }
             }
@@ -47,7 +47,7 @@ macro_rules! in_place {
             impl Kernel for Body<'_> {
                 type Output = ();
                 #[inline(always)]
-                fn run<L: Lanes>(self, l: L) {
+                fn run<L: SimdVector>(self, l: L) {
                     map_in_place(l, self.0, &Function);
                 }
             }
@@ -63,7 +63,7 @@ macro_rules! two_rows {
             struct Function;
             impl Zip for Function {
                 #[inline(always)]
-                fn zip<L: Lanes>(&self, $l: L, $x: L::F32, $y: L::F32) -> L::F32 {
+                fn zip<L: SimdVector>(&self, $l: L, $x: L::F32, $y: L::F32) -> L::F32 {
                     $body
                 }
             }
@@ -71,7 +71,7 @@ macro_rules! two_rows {
             impl Kernel for Body<'_> {
                 type Output = ();
                 #[inline(always)]
-                fn run<L: Lanes>(self, l: L) {
+                fn run<L: SimdVector>(self, l: L) {
                     zip(l, self.0, self.1, self.2, &Function);
                 }
             }
@@ -119,7 +119,7 @@ pub fn add_row(isa: Isa, row: &mut [f32], x: &[f32]) {
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, _: L) {
+        fn run<L: SimdVector>(self, _: L) {
             for (y, x) in self.0.iter_mut().zip(self.1) {
                 *y += x;
             }
@@ -135,7 +135,7 @@ pub fn scale_row(isa: Isa, row: &mut [f32], factor: f32) {
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, _: L) {
+        fn run<L: SimdVector>(self, _: L) {
             for y in self.0 {
                 *y *= self.1;
             }
@@ -149,7 +149,7 @@ pub fn softcap_row(isa: Isa, row: &mut [f32], cap: f32) {
     struct Softcap(f32);
     impl Map for Softcap {
         #[inline(always)]
-        fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+        fn map<L: SimdVector>(&self, l: L, x: L::F32) -> L::F32 {
             l.mul(l.splat(self.0), super::exp::tanh(l, l.mul(x, l.splat(1.0 / self.0))))
         }
     }
@@ -157,7 +157,7 @@ pub fn softcap_row(isa: Isa, row: &mut [f32], cap: f32) {
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             map_in_place(l, self.0, &Softcap(self.1));
         }
     }

@@ -4,21 +4,21 @@
 
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
 /// Stands for the id of a row that is not finite.
 pub const NO_ID: u32 = u32::MAX;
 
 /// Largest element of a stretch of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Best {
+pub struct Argmax {
     /// Its index, the lowest of equals; [`NO_ID`] if an element is not finite.
     pub id: u32,
     /// The element.
     pub value: f32,
 }
 
-impl Best {
+impl Argmax {
     /// Of nothing.
     pub const NONE: Self = Self { id: 0, value: f32::NEG_INFINITY };
 
@@ -31,13 +31,13 @@ impl Best {
 }
 
 /// Largest of a stretch that begins at element `first` of its row.
-pub fn arg_max(isa: Isa, x: &[f32], first: usize) -> Best {
+pub fn argmax_row(isa: Isa, x: &[f32], first: usize) -> Argmax {
     struct Body<'a>(&'a [f32]);
     impl Kernel for Body<'_> {
         /// The largest, and a sum that is zero exactly if all are finite.
         type Output = (f32, f32);
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> (f32, f32) {
+        fn run<L: SimdVector>(self, l: L) -> (f32, f32) {
             let mut largest = [l.splat(f32::NEG_INFINITY); 4];
             let mut zeros = [l.splat(0.0); 4];
             let (groups, rest) = self.0.as_chunks::<64>();
@@ -60,14 +60,14 @@ pub fn arg_max(isa: Isa, x: &[f32], first: usize) -> Best {
         }
     }
     if x.is_empty() {
-        return Best::NONE;
+        return Argmax::NONE;
     }
     let (value, zero) = dispatch(isa, Body(x));
     if zero != 0.0 {
-        return Best { id: NO_ID, value };
+        return Argmax { id: NO_ID, value };
     }
     let index = x.iter().position(|x| *x == value).unwrap_or(0);
-    Best { id: u32::try_from(first + index).unwrap_or(NO_ID), value }
+    Argmax { id: u32::try_from(first + index).unwrap_or(NO_ID), value }
 }
 
 /// Whether every element is finite.
@@ -76,7 +76,7 @@ pub fn is_finite(isa: Isa, x: &[f32]) -> bool {
     impl Kernel for Body<'_> {
         type Output = f32;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> f32 {
+        fn run<L: SimdVector>(self, l: L) -> f32 {
             let mut zeros = l.splat(0.0);
             let (chunks, rest) = self.0.as_chunks::<16>();
             for chunk in chunks {

@@ -4,7 +4,7 @@
 
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
 /// Largest magnitude of half precision.
 pub const F16_MAX: f32 = 65_504.0;
@@ -15,7 +15,7 @@ pub fn count_beyond(isa: Isa, x: &[f32], limit: f32) -> usize {
     impl Kernel for Largest<'_> {
         type Output = f32;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> f32 {
+        fn run<L: SimdVector>(self, l: L) -> f32 {
             let (mut high, mut low) = (l.splat(0.0), l.splat(0.0));
             let (chunks, rest) = self.0.as_chunks::<16>();
             for chunk in chunks {
@@ -40,7 +40,7 @@ pub fn round_f16_row(isa: Isa, x: &[f32], out: &mut [f32]) {
     impl Round for Half {
         type Out = f32;
         #[inline(always)]
-        fn round<L: Lanes>(l: L, x: L::F32) -> [f32; 16] {
+        fn round<L: SimdVector>(l: L, x: L::F32) -> [f32; 16] {
             let mut bytes = [0; 32];
             for (to, from) in bytes.as_chunks_mut().0.iter_mut().zip(l.to_f16(x)) {
                 *to = from.to_le_bytes();
@@ -59,7 +59,7 @@ pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [u16]) {
     impl Round for Bf16 {
         type Out = u16;
         #[inline(always)]
-        fn round<L: Lanes>(l: L, x: L::F32) -> [u16; 16] {
+        fn round<L: SimdVector>(l: L, x: L::F32) -> [u16; 16] {
             l.to_bf16(x)
         }
     }
@@ -69,7 +69,7 @@ pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [u16]) {
 /// What becomes of 16 values. A trait and no closure: a closure has not the instructions of the kernel around it.
 trait Round {
     type Out: Copy;
-    fn round<L: Lanes>(l: L, x: L::F32) -> [Self::Out; 16];
+    fn round<L: SimdVector>(l: L, x: L::F32) -> [Self::Out; 16];
 }
 
 struct Rounded<'a, R: Round>(&'a [f32], &'a mut [R::Out]);
@@ -77,7 +77,7 @@ struct Rounded<'a, R: Round>(&'a [f32], &'a mut [R::Out]);
 impl<R: Round> Kernel for Rounded<'_, R> {
     type Output = ();
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
+    fn run<L: SimdVector>(self, l: L) {
         debug_assert_eq!(self.0.len(), self.1.len(), "rows of one operation have one length");
         let (x, rest) = self.0.as_chunks::<16>();
         let (out, out_rest) = self.1.as_chunks_mut::<16>();

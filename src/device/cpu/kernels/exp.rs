@@ -7,7 +7,7 @@
 
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::{Map, map_in_place};
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
 // exp(-110) rounds to 0 and exp(100) to infinity, so clamping there changes no result and keeps exponents in range.
 const LOWEST: f32 = -110.0;
@@ -22,7 +22,7 @@ const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.16
 
 /// `exp` of each lane.
 #[inline(always)]
-pub fn exp<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+pub fn exp<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
     // The bounds come first in `max` and `min`, so that NaN passes through.
     let x = l.min(l.splat(HIGHEST), l.max(l.splat(LOWEST), x));
     let n = l.sub(l.fma(x, l.splat(std::f32::consts::LOG2_E), l.splat(ROUNDER)), l.splat(ROUNDER));
@@ -38,7 +38,7 @@ pub fn exp<L: Lanes>(l: L, x: L::F32) -> L::F32 {
 
 /// `tanh` of each lane: `1 - 2 / (exp(2x) + 1)`, absolute error below 3e-7.
 #[inline(always)]
-pub fn tanh<L: Lanes>(l: L, x: L::F32) -> L::F32 {
+pub fn tanh<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
     let e = exp(l, l.add(x, x));
     l.sub(l.splat(1.0), l.div(l.splat(2.0), l.add(e, l.splat(1.0))))
 }
@@ -48,7 +48,7 @@ pub fn exp_row(isa: Isa, row: &mut [f32]) {
     struct Exp;
     impl Map for Exp {
         #[inline(always)]
-        fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32 {
+        fn map<L: SimdVector>(&self, l: L, x: L::F32) -> L::F32 {
             exp(l, x)
         }
     }
@@ -56,7 +56,7 @@ pub fn exp_row(isa: Isa, row: &mut [f32]) {
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             map_in_place(l, self.0, &Exp);
         }
     }

@@ -21,19 +21,19 @@ use std::ops::Range;
 use super::q8_rows::TINY;
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
-use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, LANES, SimdVector, dispatch};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 
 /// Where things are in the pool. Offsets are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvLayout {
+pub struct CpuKvLayout {
     geometry: KvGeometry,
     /// First KV head of the rank that looks at it, and how many it has; a block has those of all ranks.
     first_head: usize,
     heads: usize,
 }
 
-impl KvLayout {
+impl CpuKvLayout {
     /// The layout of a cache of this shape. `block_size` must be a multiple of 16.
     pub fn new(geometry: KvGeometry) -> Self {
         debug_assert!(
@@ -45,7 +45,7 @@ impl KvLayout {
 
     /// The same cache as a rank sees it that has `heads` KV heads from `first_head` on.
     #[must_use]
-    pub const fn of_heads(self, first_head: usize, heads: usize) -> Self {
+    pub const fn with_heads(self, first_head: usize, heads: usize) -> Self {
         Self { first_head, heads, ..self }
     }
 
@@ -109,7 +109,7 @@ impl KvLayout {
 
 /// Who the rows of a step are: as in [`ForwardInput`](crate::runner::ForwardInput).
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct BatchRows<'a> {
     /// Rows each sequence brings.
     pub q_lens: &'a [u32],
     /// Tokens in each sequence's cache, its rows of this step included.
@@ -131,7 +131,7 @@ pub struct SeqRows<'a> {
     pub table: &'a [BlockId],
 }
 
-impl<'a> Rows<'a> {
+impl<'a> BatchRows<'a> {
     /// The sequences, in order.
     pub fn sequences(self, block_size: usize) -> impl Iterator<Item = SeqRows<'a>> {
         let (mut row, mut entry) = (0, 0);
@@ -171,10 +171,10 @@ pub struct KvWrite {
 
 /// The writes of member `member` of `members`: all members' together cover every row once, and no block goes to two.
 pub fn kv_writes(
-    rows: Rows<'_>,
+    rows: BatchRows<'_>,
     block_size: usize,
-    member: usize,
-    members: usize,
+    worker: usize,
+    workers: usize,
 ) -> impl Iterator<Item = KvWrite> + '_ {
     let total = rows.total();
     rows.sequences(block_size)
@@ -191,7 +191,7 @@ pub fn kv_writes(
                 }
             })
         })
-        .filter(move |write| write.first_row * members / total.max(1) == member)
+        .filter(move |write| write.first_row * workers / total.max(1) == worker)
 }
 
 /// Keys and values of a step, as the projections left them.
@@ -209,11 +209,18 @@ pub struct KvRows<'a> {
 
 /// Rounds the rows of one write to the stored type and puts them in their block, for KV heads `heads` only.
 /// `bytes` are those heads' bytes in the pool: `heads.len() · head_bytes` from
-/// [`layer_range`](KvLayout::layer_range)` + `[`k_offset`](KvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN, in int8
+/// [`layer_range`](CpuKvLayout::layer_range)` + `[`k_offset`](CpuKvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN, in int8
 /// as the row's scale.
-pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>, rows: KvRows<'_>, bytes: &mut [u8]) {
+pub fn kv_write(
+    isa: Isa,
+    layout: &CpuKvLayout,
+    write: KvWrite,
+    heads: Range<usize>,
+    rows: KvRows<'_>,
+    bytes: &mut [u8],
+) {
     struct Body<'a> {
-        layout: &'a KvLayout,
+        layout: &'a CpuKvLayout,
         write: KvWrite,
         heads: Range<usize>,
         rows: KvRows<'a>,
@@ -222,7 +229,7 @@ pub fn kv_write(isa: Isa, layout: &KvLayout, write: KvWrite, heads: Range<usize>
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             let KvGeometry { head_dim, dtype, .. } = *self.layout.geometry();
             let (tile_bytes, row_bytes) = (self.layout.tile_bytes(), head_dim * dtype.bytes());
             for (head, bytes) in self.heads.zip(self.bytes.chunks_exact_mut(self.layout.head_bytes())) {
@@ -289,7 +296,7 @@ fn scale_of(row: &[f32]) -> (f32, f32) {
 
 /// Elements as steps of their row's scale, rounded to nearest even.
 #[inline(always)]
-fn steps<L: Lanes>(l: L, x: &[f32; 16], inverse: f32) -> [[u8; 1]; 16] {
+fn steps<L: SimdVector>(l: L, x: &[f32; 16], inverse: f32) -> [[u8; 1]; 16] {
     // 1.5 · 2^23: adding it leaves the nearest whole number in the low bits, as two's complement.
     const ROUNDER: f32 = 12_582_912.0;
     let mut out = [[0]; 16];

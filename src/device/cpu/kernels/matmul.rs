@@ -15,7 +15,7 @@ use crate::device::cpu::{Isa, simd};
 use std::ops::Range;
 
 /// Multiplies f32 rows with `panels` of any weight. `bias` has all `n` values; `out` has a row for each of `x` and exactly
-/// the columns of the panels. Weights are dequantised to f32; sums are f32.
+/// the columns of the panels. Weights are dequantized to f32; sums are f32.
 pub fn matmul_f32(
     isa: Isa,
     x: FloatRows<'_>,
@@ -52,7 +52,7 @@ pub fn matmul_bf16(
     }
 }
 
-/// Multiplies int8 rows with `panels` of a quantised weight. `bias` and `out` as in [`matmul_f32`]. The products of a
+/// Multiplies int8 rows with `panels` of a quantized weight. `bias` and `out` as in [`matmul_f32`]. The products of a
 /// 32-block are summed exactly, then scaled and added in block order.
 ///
 /// # Panics
@@ -65,7 +65,7 @@ pub fn matmul_q8(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    assert!(w.dtype().is_quantised(), "int8 activations need a quantised weight, not {}", w.dtype());
+    assert!(w.dtype().is_quantized(), "int8 activations need a quantized weight, not {}", w.dtype());
     check(w, bias, &panels, x.rows(), x.layout().k(), out);
     if !simd::matmul_q8(isa, x, w, bias, panels.clone(), out) {
         plain_q8(x, w, bias, panels, out);

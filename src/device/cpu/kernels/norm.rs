@@ -7,11 +7,11 @@
 
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
 /// `Σ x²` in the order the module promises.
 #[inline(always)]
-fn sum_squares<L: Lanes>(l: L, x: &[f32]) -> f32 {
+fn sum_squares<L: SimdVector>(l: L, x: &[f32]) -> f32 {
     let mut sums = [l.splat(0.0); 4];
     let (groups, rest) = x.as_chunks::<64>();
     for group in groups {
@@ -28,7 +28,7 @@ fn sum_squares<L: Lanes>(l: L, x: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
+fn inverse_rms<L: SimdVector>(l: L, x: &[f32], eps: f32) -> f32 {
     1.0 / (sum_squares(l, x) / x.len() as f32 + eps).sqrt()
 }
 
@@ -38,7 +38,7 @@ pub fn rms_norm_row(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f3
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             let scale = inverse_rms(l, self.0, self.2);
             for ((y, x), w) in self.3.iter_mut().zip(self.0).zip(self.1) {
                 *y = x * scale * w;
@@ -55,7 +55,7 @@ pub fn add_rms_norm_row(isa: Isa, residual: &mut [f32], x: &[f32], weight: &[f32
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             for (y, x) in self.0.iter_mut().zip(self.1) {
                 *y += x;
             }
@@ -78,7 +78,7 @@ pub fn qk_norm_row(isa: Isa, row: &mut [f32], weight: &[f32], eps: f32) {
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
+        fn run<L: SimdVector>(self, l: L) {
             for head in self.0.chunks_exact_mut(self.1.len()) {
                 let scale = inverse_rms(l, head, self.2);
                 for (y, w) in head.iter_mut().zip(self.1) {

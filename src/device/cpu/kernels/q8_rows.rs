@@ -20,7 +20,7 @@ pub(crate) const RECORD_BYTES: usize = 16;
 /// Below this amplitude (2^-119) `127 / amax` would leave the range of f32; such a block is zero to any model.
 pub(crate) const TINY: f32 = 1.504_632_8e-36;
 
-/// How a quantised row of `k` activations lies in memory.
+/// How a quantized row of `k` activations lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuantLayout {
     k: usize,
@@ -53,7 +53,7 @@ impl QuantLayout {
     }
 }
 
-/// Rows of quantised activations, to read.
+/// Rows of quantized activations, to read.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantRows<'a> {
     layout: QuantLayout,
@@ -115,13 +115,13 @@ impl<'a> QuantRows<'a> {
 mod tests {
     use super::*;
     use crate::device::cpu::Isa;
-    use crate::device::cpu::kernels::quantize::quantise_row;
+    use crate::device::cpu::kernels::quantize::quantize_row;
     use crate::device::cpu::simd::testing::Noise;
 
     fn rows(isa: Isa, x: &[f32]) -> Vec<u8> {
         let layout = QuantLayout::new(x.len());
         let mut out = vec![0xaa; layout.row_bytes()];
-        quantise_row(isa, layout, x, &mut out);
+        quantize_row(isa, layout, x, &mut out);
         out
     }
 

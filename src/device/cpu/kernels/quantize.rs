@@ -3,17 +3,17 @@
 use crate::device::cpu::kernels::q8_rows::{BLOCK, QuantLayout, RECORD_BYTES, TINY};
 use crate::device::cpu::{Isa, simd};
 
-/// Quantises one row: `x` has `layout.k()` values, `out` `layout.row_bytes()` bytes, all of which are written.
-pub fn quantise_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
+/// Quantizes one row: `x` has `layout.k()` values, `out` `layout.row_bytes()` bytes, all of which are written.
+pub fn quantize_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     assert!(x.len() == layout.k() && out.len() == layout.row_bytes(), "a row of {} values", layout.k());
     let (quants, records) = out.split_at_mut(layout.records_at());
     let full = layout.k() / BLOCK;
-    let done = simd::quantise_blocks(isa, &x[..full * BLOCK], quants, records);
+    let done = simd::quantize_blocks(isa, &x[..full * BLOCK], quants, records);
     for block in done..layout.blocks() {
         let values = &x[block * BLOCK..layout.k().min((block + 1) * BLOCK)];
         let mut padded = [0.0; BLOCK];
         padded[..values.len()].copy_from_slice(values);
-        let (ints, record) = quantise_block(&padded);
+        let (ints, record) = quantize_block(&padded);
         quants[block * BLOCK..][..BLOCK].copy_from_slice(bytemuck::cast_slice(&ints));
         records[block * RECORD_BYTES..][..RECORD_BYTES].copy_from_slice(&record);
     }
@@ -21,16 +21,16 @@ pub fn quantise_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     records[layout.blocks() * RECORD_BYTES..].fill(0);
 }
 
-/// Quantises rows that lie one behind the other.
-pub fn quantise_rows(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
+/// Quantizes rows that lie one behind the other.
+pub fn quantize_rows(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     for (x, out) in x.chunks_exact(layout.k()).zip(out.chunks_exact_mut(layout.row_bytes())) {
-        quantise_row(isa, layout, x, out);
+        quantize_row(isa, layout, x, out);
     }
 }
 
 /// The plain twin, and the definition: one block to integers and record.
 #[allow(clippy::cast_possible_truncation)] // within ±127 by construction
-fn quantise_block(x: &[f32; BLOCK]) -> ([i8; BLOCK], [u8; RECORD_BYTES]) {
+fn quantize_block(x: &[f32; BLOCK]) -> ([i8; BLOCK], [u8; RECORD_BYTES]) {
     // As integers, absolute values order like the floats, and NaN is above infinity.
     let amax = f32::from_bits(x.iter().fold(0, |max, x| (x.to_bits() & 0x7fff_ffff).max(max)));
     let (scale, inverse) = if !amax.is_finite() {

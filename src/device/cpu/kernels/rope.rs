@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::device::cpu::Isa;
-use crate::device::cpu::simd::vector::{Kernel, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 use crate::graph::RopeStyle;
 
 /// Cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
@@ -35,7 +35,7 @@ pub fn rope_row(isa: Isa, row: &mut [f32], head_dim: usize, style: RopeStyle, co
     impl Kernel for Body<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<L: Lanes>(self, _: L) {
+        fn run<L: SimdVector>(self, _: L) {
             let pairs = self.cos.len();
             let sin = &self.sin[..pairs];
             for head in self.row.chunks_exact_mut(self.head_dim) {

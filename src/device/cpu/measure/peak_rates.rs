@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use crate::device::cpu::Isa;
 use crate::device::cpu::memory::AlignedBytes;
 use crate::device::cpu::simd::int8_chains;
-use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
-use crate::device::cpu::thread_pool::Team;
+use crate::device::cpu::simd::vector::{Kernel, LANES, SimdVector, dispatch};
+use crate::device::cpu::thread_pool::ThreadPool;
 use crate::device::{DeviceError, PeakRates};
 
 /// What all members read, at least: far beyond second-level caches, and more than the last-level cache of many machines. A
@@ -40,24 +40,24 @@ const TIME: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(15);
 
 /// The peaks of this team on this path, from memory if they are known.
-pub(crate) fn peaks(team: &Team, isa: Isa) -> Result<PeakRates, DeviceError> {
+pub(crate) fn peak_rates(threads: &ThreadPool, isa: Isa) -> Result<PeakRates, DeviceError> {
     static KNOWN: Mutex<Vec<(Isa, usize, PeakRates)>> = Mutex::new(Vec::new());
     // Held while measuring: two at once would measure each other.
     let mut known = KNOWN.lock();
-    if let Some((.., peaks)) = known.iter().find(|(path, threads, _)| (*path, *threads) == (isa, team.count())) {
+    if let Some((.., peaks)) = known.iter().find(|(path, count, _)| (*path, *count) == (isa, threads.count())) {
         return Ok(*peaks);
     }
-    let peaks = measure(team, isa)?;
-    known.push((isa, team.count(), peaks));
+    let peaks = measure(threads, isa)?;
+    known.push((isa, threads.count(), peaks));
     Ok(peaks)
 }
 
-fn measure(team: &Team, isa: Isa) -> Result<PeakRates, DeviceError> {
+fn measure(threads: &ThreadPool, isa: Isa) -> Result<PeakRates, DeviceError> {
     // Reading first: to bring the buffer in takes long enough for members to get to processors of their own.
-    let read_bytes_per_s = bytes_per_s(team, isa)?;
-    let f32_flops_per_s = best_rates(team, TIME, &|_, _| fma_chains(isa, PIECE_ROUNDS)).each;
+    let read_bytes_per_s = bytes_per_s(threads, isa)?;
+    let f32_flops_per_s = best_rates(threads, TIME, &|_, _| fma_chains(isa, PIECE_ROUNDS)).each;
     let int8_ops_per_s = if int8_chains(isa, 0).is_some() {
-        best_rates(team, TIME, &|_, _| int8_chains(isa, PIECE_ROUNDS).unwrap_or(0)).each
+        best_rates(threads, TIME, &|_, _| int8_chains(isa, PIECE_ROUNDS).unwrap_or(0)).each
     } else {
         // Without an instruction for it, int8 is no faster.
         f32_flops_per_s
@@ -79,21 +79,21 @@ struct Rates {
 
 /// Best rates of at least `TIME`, and at most of `longest` while what members do together is far from what each does.
 /// Members for whom there is no processor rest.
-fn best_rates(team: &Team, longest: Duration, piece: Piece<'_>) -> Rates {
+fn best_rates(threads: &ThreadPool, longest: Duration, piece: Piece<'_>) -> Rates {
     let [done, together, each] = [const { AtomicU64::new(0) }; 3];
     // Once one member has ended, the others have more room than they should.
     let over = AtomicBool::new(false);
     let rates = || Rates { together: together.load(Ordering::Relaxed), each: each.load(Ordering::Relaxed) };
-    let at_work = workers(team);
-    team.run(&|member| {
-        member.barrier();
-        if member.index() >= at_work {
+    let at_work = busy_threads(threads);
+    threads.run(&|worker| {
+        worker.barrier();
+        if worker.index() >= at_work {
             return;
         }
         let start = Instant::now();
         let (mut opened, mut before, mut my_best) = ((start, done.load(Ordering::Relaxed)), start, 0);
         for number in 0.. {
-            let amount = piece(member.index(), number);
+            let amount = piece(worker.index(), number);
             let so_far = done.fetch_add(amount, Ordering::Relaxed) + amount;
             if over.load(Ordering::Relaxed) && my_best > 0 {
                 break;
@@ -120,8 +120,8 @@ fn best_rates(team: &Team, longest: Duration, piece: Piece<'_>) -> Rates {
     rates()
 }
 
-fn workers(team: &Team) -> usize {
-    std::thread::available_parallelism().map_or(usize::MAX, usize::from).min(team.count())
+fn busy_threads(threads: &ThreadPool) -> usize {
+    std::thread::available_parallelism().map_or(usize::MAX, usize::from).min(threads.count())
 }
 
 #[allow(clippy::cast_possible_truncation)] // casts of floats saturate
@@ -135,7 +135,7 @@ fn fma_chains(isa: Isa, rounds: u64) -> u64 {
     impl Kernel for Chains {
         type Output = u64;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> u64 {
+        fn run<L: SimdVector>(self, l: L) -> u64 {
             // As many vectors as there are registers for, beside two constants.
             if L::HAS_32_REGISTERS { chains::<L, 12>(l, self.0) } else { chains::<L, 5>(l, self.0) }
         }
@@ -144,7 +144,7 @@ fn fma_chains(isa: Isa, rounds: u64) -> u64 {
 }
 
 #[inline(always)]
-fn chains<L: Lanes, const N: usize>(l: L, rounds: u64) -> u64 {
+fn chains<L: SimdVector, const N: usize>(l: L, rounds: u64) -> u64 {
     // Different starts, or the compiler would see one chain N times.
     let mut sums = [l.splat(0.0); N];
     for (start, sum) in [0.25_f32; N].into_iter().zip(&mut sums) {
@@ -165,23 +165,23 @@ fn chains<L: Lanes, const N: usize>(l: L, rounds: u64) -> u64 {
 }
 
 /// Bytes a second that all members read together, each in a part of the buffer that it has brought in itself.
-fn bytes_per_s(team: &Team, isa: Isa) -> Result<u64, DeviceError> {
-    let part_bytes = (BUFFER_BYTES / workers(team)).max(PART_BYTES) / PIECE_BYTES * PIECE_BYTES;
-    let mut buffer = AlignedBytes::zeroed(part_bytes * workers(team))?;
+fn bytes_per_s(threads: &ThreadPool, isa: Isa) -> Result<u64, DeviceError> {
+    let part_bytes = (BUFFER_BYTES / busy_threads(threads)).max(PART_BYTES) / PIECE_BYTES * PIECE_BYTES;
+    let mut buffer = AlignedBytes::zeroed(part_bytes * busy_threads(threads))?;
     let parts: Vec<_> = buffer.as_mut_slice().chunks_exact_mut(part_bytes).map(Mutex::new).collect();
-    team.run(&|member| {
-        if let Some(part) = parts.get(member.index()) {
+    threads.run(&|worker| {
+        if let Some(part) = parts.get(worker.index()) {
             // Pages that were never written are all one page of zeros.
             part.lock().iter_mut().step_by(PAGE).for_each(|byte| *byte = 1);
         }
     });
-    let read = |member: usize, number: usize| {
-        let part = parts[member].lock();
+    let read = |worker: usize, number: usize| {
+        let part = parts[worker].lock();
         let start = number * PIECE_BYTES % part_bytes;
         black_box(read_all(isa, &part[start..start + PIECE_BYTES]));
         PIECE_BYTES as u64
     };
-    Ok(best_rates(team, LONGEST, &read).together)
+    Ok(best_rates(threads, LONGEST, &read).together)
 }
 
 /// Reads all of `bytes`, a multiple of [`STREAMS`] lines.
@@ -190,7 +190,7 @@ fn read_all(isa: Isa, bytes: &[u8]) -> f32 {
     impl Kernel for Read<'_> {
         type Output = f32;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> f32 {
+        fn run<L: SimdVector>(self, l: L) -> f32 {
             let lines = self.0.as_chunks::<LINE>().0;
             let (half, quarter) = (lines.len() / 2, lines.len() / STREAMS);
             let ((a, b), (c, d)) = (lines[..half].split_at(quarter), lines[half..].split_at(quarter));
@@ -213,11 +213,11 @@ mod tests {
     #[test]
     fn peaks_are_measured_once_for_a_path_and_a_number_of_threads() {
         for &isa in Isa::available() {
-            let team = Team::new(Some(2)).unwrap();
-            let first = peaks(&team, isa).unwrap();
+            let threads = ThreadPool::new(Some(2)).unwrap();
+            let first = peak_rates(&threads, isa).unwrap();
             assert!(first.f32_flops_per_s > 0 && first.int8_ops_per_s > 0 && first.read_bytes_per_s > 0, "{first:?}");
             // To the last digit, and at once.
-            assert_eq!(peaks(&Team::new(Some(2)).unwrap(), isa).unwrap(), first);
+            assert_eq!(peak_rates(&ThreadPool::new(Some(2)).unwrap(), isa).unwrap(), first);
         }
     }
 }

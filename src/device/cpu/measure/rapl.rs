@@ -28,11 +28,11 @@ struct Package {
 
 impl PackageEnergy {
     /// The packages of this machine, as far as they may be read.
-    pub(crate) fn of_this_machine() -> Self {
-        Self::in_folder(Path::new(ZONES))
+    pub(crate) fn from_system() -> Self {
+        Self::from_folder(Path::new(ZONES))
     }
 
-    fn in_folder(folder: &Path) -> Self {
+    fn from_folder(folder: &Path) -> Self {
         let zones = std::fs::read_dir(folder).into_iter().flatten().flatten();
         // Zones inside a package and the whole platform's count what the packages' counters hold.
         let packages = zones.filter_map(|zone| {
@@ -83,13 +83,13 @@ mod tests {
             std::fs::write(zone.join("max_energy_range_uj"), "1000\n").unwrap();
             std::fs::write(zone.join("energy_uj"), format!("{energy_uj}\n")).unwrap();
         };
-        assert_eq!(PackageEnergy::in_folder(&folder).used_uj(), None);
+        assert_eq!(PackageEnergy::from_folder(&folder).used_uj(), None);
         zone("intel-rapl:0", "package-0", "900");
         zone("intel-rapl:1", "package-1", "5");
         zone("intel-rapl:0:0", "core", "70");
         zone("intel-rapl:2", "psys", "800");
         zone("broken", "package-2", "not a number");
-        let energy = PackageEnergy::in_folder(&folder);
+        let energy = PackageEnergy::from_folder(&folder);
         assert_eq!(energy.used_uj(), Some(0));
         zone("intel-rapl:0", "package-0", "950");
         zone("intel-rapl:1", "package-1", "25");

@@ -11,41 +11,41 @@ use std::ptr::NonNull;
 /// Ranges of one buffer lent out side by side: any number to read, or one to write, of every byte. What is lent stays
 /// lent for the life of the whole; asking for more than may be had is answered with `None`.
 #[derive(Debug)]
-pub struct Loans<'a> {
+pub struct ArenaBorrows<'a> {
     start: NonNull<u8>,
     len: usize,
-    out: RefCell<Lent>,
+    out: RefCell<BorrowList>,
     life: PhantomData<&'a mut [u8]>,
 }
 
 /// Ranges out so far. There is one of these for each buffer of each group of steps: what is not used is not touched.
 #[derive(Debug)]
-struct Lent {
-    ranges: [MaybeUninit<Loan>; MAX_LOANS],
+struct BorrowList {
+    ranges: [MaybeUninit<Borrow>; MAX_BORROWS],
     count: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Loan {
+struct Borrow {
     start: usize,
     end: usize,
     may_write: bool,
 }
 
 /// Ranges that can be out at a time: operands of as many steps as a plan runs side by side.
-const MAX_LOANS: usize = 64;
+const MAX_BORROWS: usize = 64;
 
-impl<'a> Loans<'a> {
+impl<'a> ArenaBorrows<'a> {
     /// Nothing is lent yet.
     pub fn new(bytes: &'a mut [u8]) -> Self {
         let len = bytes.len();
-        let out = RefCell::new(Lent { ranges: [const { MaybeUninit::uninit() }; MAX_LOANS], count: 0 });
+        let out = RefCell::new(BorrowList { ranges: [const { MaybeUninit::uninit() }; MAX_BORROWS], count: 0 });
         Self { start: NonNull::from(bytes).cast(), len, out, life: PhantomData }
     }
 
     /// A range to read.
     pub fn read(&self, range: Range<usize>) -> Option<&'a [u8]> {
-        let start = self.lend(&range, false)?;
+        let start = self.borrow(&range, false)?;
         // SAFETY: the range lies within the `&'a mut [u8]` this was made from, and no range that may be written meets it:
         // `lend` has looked, and remembers it for as long as any can be asked for.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), range.len()) })
@@ -54,24 +54,24 @@ impl<'a> Loans<'a> {
     /// A range to write.
     #[allow(clippy::mut_from_ref)] // every byte leaves once
     pub fn write(&self, range: Range<usize>) -> Option<&'a mut [u8]> {
-        let start = self.lend(&range, true)?;
+        let start = self.borrow(&range, true)?;
         // SAFETY: as in `read`, and no other range at all meets it.
         Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), range.len()) })
     }
 
-    fn lend(&self, range: &Range<usize>, write: bool) -> Option<NonNull<u8>> {
-        let Lent { ranges, count } = &mut *self.out.borrow_mut();
-        let apart = |other: &Loan| {
+    fn borrow(&self, range: &Range<usize>, write: bool) -> Option<NonNull<u8>> {
+        let BorrowList { ranges, count } = &mut *self.out.borrow_mut();
+        let apart = |other: &Borrow| {
             range.is_empty() || other.start == other.end || range.end <= other.start || other.end <= range.start
         };
         let inside = range.start <= range.end && range.end <= self.len;
         // SAFETY: the first `count` are written before `count` says so.
         let out = ranges[..*count].iter().map(|loan| unsafe { loan.assume_init_ref() });
         let free = out.into_iter().all(|other| apart(other) || !(write || other.may_write));
-        if !inside || !free || *count == MAX_LOANS {
+        if !inside || !free || *count == MAX_BORROWS {
             return None;
         }
-        ranges[*count].write(Loan { start: range.start, end: range.end, may_write: write });
+        ranges[*count].write(Borrow { start: range.start, end: range.end, may_write: write });
         *count += 1;
         // SAFETY: `range.start` is at most the buffer's length.
         Some(unsafe { self.start.add(range.start) })
@@ -86,18 +86,18 @@ mod tests {
     #[test]
     fn loans_are_shared_to_read_and_single_to_write() {
         let mut bytes = AlignedBytes::zeroed(64).unwrap();
-        let loans = Loans::new(bytes.as_mut_slice());
-        let (first, again) = (loans.read(0..16).unwrap(), loans.read(8..16).unwrap());
-        let (third, fourth) = (loans.write(16..32).unwrap(), loans.write(48..64).unwrap());
+        let borrows = ArenaBorrows::new(bytes.as_mut_slice());
+        let (first, again) = (borrows.read(0..16).unwrap(), borrows.read(8..16).unwrap());
+        let (third, fourth) = (borrows.write(16..32).unwrap(), borrows.write(48..64).unwrap());
         third.fill(1);
         fourth.fill(2);
         assert!(first.iter().chain(again).all(|&byte| byte == 0));
-        assert!(loans.write(15..17).is_none() && loans.read(31..33).is_none() && loans.write(16..32).is_none());
-        assert!(loans.read(0..65).is_none() && loans.write(60..70).is_none());
-        assert!(loans.write(20..20).is_some(), "an empty range meets nothing");
-        assert_eq!(loans.write(32..48).map(|free| free.len()), Some(16));
+        assert!(borrows.write(15..17).is_none() && borrows.read(31..33).is_none() && borrows.write(16..32).is_none());
+        assert!(borrows.read(0..65).is_none() && borrows.write(60..70).is_none());
+        assert!(borrows.write(20..20).is_some(), "an empty range meets nothing");
+        assert_eq!(borrows.write(32..48).map(|free| free.len()), Some(16));
         assert_eq!(bytes.as_slice().iter().map(|&byte| usize::from(byte)).sum::<usize>(), 16 + 32);
-        let loans = Loans::new(bytes.as_mut_slice());
-        assert!((0..MAX_LOANS).all(|_| loans.read(0..1).is_some()) && loans.read(0..1).is_none());
+        let borrows = ArenaBorrows::new(bytes.as_mut_slice());
+        assert!((0..MAX_BORROWS).all(|_| borrows.read(0..1).is_some()) && borrows.read(0..1).is_none());
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// Where rows or columns do not fit the way work is shared: one head of one row, one block of the KV pool.
 #[derive(Debug)]
-pub struct Pieces<'a, T> {
+pub struct DisjointChunks<'a, T> {
     base: NonNull<T>,
     piece_len: usize,
     count: usize,
@@ -20,11 +20,11 @@ pub struct Pieces<'a, T> {
 }
 
 // SAFETY: a shared `Pieces` hands out `&mut` to disjoint pieces, each to one thread.
-unsafe impl<T: Send> Sync for Pieces<'_, T> {}
+unsafe impl<T: Send> Sync for DisjointChunks<'_, T> {}
 // SAFETY: it is a `&mut [T]` in other words.
-unsafe impl<T: Send> Send for Pieces<'_, T> {}
+unsafe impl<T: Send> Send for DisjointChunks<'_, T> {}
 
-impl<'a, T: Copy> Pieces<'a, T> {
+impl<'a, T: Copy> DisjointChunks<'a, T> {
     /// Cuts `data` into pieces of `piece_len`; what is left over belongs to none. `claims` is room for a bit a piece and
     /// grows as needed.
     pub fn new(data: &'a mut [T], piece_len: usize, claims: &'a mut Vec<AtomicU64>) -> Self {
@@ -68,17 +68,17 @@ impl<'a, T: Copy> Pieces<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::thread_pool::Team;
+    use crate::device::cpu::thread_pool::ThreadPool;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     #[test]
-    fn pieces_are_taken_once_by_whoever_comes() {
-        let team = Team::new(Some(3)).unwrap();
+    fn each_chunk_is_taken_once() {
+        let threads = ThreadPool::new(Some(3)).unwrap();
         let (mut data, mut claims) = (vec![0usize; 203], Vec::new());
         for round in 1..3 {
-            let pieces = Pieces::new(&mut data, 2, &mut claims);
-            team.run(&|member| {
-                for piece in (member.index()..101).step_by(3) {
+            let pieces = DisjointChunks::new(&mut data, 2, &mut claims);
+            threads.run(&|worker| {
+                for piece in (worker.index()..101).step_by(3) {
                     pieces.put(2 * piece, &[round * piece, round]);
                 }
             });

@@ -2,9 +2,9 @@
 //!
 //! | | who uses pieces of a buffer | how they are kept apart |
 //! |---|---|---|
-//! | [`Loans`] | steps of one run: any number reads, one writes | ranges are compared as they are asked for |
-//! | [`Parts`] | members of a team: rows or columns of a matrix | cut once, each part claimed once |
-//! | [`Pieces`] | members of a team: equal pieces in any order | a bit a piece |
+//! | [`ArenaBorrows`] | steps of one run: any number reads, one writes | ranges are compared as they are asked for |
+//! | [`Partition`] | members of a team: rows or columns of a matrix | cut once, each part claimed once |
+//! | [`DisjointChunks`] | members of a team: equal pieces in any order | a bit a piece |
 //!
 //! Callers need no `unsafe`: what breaks the rules is refused or panics, never a race. Nothing here grows or moves a buffer.
 
@@ -14,9 +14,9 @@ mod borrows;
 mod disjoint_chunks;
 mod partition;
 
-pub use borrows::Loans;
-pub use disjoint_chunks::Pieces;
-pub use partition::{Parts, Tile};
+pub use borrows::ArenaBorrows;
+pub use disjoint_chunks::DisjointChunks;
+pub use partition::{Partition, Tile};
 
 use crate::device::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -64,7 +64,7 @@ impl AlignedBytes {
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: `start` is valid for `len` initialised (zeroed) bytes for as long as `self` lives.
+        // SAFETY: `start` is valid for `len` initialized (zeroed) bytes for as long as `self` lives.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 

@@ -1,6 +1,6 @@
 //! A matrix cut into parts that members of a team write at the same time.
 //!
-//! Disjointness is by construction: a [`Parts`] is cut once, at ascending bounds, into as many parts as the team has members;
+//! Disjointness is by construction: a [`Partition`] is cut once, at ascending bounds, into as many parts as the team has members;
 //! a part can be claimed once; and the whole can be read only when every claimed [`Tile`] has been dropped, after which no
 //! more can be claimed.
 //!
@@ -13,7 +13,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::device::cpu::thread_pool::{MAX_MEMBERS, split};
+use crate::device::cpu::thread_pool::{MAX_WORKERS, split};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -34,7 +34,7 @@ enum Axis {
 
 /// A matrix cut into parts that members of a team may write at the same time.
 #[derive(Debug)]
-pub struct Parts<'a, T> {
+pub struct Partition<'a, T> {
     base: NonNull<T>,
     rows: usize,
     cols: usize,
@@ -42,7 +42,7 @@ pub struct Parts<'a, T> {
     axis: Axis,
     cuts: Cuts<'a>,
     /// A bit for each part claimed so far.
-    claimed: [AtomicU64; MAX_MEMBERS / 64],
+    claimed: [AtomicU64; MAX_WORKERS / 64],
     /// Tiles alive, and `READING` once the whole is readable.
     state: AtomicU32,
     life: PhantomData<&'a mut [T]>,
@@ -51,11 +51,11 @@ pub struct Parts<'a, T> {
 const READING: u32 = 1 << 31;
 
 // SAFETY: a shared `Parts` hands out `&mut` to disjoint parts (needs `T: Send`) and later `&` to all (needs `T: Sync`).
-unsafe impl<T: Send + Sync> Sync for Parts<'_, T> {}
+unsafe impl<T: Send + Sync> Sync for Partition<'_, T> {}
 // SAFETY: it is a `&mut [T]` in other words.
-unsafe impl<T: Send> Send for Parts<'_, T> {}
+unsafe impl<T: Send> Send for Partition<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> Partition<'a, T> {
     fn new(data: &'a mut [T], cols: usize, axis: Axis, cuts: Cuts<'a>) -> Self {
         let rows = data.len().checked_div(cols).unwrap_or(0);
         assert_eq!(data.len(), rows * cols, "a matrix of {cols} columns");
@@ -67,7 +67,7 @@ impl<'a, T> Parts<'a, T> {
                 bounds.len() - 1
             }
         };
-        assert!((1..=MAX_MEMBERS).contains(&parts), "{parts} parts");
+        assert!((1..=MAX_WORKERS).contains(&parts), "{parts} parts");
         Self {
             base: NonNull::from(data).cast(),
             rows,
@@ -75,14 +75,14 @@ impl<'a, T> Parts<'a, T> {
             stride: cols,
             axis,
             cuts,
-            claimed: [const { AtomicU64::new(0) }; MAX_MEMBERS / 64],
+            claimed: [const { AtomicU64::new(0) }; MAX_WORKERS / 64],
             state: AtomicU32::new(0),
             life: PhantomData,
         }
     }
 
     /// Cuts a row-major matrix of `cols` columns into `parts` of whole rows, at multiples of `granule` rows: the split of
-    /// [`Member::span`](crate::device::cpu::thread_pool::Member::span).
+    /// [`WorkerCtx::span`](crate::device::cpu::thread_pool::WorkerCtx::span).
     pub fn rows(data: &'a mut [T], cols: usize, parts: usize, granule: usize) -> Self {
         Self::new(data, cols, Axis::Rows, Cuts::Even { parts, granule })
     }
@@ -229,17 +229,17 @@ impl<T> Drop for Tile<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::thread_pool::Team;
+    use crate::device::cpu::thread_pool::ThreadPool;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     #[test]
     fn members_fill_their_parts_and_all_read_the_whole() {
         for count in [1, 2, 3] {
-            let team = Team::new(Some(count)).unwrap();
+            let threads = ThreadPool::new(Some(count)).unwrap();
             let mut data = vec![0usize; 5 * 50];
-            let parts = Parts::columns(&mut data, 50, count, 16);
-            team.run(&|member| {
-                let mut tile = parts.claim(member.index());
+            let parts = Partition::columns(&mut data, 50, count, 16);
+            threads.run(&|worker| {
+                let mut tile = parts.claim(worker.index());
                 for row in 0..tile.rows() {
                     let first = tile.first();
                     for (col, value) in tile.row_mut(row).iter_mut().enumerate() {
@@ -247,7 +247,7 @@ mod tests {
                     }
                 }
                 drop(tile);
-                member.barrier();
+                worker.barrier();
                 assert!(parts.read().iter().enumerate().all(|(i, &value)| value == i));
             });
         }
@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn claiming_twice_reading_early_and_claiming_late_are_refused() {
         let mut data = [0u8; 12];
-        let parts = Parts::rows_at(&mut data, 4, &[0, 1, 1, 3]);
+        let parts = Partition::rows_at(&mut data, 4, &[0, 1, 1, 3]);
         assert_eq!((parts.range(0), parts.range(1), parts.range(2)), (0..1, 1..1, 1..3));
         let refused = |body: &dyn Fn()| catch_unwind(AssertUnwindSafe(body)).is_err();
         let tile = parts.claim(2);
@@ -267,10 +267,10 @@ mod tests {
         }));
         drop(tile);
         let mut data = [0u8; 12];
-        let parts = Parts::columns(&mut data, 4, 2, 1);
+        let parts = Partition::columns(&mut data, 4, 2, 1);
         assert_eq!(parts.read().len(), 12);
         assert!(refused(&|| drop(parts.claim(0))));
-        assert!(refused(&|| _ = Parts::rows_at(&mut [0u8; 4], 2, &[0, 3])));
-        assert!(refused(&|| _ = Parts::rows_at(&mut [0u8; 4], 2, &[1, 0])));
+        assert!(refused(&|| _ = Partition::rows_at(&mut [0u8; 4], 2, &[0, 3])));
+        assert!(refused(&|| _ = Partition::rows_at(&mut [0u8; 4], 2, &[1, 0])));
     }
 }

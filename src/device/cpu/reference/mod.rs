@@ -11,10 +11,10 @@ pub mod model;
 use crate::graph::{RopeStyle, RowStatus};
 use crate::weights::DType;
 
-/// `out[r] = table[ids[r]]`, rows of `width`. `dequantise` gives one row of the table.
-pub fn embed(ids: &[u32], width: usize, dequantise: &mut dyn FnMut(usize, &mut [f32]), out: &mut [f32]) {
+/// `out[r] = table[ids[r]]`, rows of `width`. `dequantize` gives one row of the table.
+pub fn embed(ids: &[u32], width: usize, dequantize: &mut dyn FnMut(usize, &mut [f32]), out: &mut [f32]) {
     for (id, row) in ids.iter().zip(out.chunks_exact_mut(width)) {
-        dequantise(*id as usize, row);
+        dequantize(*id as usize, row);
     }
 }
 
@@ -136,24 +136,24 @@ pub fn rope_angles(inv_freq: &[f32], attention_factor: f32, positions: &[u32], o
 
 /// `out = x` as int8 activations have it: a row's blocks of 32 rounded to 127 steps each way, ties to even. A block that
 /// is not finite becomes NaN.
-pub fn quantise(x: &[f32], width: usize, out: &mut [f32]) {
+pub fn quantize(x: &[f32], width: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
         for (x, y) in x.chunks(32).zip(y.chunks_mut(32)) {
-            quantise_together(x, y);
+            quantize_together(x, y);
         }
     }
 }
 
 /// `out = x` as int8 keys and values have it: each head of `head_dim` rounded to 127 steps each way, ties to even. A head
 /// that is not finite becomes NaN.
-pub fn quantise_heads(x: &[f32], head_dim: usize, out: &mut [f32]) {
+pub fn quantize_heads(x: &[f32], head_dim: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
-        quantise_together(x, y);
+        quantize_together(x, y);
     }
 }
 
 /// Rounds elements that share a scale.
-fn quantise_together(x: &[f32], out: &mut [f32]) {
+fn quantize_together(x: &[f32], out: &mut [f32]) {
     let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let is_finite = x.iter().all(|x| x.is_finite());
     let inverse = 127.0 / largest;

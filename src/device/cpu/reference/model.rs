@@ -227,7 +227,7 @@ impl ReferenceModel {
                 KvDType::F32 => x.to_vec(),
                 KvDType::F16 => round(DType::F16, x),
                 KvDType::BF16 => round(DType::BF16, x),
-                KvDType::I8 => map(x, |out| reference::quantise_heads(x, self.head_dim, out)),
+                KvDType::I8 => map(x, |out| reference::quantize_heads(x, self.head_dim, out)),
             }
         };
         let (k, v) = (stored(k), stored(v));
@@ -270,7 +270,7 @@ fn cast(to: ActivationType, x: &[f32], width: usize) -> Vec<f32> {
         ActivationType::F32 => x.to_vec(),
         ActivationType::BF16 => round(DType::BF16),
         ActivationType::F16 => round(DType::F16),
-        ActivationType::Int8 => map(x, |out| reference::quantise(x, width, out)),
+        ActivationType::Int8 => map(x, |out| reference::quantize(x, width, out)),
     }
 }
 

@@ -29,7 +29,7 @@ const TALL: usize = 12;
 /// cache, as those of a matrix do when K is a multiple of 1,024.
 const COPY_STRIDE: usize = 4 * PIECE + 64;
 
-/// Widened weights: 64 KiB, in the second-level cache. Not initialised: a piece is written before it is read.
+/// Widened weights: 64 KiB, in the second-level cache. Not initialized: a piece is written before it is read.
 #[repr(align(64))]
 struct Widened(MaybeUninit<[f32; GROUP * PIECE * PANEL]>);
 

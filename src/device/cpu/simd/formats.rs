@@ -1,11 +1,11 @@
-//! One description of each quantised format, from which all matmul bodies are made.
+//! One description of each quantized format, from which all matmul bodies are made.
 
 #![forbid(unsafe_code)]
 
 use crate::device::cpu::weights::pack::Scheme;
 use crate::weights::DType;
 
-/// A quantised format, known when compiling.
+/// A quantized format, known when compiling.
 pub(super) trait Format {
     const SCHEME: Scheme;
 }
@@ -17,7 +17,7 @@ macro_rules! formats {
         impl Format for $name {
             const SCHEME: Scheme = match Scheme::of(DType::$name) {
                 Some(scheme) => scheme,
-                None => panic!("a quantised type"),
+                None => panic!("a quantized type"),
             };
         }
     )*};

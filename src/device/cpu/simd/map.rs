@@ -1,23 +1,23 @@
 //! Functions of one or two vectors applied along slices, on any instruction set.
 
-use crate::device::cpu::simd::vector::Lanes;
+use crate::device::cpu::simd::vector::SimdVector;
 
 /// A function of one vector. A trait and not a closure: a closure is a function of its own, without the instruction set of
 /// the kernel around it, and where the compiler does not inline it every operation in it becomes a call.
 pub(crate) trait Map {
     /// `f(x)`.
-    fn map<L: Lanes>(&self, l: L, x: L::F32) -> L::F32;
+    fn map<L: SimdVector>(&self, l: L, x: L::F32) -> L::F32;
 }
 
 /// A function of two vectors; a trait for the same reason.
 pub(crate) trait Zip {
     /// `f(x, y)`.
-    fn zip<L: Lanes>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
+    fn zip<L: SimdVector>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
 }
 
 /// Calls `f` on each vector of `row` and puts the result back.
 #[inline(always)]
-pub(crate) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: &impl Map) {
+pub(crate) fn map_in_place<L: SimdVector>(l: L, row: &mut [f32], f: &impl Map) {
     let (chunks, tail) = row.as_chunks_mut::<16>();
     for chunk in chunks {
         let y = f.map(l, l.load(chunk));
@@ -34,7 +34,7 @@ pub(crate) fn map_in_place<L: Lanes>(l: L, row: &mut [f32], f: &impl Map) {
 
 /// `out = f(a, b)` vector by vector; the three rows have the same length.
 #[inline(always)]
-pub(crate) fn zip<L: Lanes>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
+pub(crate) fn zip<L: SimdVector>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
     debug_assert!(a.len() == out.len() && b.len() == out.len(), "rows of one operation have one length");
     let (a_chunks, a_tail) = a.as_chunks::<16>();
     let (b_chunks, b_tail) = b.as_chunks::<16>();

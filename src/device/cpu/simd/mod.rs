@@ -45,8 +45,8 @@ impl Isa {
     }
 }
 
-/// Quantises whole blocks; says how many were done.
-pub(super) fn quantise_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &mut [u8]) -> usize {
+/// Quantizes whole blocks; says how many were done.
+pub(super) fn quantize_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &mut [u8]) -> usize {
     isa.assert_available();
     let blocks = x.len() / super::kernels::q8_rows::BLOCK;
     assert!(

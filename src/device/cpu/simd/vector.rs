@@ -1,6 +1,6 @@
 //! Sixteen f32 lanes: one vocabulary of operations with four bodies, AVX-512, AVX2, NEON and plain arrays.
 //!
-//! Kernels are written once over [`Lanes`], so the fast paths and their plain twin perform the same operations in the same
+//! Kernels are written once over [`SimdVector`], so the fast paths and their plain twin perform the same operations in the same
 //! order by construction; what remains to be tested is that each operation has the same bits in all bodies (NaN
 //! payloads excepted). Multiply-adds are fused in all. A value of a lane type is proof that the machine has the
 //! instructions, so the operations are safe; the unsafe blocks are in the bodies and nowhere else in attention and norms.
@@ -9,7 +9,7 @@
 
 use crate::device::cpu::Isa;
 
-/// Lanes of a vector, and tokens of an attention tile.
+/// `SimdVector` of a vector, and tokens of an attention tile.
 pub const LANES: usize = 16;
 
 /// Largest finite f16; stores to f16 clamp to it.
@@ -17,14 +17,14 @@ pub const F16_MAX: f32 = 65504.0;
 
 /// Operations on 16 f32 lanes.
 #[allow(missing_docs)]
-pub trait Lanes: Copy {
+pub trait SimdVector: Copy {
     /// A vector.
     type F32: Copy;
     /// Whether a few dozen vectors fit in registers, so that blocking over them pays.
     const HAS_32_REGISTERS: bool;
     /// Where they do not: whether one row of sums over four vectors does, which hides more of a multiply-add's latency than a
     /// single vector.
-    const HAS_ROOM_FOR_FOUR: bool = false;
+    const HOLDS_FOUR_ACCUMULATORS: bool = false;
 
     fn splat(self, value: f32) -> Self::F32;
     fn load(self, from: &[f32; 16]) -> Self::F32;
@@ -68,7 +68,7 @@ pub trait Kernel {
     /// What it returns.
     type Output;
     /// The body; implementations mark it `#[inline(always)]` so that it is compiled with the path's instructions.
-    fn run<L: Lanes>(self, lanes: L) -> Self::Output;
+    fn run<L: SimdVector>(self, lanes: L) -> Self::Output;
 }
 
 /// Runs `kernel` on the path `isa`. The plain body is compiled a second time with AVX2 and FMA where the machine has
@@ -167,7 +167,7 @@ fn min_plain(a: f32, b: f32) -> f32 {
     if a < b { a } else { b }
 }
 
-/// Widens a half exactly, without branches: the exponent is rebased by a multiplication, which also normalises
+/// Widens a half exactly, without branches: the exponent is rebased by a multiplication, which also normalizes
 /// subnormals.
 #[inline(always)]
 fn widen_f16(bits: u32) -> f32 {
@@ -187,7 +187,7 @@ fn f32_to_bf16(value: f32) -> u16 {
     (if value.is_nan() { quiet } else { rounded }) as u16
 }
 
-impl Lanes for Plain {
+impl SimdVector for Plain {
     type F32 = [f32; 16];
     const HAS_32_REGISTERS: bool = false;
 
@@ -332,7 +332,7 @@ pub use x86::Avx512;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{F16_MAX, Lanes};
+    use super::{F16_MAX, SimdVector};
     use std::arch::x86_64::{
         __m256, __m512, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
         _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch,
@@ -377,7 +377,7 @@ mod x86 {
         vector! { (_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a)) }
     }
 
-    impl Lanes for Avx512 {
+    impl SimdVector for Avx512 {
         type F32 = __m512;
         const HAS_32_REGISTERS: bool = true;
 
@@ -528,7 +528,7 @@ mod tests {
     impl Kernel for Widen {
         type Output = Vec<u32>;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+        fn run<L: SimdVector>(self, l: L) -> Vec<u32> {
             let mut out = vec![];
             for first in (0..=u16::MAX).step_by(16) {
                 let mut bytes = [0; 32];
@@ -562,7 +562,7 @@ mod tests {
     impl Kernel for WidenBytes {
         type Output = Vec<u32>;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+        fn run<L: SimdVector>(self, l: L) -> Vec<u32> {
             let bytes: Vec<u8> = (0..=u8::MAX).collect();
             let mut out = vec![];
             for chunk in bytes.as_chunks().0 {
@@ -585,7 +585,7 @@ mod tests {
     impl Kernel for Narrow {
         type Output = Vec<u32>;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+        fn run<L: SimdVector>(self, l: L) -> Vec<u32> {
             let pairs = self.0.iter().flat_map(|x| {
                 let x = l.load(x);
                 l.to_f16(x).into_iter().zip(l.to_bf16(x))
@@ -619,7 +619,7 @@ mod tests {
     impl Kernel for Arithmetic {
         type Output = Vec<u32>;
         #[inline(always)]
-        fn run<L: Lanes>(self, l: L) -> Vec<u32> {
+        fn run<L: SimdVector>(self, l: L) -> Vec<u32> {
             let (a, b) = (l.load(&self.0), l.load(&self.1));
             let vectors = [
                 l.add(a, b),

@@ -3,7 +3,7 @@
 pub mod pack;
 
 use super::memory::{ALIGNMENT, Slab};
-use super::thread_pool::Team;
+use super::thread_pool::ThreadPool;
 use crate::device::DeviceError;
 use crate::device::weight_bytes::tensor_part;
 use crate::graph::{Weight, WeightId, WeightRole};
@@ -25,7 +25,11 @@ pub(super) struct WeightSet {
 impl WeightSet {
     /// Packs tensor by tensor; the source's pages of each are released behind it, so that no second copy of the weights
     /// stands in memory.
-    pub(super) fn pack(team: &Team, source: &dyn WeightSource, weights: &[Weight]) -> Result<Self, DeviceError> {
+    pub(super) fn pack(
+        threads: &ThreadPool,
+        source: &dyn WeightSource,
+        weights: &[Weight],
+    ) -> Result<Self, DeviceError> {
         let mut packed = Vec::with_capacity(weights.len());
         let mut slab = Slab::new(slab_bytes(weights))?;
         for weight in weights {
@@ -34,11 +38,11 @@ impl WeightSet {
             let data = tensor_part(source, weight)?;
             packed.push(match (weight.role, weight.shape.as_slice()) {
                 (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {
-                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, team, weight.dtype, n, k, &data)?)
+                    Packed::Matrix(PackedMatrix::pack_into(&mut slab, threads, weight.dtype, n, k, &data)?)
                 }
                 (WeightRole::Vector, &[len]) => {
                     let mut values = vec![0.0; len];
-                    convert::dequantise(weight.dtype, &data, &mut values);
+                    convert::dequantize(weight.dtype, &data, &mut values);
                     Packed::Vector(values)
                 }
                 _ => return Err(invalid("has the wrong number of dimensions for its role")),

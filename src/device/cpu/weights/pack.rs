@@ -1,12 +1,12 @@
 //! Weights as the kernels read them: panels of 16 output columns, walked in K order.
 //!
 //! One packing serves decode and prefill. It is lossless: quants, scales and minima stay what the file says, only their
-//! places change, and [`PackedMatrix::row_f32`] gives back exactly the values that dequantising the source gives.
+//! places change, and [`PackedMatrix::row_f32`] gives back exactly the values that dequantizing the source gives.
 //! A last panel that is not full has zero columns.
 //!
 //! ```text
 //! float      panel = k × [16 columns]; bf16: k / 2 × [16 columns][2], a zero behind the last of an odd K
-//! quantised  panel = units, one behind the other; a unit is 32 k (256 for K-quants):
+//! quantized  panel = units, one behind the other; a unit is 32 k (256 for K-quants):
 //!              quants      one group for each 32 k: words of 16 columns × 4 consecutive k bytes
 //!                8 bit     8 words of q + 128
 //!                4 bit     4 words, low nibbles k = 4i.., high nibbles k = 16 + 4i..   (i = word)
@@ -20,15 +20,15 @@
 
 use crate::device::DeviceError;
 use crate::device::cpu::kernels::q8_rows::BLOCK;
-use crate::device::cpu::memory::{AlignedBytes, Parts, Slab};
-use crate::device::cpu::thread_pool::Team;
+use crate::device::cpu::memory::{AlignedBytes, Partition, Slab};
+use crate::device::cpu::thread_pool::ThreadPool;
 use crate::weights::DType;
 use half::{bf16, f16};
 
 /// Output columns in a panel: the f32 lanes of an AVX-512 register.
 pub const PANEL: usize = 16;
 
-/// Where things are in a unit of a quantised panel.
+/// Where things are in a unit of a quantized panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scheme {
     /// 32-blocks in a unit: 1, or 8 where they share scales.
@@ -106,8 +106,8 @@ pub struct PackedMatrix {
 
 impl PackedMatrix {
     /// Packs `data`, `n` rows of `k` elements as stored in a file, by all members of the team.
-    pub fn pack(team: &Team, dtype: DType, n: usize, k: usize, data: &[u8]) -> Result<Self, DeviceError> {
-        Self::pack_into(&mut Slab::new(0)?, team, dtype, n, k, data)
+    pub fn pack(threads: &ThreadPool, dtype: DType, n: usize, k: usize, data: &[u8]) -> Result<Self, DeviceError> {
+        Self::pack_into(&mut Slab::new(0)?, threads, dtype, n, k, data)
     }
 
     /// Bytes of all panels; none if there are more than can be counted.
@@ -118,7 +118,7 @@ impl PackedMatrix {
     /// The same in memory of the slab.
     pub(crate) fn pack_into(
         slab: &mut Slab,
-        team: &Team,
+        threads: &ThreadPool,
         dtype: DType,
         n: usize,
         k: usize,
@@ -134,9 +134,9 @@ impl PackedMatrix {
         let too_large = || invalid(format!("a {dtype} weight of {n} × {k} has more bytes than can be counted"));
         let panel_bytes = panel_bytes(dtype, k).ok_or_else(too_large)?;
         let mut bytes = slab.take(Self::packed_bytes(dtype, n, k).ok_or_else(too_large)?)?;
-        let parts = Parts::rows(bytes.as_mut_slice(), panel_bytes, team.parts(), 1);
-        team.share(&|member| {
-            let mut tile = parts.claim(member.index());
+        let parts = Partition::rows(bytes.as_mut_slice(), panel_bytes, threads.parts(), 1);
+        threads.run_parallel(&|worker| {
+            let mut tile = parts.claim(worker.index());
             for local in 0..tile.rows() {
                 let first = (tile.first() + local) * PANEL;
                 let rows = &data[first * row_bytes..(first + PANEL).min(n) * row_bytes];
@@ -180,7 +180,7 @@ impl PackedMatrix {
         &self.bytes()[panel * self.panel_bytes..][..self.panel_bytes]
     }
 
-    /// Dequantises the weights of one output feature: for a tied embedding, one token's vector.
+    /// Dequantizes the weights of one output feature: for a tied embedding, one token's vector.
     pub fn row_f32(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.n && out.len() == self.k, "row {row} of {} × {}", self.n, self.k);
         let (panel, column) = (self.panel(row / PANEL), row % PANEL);
@@ -218,7 +218,7 @@ pub(crate) fn float_at(dtype: DType, panel: &[u8], k: usize, column: usize) -> f
     }
 }
 
-/// The weights of one column and 32-block of a quantised panel.
+/// The weights of one column and 32-block of a quantized panel.
 pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usize) -> ColumnBlock {
     let mut out = ColumnBlock { q: [0; BLOCK], scale: [0.0; 2], min: 0.0 };
     let Some(scheme) = Scheme::of(dtype) else { return out };

@@ -9,11 +9,11 @@ mod tests;
 use ascend_sys::ElemType;
 use half::{bf16, f16};
 
-use super::layout::{Form, GROUP, zero_row_bytes};
+use super::layout::{GROUP, WeightLayout, zero_row_bytes};
 use crate::device::DeviceError;
 use crate::device::weight_bytes::tensor_part;
 use crate::graph::Weight;
-use crate::weights::convert::Group;
+use crate::weights::convert::QuantGroup;
 use crate::weights::{DType, WeightSource, convert};
 
 /// Bytes converted at a time.
@@ -25,14 +25,14 @@ const MOST_OFFSET: f32 = 32_768.0;
 
 /// Which of a weight's three stretches a piece belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stretch {
+pub(crate) enum WeightSection {
     Values,
     Scales,
     Offsets,
 }
 
 /// Takes a piece and the byte of its stretch that it begins at.
-type Write<'a> = dyn FnMut(Stretch, usize, Vec<u8>) -> Result<(), DeviceError> + 'a;
+type Write<'a> = dyn FnMut(WeightSection, usize, Vec<u8>) -> Result<(), DeviceError> + 'a;
 
 /// Converts one weight to a form and hands it to `write` piece by piece.
 ///
@@ -41,7 +41,7 @@ type Write<'a> = dyn FnMut(Stretch, usize, Vec<u8>) -> Result<(), DeviceError> +
 pub(crate) fn pack(
     source: &dyn WeightSource,
     weight: &Weight,
-    form: Form,
+    form: WeightLayout,
     elem: ElemType,
     write: &mut Write<'_>,
 ) -> Result<(), DeviceError> {
@@ -53,16 +53,16 @@ pub(crate) fn pack(
     }
     let too_large = || invalid("has values beyond f16's 65,504; open the device with bf16 activations");
     match form {
-        Form::Rows | Form::Tiles => rows(weight.dtype, &data, elem, too_large, write),
-        Form::Groups { elem: quants, has_offsets } => {
+        WeightLayout::Rows | WeightLayout::Tiles => rows(weight.dtype, &data, elem, too_large, write),
+        WeightLayout::Groups { elem: quants, has_offsets } => {
             let columns = Columns { elem, quants, has_offsets, n: weight.shape[0], k: weight.shape[1] };
             columns.pack(weight.dtype, &data, too_large, write)
         }
-        Form::Channels { .. } => channels(weight.dtype, &data, weight.shape[1], write),
+        WeightLayout::Channels { .. } => channels(weight.dtype, &data, weight.shape[1], write),
     }?;
     let zeros = zero_row_bytes(weight);
     if zeros > 0 {
-        write(Stretch::Values, 2 * weight.shape.iter().product::<usize>(), vec![0; zeros])?;
+        write(WeightSection::Values, 2 * weight.shape.iter().product::<usize>(), vec![0; zeros])?;
     }
     source.release(&weight.name);
     Ok(())
@@ -82,11 +82,11 @@ fn rows(
         let at = index * blocks * block_len * 2;
         let is_same = matches!((dtype, elem), (DType::F16, ElemType::F16) | (DType::BF16, ElemType::BF16));
         if is_same {
-            write(Stretch::Values, at, chunk.to_vec())?;
+            write(WeightSection::Values, at, chunk.to_vec())?;
             continue;
         }
         floats.resize(chunk.len() / block_bytes * block_len, 0.0);
-        convert::dequantise(dtype, chunk, &mut floats);
+        convert::dequantize(dtype, chunk, &mut floats);
         let mut bytes = Vec::with_capacity(2 * floats.len());
         for &value in &floats {
             if value.is_finite() && !narrow(value, elem).is_finite() {
@@ -94,7 +94,7 @@ fn rows(
             }
             bytes.extend_from_slice(&narrow_bytes(value, elem));
         }
-        write(Stretch::Values, at, bytes)?;
+        write(WeightSection::Values, at, bytes)?;
     }
     Ok(())
 }
@@ -108,17 +108,17 @@ fn channels(dtype: DType, data: &[u8], k: usize, write: &mut Write<'_>) -> Resul
     for (index, chunk) in data.chunks(rows * row_bytes).enumerate() {
         let mut quants = Vec::with_capacity(rows * k);
         for row in chunk.chunks_exact(row_bytes) {
-            convert::dequantise(dtype, row, &mut floats);
+            convert::dequantize(dtype, row, &mut floats);
             // Not `max`: a value that is no number must not go unseen.
             let largest = floats.iter().fold(0.0f32, |most, x| if x.abs() <= most { most } else { x.abs() });
             let scale = largest / 127.0;
             let factor = if scale > 0.0 { scale.recip() } else { 0.0 };
-            quants.extend(floats.iter().map(|x| whole(x * factor).cast_unsigned()));
+            quants.extend(floats.iter().map(|x| round_to_i8(x * factor).cast_unsigned()));
             scales.extend_from_slice(&scale.to_le_bytes());
         }
-        write(Stretch::Values, index * rows * k, quants)?;
+        write(WeightSection::Values, index * rows * k, quants)?;
     }
-    write(Stretch::Scales, 0, scales)
+    write(WeightSection::Scales, 0, scales)
 }
 
 /// A matrix `[n, k]` that becomes `[k, n]` with a scale for each group of a column.
@@ -175,10 +175,10 @@ impl Columns {
                     return Err(too_large());
                 }
             }
-            write(Stretch::Values, first * n * bits / 8, values)?;
-            write(Stretch::Scales, 2 * first / GROUP * n, scales)?;
+            write(WeightSection::Values, first * n * bits / 8, values)?;
+            write(WeightSection::Scales, 2 * first / GROUP * n, scales)?;
             if has_offsets {
-                write(Stretch::Offsets, 2 * first / GROUP * n, offsets)?;
+                write(WeightSection::Offsets, 2 * first / GROUP * n, offsets)?;
             }
         }
         Ok(())
@@ -195,7 +195,7 @@ struct Packed {
 
 impl Packed {
     /// Scale and offset are numbers of `elem`.
-    fn new(group: &Group, quants: ElemType, has_offsets: bool, elem: ElemType) -> Self {
+    fn new(group: &QuantGroup, quants: ElemType, has_offsets: bool, elem: ElemType) -> Self {
         if has_offsets {
             return Self::with_offset(group, if quants == ElemType::I4 { 8 } else { 0 }, elem);
         }
@@ -209,13 +209,13 @@ impl Packed {
         let scale = if first.abs() >= second.abs() { first } else { second } / 4.0;
         let mut packed = Self { quants: [0; GROUP], scale: narrow(scale, elem), offset: 0.0 };
         for (i, quant) in packed.quants.iter_mut().enumerate() {
-            *quant = whole(f32::from(group.quants[i]) * (group.scales[2 * i / GROUP] / scale));
+            *quant = round_to_i8(f32::from(group.quants[i]) * (group.scales[2 * i / GROUP] / scale));
         }
         packed
     }
 
     /// Quants of 0 and more, moved down by `shift`, with an offset that brings them up again and the minimum in.
-    fn with_offset(group: &Group, shift: i8, elem: ElemType) -> Self {
+    fn with_offset(group: &QuantGroup, shift: i8, elem: ElemType) -> Self {
         let scale = narrow(group.scales[0], elem);
         let offset = narrow(group.min / scale + f32::from(shift), elem);
         if !group.scales[0].is_finite() || offset.abs() <= MOST_OFFSET {
@@ -227,7 +227,7 @@ impl Packed {
 }
 
 /// Whether no finite element becomes infinite in f16.
-fn fits_f16(group: &Group) -> bool {
+fn fits_f16(group: &QuantGroup) -> bool {
     let largest_quant = group.quants.iter().map(|quant| quant.unsigned_abs()).max().unwrap_or(0);
     let scale = group.scales[0].abs().max(group.scales[1].abs());
     let largest = scale * f32::from(largest_quant) + group.min.abs();
@@ -236,7 +236,7 @@ fn fits_f16(group: &Group) -> bool {
 
 /// The nearest of -128 to 127; 0 for what is no number.
 #[allow(clippy::cast_possible_truncation)]
-fn whole(value: f32) -> i8 {
+fn round_to_i8(value: f32) -> i8 {
     value.round_ties_even() as i8
 }
 

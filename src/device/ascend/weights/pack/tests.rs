@@ -20,17 +20,17 @@ fn blocks(dtype: DType, elements: usize, seed: u64) -> Vec<u8> {
         floats.push(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * size + if i / 64 % 3 == 1 { 0.3 } else { 0.0 });
     }
     let mut bytes = Vec::new();
-    convert::quantise(dtype, &floats, &mut bytes);
+    convert::quantize(dtype, &floats, &mut bytes);
     bytes
 }
 
-fn form_of(dtype: DType) -> Form {
+fn form_of(dtype: DType) -> WeightLayout {
     let elem = match dtype {
         DType::Q4_0 | DType::Q4_1 | DType::Q4_K => ElemType::I4,
         _ => ElemType::I8,
     };
     let has_offsets = matches!(dtype, DType::Q4_1 | DType::Q4_K | DType::Q5_1 | DType::Q5_K);
-    Form::Groups { elem, has_offsets }
+    WeightLayout::Groups { elem, has_offsets }
 }
 
 fn weight(dtype: DType, shape: [usize; 2], slice: Option<WeightSlice>) -> Weight {
@@ -38,9 +38,9 @@ fn weight(dtype: DType, shape: [usize; 2], slice: Option<WeightSlice>) -> Weight
 }
 
 /// The three stretches of a packed weight.
-fn packed(source: &MemorySource, weight: &Weight, form: Form, elem: ElemType) -> [Vec<u8>; 3] {
+fn packed(source: &MemorySource, weight: &Weight, form: WeightLayout, elem: ElemType) -> [Vec<u8>; 3] {
     let mut all = [const { Vec::new() }; 3];
-    let mut write = |stretch: Stretch, at: usize, bytes: Vec<u8>| {
+    let mut write = |stretch: WeightSection, at: usize, bytes: Vec<u8>| {
         let all: &mut Vec<u8> = &mut all[stretch as usize];
         assert_eq!(all.len(), at, "pieces follow each other");
         all.extend(bytes);
@@ -57,8 +57,13 @@ fn source(dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> MemorySource {
 }
 
 /// What the card's product makes of groups, in the type of the activations: `[k, n]`.
-fn read_back([values, scales, offsets]: &[Vec<u8>; 3], form: Form, elem: ElemType, [n, k]: [usize; 2]) -> Vec<f32> {
-    let Form::Groups { elem: quants, has_offsets } = form else { unreachable!("groups") };
+fn read_back(
+    [values, scales, offsets]: &[Vec<u8>; 3],
+    form: WeightLayout,
+    elem: ElemType,
+    [n, k]: [usize; 2],
+) -> Vec<f32> {
+    let WeightLayout::Groups { elem: quants, has_offsets } = form else { unreachable!("groups") };
     let half = |bytes: &[u8], i: usize| {
         let raw = [bytes[2 * i], bytes[2 * i + 1]];
         if elem == ElemType::BF16 { bf16::from_le_bytes(raw).to_f32() } else { f16::from_le_bytes(raw).to_f32() }
@@ -81,7 +86,7 @@ fn groups_give_the_files_values_within_their_bounds() {
         let shape @ [n, k] = [6, 768];
         let bytes = blocks(dtype, n * k, seed);
         let mut expected = vec![0.0; n * k];
-        convert::dequantise(dtype, &bytes, &mut expected);
+        convert::dequantize(dtype, &bytes, &mut expected);
         let mut stored = Vec::new();
         convert::groups(dtype, &bytes, |group| stored.push(group));
         let source = source(dtype, shape, bytes);
@@ -118,9 +123,9 @@ fn channels_are_within_half_a_step() {
         let shape @ [n, k] = [5, 512];
         let bytes = blocks(dtype, n * k, seed);
         let mut expected = vec![0.0; n * k];
-        convert::dequantise(dtype, &bytes, &mut expected);
+        convert::dequantize(dtype, &bytes, &mut expected);
         let source = source(dtype, shape, bytes);
-        let form = Form::Channels { in_tiles: false };
+        let form = WeightLayout::Channels { in_tiles: false };
         let [values, scales, _] = packed(&source, &weight(dtype, shape, None), form, ElemType::F16);
         for (i, expected) in expected.iter().enumerate() {
             let scale = f32::from_le_bytes(scales[4 * (i / k)..][..4].try_into().unwrap());
@@ -139,7 +144,7 @@ fn parts_of_a_matrix_are_packed_like_matrices() {
         let bytes = blocks(dtype, n * k, seed);
         let whole = source(dtype, [n, k], bytes.clone());
         let row_bytes = bytes.len() / n;
-        for form in [Form::Rows, form_of(dtype), Form::Channels { in_tiles: false }] {
+        for form in [WeightLayout::Rows, form_of(dtype), WeightLayout::Channels { in_tiles: false }] {
             let columns = WeightSlice { dim: 1, start: 256, of: k };
             let cut: Vec<u8> =
                 bytes.chunks(row_bytes).flat_map(|row| row[row_bytes / 4..row_bytes / 4 * 3].to_vec()).collect();
@@ -157,7 +162,7 @@ fn parts_of_a_matrix_are_packed_like_matrices() {
 /// Steps of zero, minima far beyond the step, scales that are no numbers, and values that f16 does not hold.
 #[test]
 fn odd_groups_stay_what_they_are() {
-    let group = |scale: f32, min: f32| Group { quants: [3; GROUP], scales: [scale; 2], min };
+    let group = |scale: f32, min: f32| QuantGroup { quants: [3; GROUP], scales: [scale; 2], min };
     for quants in [ElemType::I4, ElemType::I8] {
         for (stored, expected) in [
             (group(0.0, 0.0), 0.0),
@@ -181,8 +186,8 @@ fn odd_groups_stay_what_they_are() {
     let mut bytes = f16::from_f32(6e4).to_le_bytes().to_vec();
     bytes.extend([100; 32]);
     let source = source(DType::Q8_0, [1, 32], bytes);
-    for form in [Form::Rows, form_of(DType::Q8_0)] {
-        let mut write = |_: Stretch, _: usize, _: Vec<u8>| Ok(());
+    for form in [WeightLayout::Rows, form_of(DType::Q8_0)] {
+        let mut write = |_: WeightSection, _: usize, _: Vec<u8>| Ok(());
         let error = pack(&source, &weight(DType::Q8_0, [1, 32], None), form, ElemType::F16, &mut write).unwrap_err();
         assert!(error.to_string().contains("tensor w has values beyond f16's 65,504"), "{error}");
         pack(&source, &weight(DType::Q8_0, [1, 32], None), form, ElemType::BF16, &mut write).unwrap();

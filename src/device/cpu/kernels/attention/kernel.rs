@@ -1,4 +1,4 @@
-//! One segment of attention for up to six queries: scores, softmax, weighted values. Written once over [`Lanes`].
+//! One segment of attention for up to six queries: scores, softmax, weighted values. Written once over [`SimdVector`].
 //!
 //! Six queries by four tiles are 24 accumulators, which with the four loaded vectors and the broadcast fill the 32
 //! registers of AVX-512: each key is loaded once for six multiply-adds. How queries are blocked never shows in a result:
@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
-use super::{AttentionShape, SEGMENT_TOKENS, TILES};
+use super::{AttentionDims, SEGMENT_TOKENS, TILES};
 use crate::device::cpu::kernels::exp::{exp, tanh};
-use crate::device::cpu::simd::vector::{LANES, Lanes};
+use crate::device::cpu::simd::vector::{LANES, SimdVector};
 
 /// Queries that share a pass over the tiles.
 pub(crate) const MAX_QUERIES: usize = 6;
@@ -21,7 +21,7 @@ pub(crate) trait Element: Copy {
     /// Whether elements are steps of their token's scale. A tile's last bytes are then the scales of its 16 tokens.
     const IS_SCALED: bool;
     fn chunks(bytes: &[u8]) -> &[Self::Chunk];
-    fn load<L: Lanes>(l: L, chunk: &Self::Chunk) -> L::F32;
+    fn load<L: SimdVector>(l: L, chunk: &Self::Chunk) -> L::F32;
     /// Fewer than 16 elements, zeros behind them.
     fn padded(bytes: &[u8]) -> Self::Chunk;
 }
@@ -41,7 +41,7 @@ macro_rules! element {
                 bytes.as_chunks().0
             }
             #[inline(always)]
-            fn load<L: Lanes>(l: L, chunk: &Self::Chunk) -> L::F32 {
+            fn load<L: SimdVector>(l: L, chunk: &Self::Chunk) -> L::F32 {
                 l.$load(chunk)
             }
             #[inline(always)]
@@ -63,7 +63,7 @@ const SCALES: usize = LANES * 4;
 
 /// The scales of a tile's tokens.
 #[inline(always)]
-fn scales<L: Lanes>(l: L, tile: &[u8]) -> L::F32 {
+fn scales<L: SimdVector>(l: L, tile: &[u8]) -> L::F32 {
     l.load_f32_bytes(tile.last_chunk::<SCALES>().expect("a tile ends with its scales"))
 }
 
@@ -123,7 +123,7 @@ impl BlockScratch {
         }
     }
 
-    pub fn room(&mut self, pass: usize) -> PassScratch<'_> {
+    pub fn scratch(&mut self, pass: usize) -> PassScratch<'_> {
         let len = MAX_QUERIES * self.stride;
         PassScratch { scores: &mut self.scores, partials: &mut self.partials[pass * len..][..len], stride: self.stride }
     }
@@ -136,9 +136,9 @@ impl BlockScratch {
 
 /// Runs the queries over a segment.
 #[inline(always)]
-pub(crate) fn segment<L: Lanes, E: Element>(
+pub(crate) fn segment<L: SimdVector, E: Element>(
     l: L,
-    shape: &AttentionShape,
+    shape: &AttentionDims,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
     prefetch: bool,
@@ -147,12 +147,12 @@ pub(crate) fn segment<L: Lanes, E: Element>(
     if !L::HAS_32_REGISTERS {
         let mut query = 0;
         // Two queries by two tiles: 8 registers of sums, 4 of keys, 2 broadcasts.
-        while !L::HAS_ROOM_FOR_FOUR && query + 2 <= queries.count {
+        while !L::HOLDS_FOUR_ACCUMULATORS && query + 2 <= queries.count {
             pass::<L, E, 2, 2>(l, shape, tiles, queries, query, false, scratch);
             query += 2;
         }
         while query < queries.count {
-            if L::HAS_ROOM_FOR_FOUR {
+            if L::HOLDS_FOUR_ACCUMULATORS {
                 pass::<L, E, 1, TOGETHER>(l, shape, tiles, queries, query, false, scratch);
             } else {
                 pass::<L, E, 1, 2>(l, shape, tiles, queries, query, false, scratch);
@@ -173,9 +173,9 @@ pub(crate) fn segment<L: Lanes, E: Element>(
 
 /// One pass over the tiles for `Q` queries from `query` on, `T` tiles at a time.
 #[inline(always)]
-fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
+fn pass<L: SimdVector, E: Element, const Q: usize, const T: usize>(
     l: L,
-    shape: &AttentionShape,
+    shape: &AttentionDims,
     tiles: &SegmentTiles<'_>,
     queries: &Queries<'_>,
     query: usize,
@@ -258,9 +258,9 @@ fn pass<L: Lanes, E: Element, const Q: usize, const T: usize>(
 /// between the multiply-adds: a decode step is bound by memory, and tiles are too short for the machine's own prefetcher.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
+fn score_tiles<L: SimdVector, E: Element, const Q: usize, const T: usize>(
     l: L,
-    shape: &AttentionShape,
+    shape: &AttentionDims,
     q: &[&[f32]; Q],
     seen: &[(usize, usize); Q],
     k: &[&[u8]; T],
@@ -322,7 +322,7 @@ fn score_tiles<L: Lanes, E: Element, const Q: usize, const T: usize>(
 }
 
 #[inline(always)]
-fn weigh_one<L: Lanes, E: Element>(
+fn weigh_one<L: SimdVector, E: Element>(
     l: L,
     head_dim: usize,
     tiles: &SegmentTiles<'_>,
@@ -337,7 +337,7 @@ fn weigh_one<L: Lanes, E: Element>(
 
 /// Adds the weighted values of `tokens` to the first elements of `Q` partials that stand `stride` apart.
 #[inline(always)]
-fn weigh<L: Lanes, E: Element, const Q: usize>(
+fn weigh<L: SimdVector, E: Element, const Q: usize>(
     l: L,
     head_dim: usize,
     tiles: &SegmentTiles<'_>,
@@ -365,7 +365,7 @@ fn weigh<L: Lanes, E: Element, const Q: usize>(
 /// The same for `D` vectors of the head from vector `vector` on; the last vector of a head may be partial if `D` is 1.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-fn weigh_columns<L: Lanes, E: Element, const Q: usize, const D: usize>(
+fn weigh_columns<L: SimdVector, E: Element, const Q: usize, const D: usize>(
     l: L,
     head_dim: usize,
     vector: usize,

@@ -38,7 +38,7 @@ impl LoopOrder {
     }
 
     /// Where a segment's partials are kept until they are merged.
-    pub(crate) fn room(self, segment: usize) -> usize {
+    pub(crate) fn slot(self, segment: usize) -> usize {
         if self == Self::Partial { segment } else { 0 }
     }
 }

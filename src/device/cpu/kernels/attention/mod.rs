@@ -11,7 +11,7 @@
 //! In which order segments and blocks of queries are walked ([`AttentionSchedules`]) changes scratch and memory traffic, not
 //! one addition: every order runs the same passes and the same merges.
 //!
-//! The driver only decides who does what: [`Schedule::plan`] cuts the step, [`Attention::attend`] runs one member's share and
+//! The driver only decides who does what: [`WorkSplit::plan`] cuts the step, [`Attention::attend`] runs one member's share and
 //! hands finished pieces to the caller, and when a step has too few rows and heads for the team, segments go to different
 //! members and [`Attention::merge`] joins them after a barrier.
 
@@ -25,14 +25,14 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::exp::exp;
-use super::kv_cache::{KvLayout, Rows};
+use super::kv_cache::{BatchRows, CpuKvLayout};
 use crate::device::cpu::Isa;
-use crate::device::cpu::simd::vector::{Kernel, LANES, Lanes, dispatch};
+use crate::device::cpu::simd::vector::{Kernel, LANES, SimdVector, dispatch};
 pub use crate::graph::{AttentionSchedules, LoopOrder};
 use crate::kv_cache::{BlockId, KvDType};
 use kernel::{BF16, Element, F16, F32, I8, MAX_QUERIES, PassScratch, Queries, SegmentTiles, TOGETHER};
-pub use work_split::Schedule;
 use work_split::Unit;
+pub use work_split::WorkSplit;
 
 /// Tokens of a segment. Part of the definition: another value gives other bits. 256 tokens keep the scores of six
 /// queries in 6 KiB and make the merge one step in 256.
@@ -46,7 +46,7 @@ const fn segments_touched(tokens: usize) -> usize {
 
 /// What one attention layer computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
+pub struct AttentionDims {
     /// Query heads, a multiple of `kv_heads`.
     pub heads: usize,
     /// KV heads.
@@ -63,7 +63,7 @@ pub struct AttentionShape {
     pub schedules: Option<AttentionSchedules>,
 }
 
-impl AttentionShape {
+impl AttentionDims {
     /// Query heads that share a KV head.
     pub const fn group(&self) -> usize {
         self.heads / self.kv_heads
@@ -85,9 +85,9 @@ impl AttentionShape {
     }
 
     /// Partials that any step of at most `max_kv_tokens` a sequence can need with a team of `members`.
-    pub const fn max_partials(&self, members: usize, max_kv_tokens: usize) -> usize {
+    pub const fn max_partials(&self, workers: usize, max_kv_tokens: usize) -> usize {
         // Steps of twice as many pieces as members are not split.
-        2 * members * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
+        2 * workers * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
     }
 
     /// The order of a unit whose longest row sees `tokens`.
@@ -108,15 +108,15 @@ pub struct Attention<'a> {
     /// Instruction-set path.
     pub isa: Isa,
     /// What is computed.
-    pub shape: AttentionShape,
+    pub shape: AttentionDims,
     /// Layout of the pool.
-    pub layout: KvLayout,
+    pub layout: CpuKvLayout,
     /// Layer within the pool.
     pub layer: usize,
     /// The pool; the step's own keys and values are already written.
     pub pool: &'a [u8],
     /// The step.
-    pub rows: Rows<'a>,
+    pub rows: BatchRows<'a>,
     /// Queries: row `r` at `r · q_stride`, all heads one after the other.
     pub q: &'a [f32],
     /// Elements from one row of queries to the next.
@@ -129,7 +129,7 @@ pub struct Attention<'a> {
 #[derive(Debug)]
 pub struct AttentionScratch {
     block: kernel::BlockScratch,
-    /// Running state of the queries of an item, [`AttentionShape::partial_len`] each.
+    /// Running state of the queries of an item, [`AttentionDims::partial_len`] each.
     state: Vec<f32>,
     /// One row's output.
     out: Vec<f32>,
@@ -137,7 +137,7 @@ pub struct AttentionScratch {
 
 impl AttentionScratch {
     /// Room for layers of this shape.
-    pub fn new(shape: &AttentionShape) -> Self {
+    pub fn new(shape: &AttentionDims) -> Self {
         let queries = work_split::ROWS_PER_UNIT * shape.group();
         let segments_kept = shape.schedules.map_or(1, loop_order::segments_kept);
         Self {
@@ -151,12 +151,12 @@ impl AttentionScratch {
 impl<'a> Attention<'a> {
     /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
     /// `row · kv_heads + kv_head` of [`AttentionShape::piece_len`] floats, so that pieces in order are the output matrix
-    /// `rows × heads × head_dim`), or partials of [`AttentionShape::partial_len`] floats if [`Schedule::needs_merge`].
-    /// Indices are within the member's part of [`Schedule::bounds`].
+    /// `rows × heads × head_dim`), or partials of [`AttentionDims::partial_len`] floats if [`WorkSplit::needs_merge`].
+    /// Indices are within the member's part of [`WorkSplit::bounds`].
     pub fn attend(
         &self,
-        schedule: &Schedule,
-        member: usize,
+        schedule: &WorkSplit,
+        worker: usize,
         scratch: &mut AttentionScratch,
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
@@ -164,22 +164,22 @@ impl<'a> Attention<'a> {
             &self.shape,
             self.rows,
             self.layout.geometry().block_size,
-            member,
+            worker,
             &mut |unit, segments| self.run_unit(unit, segments, schedule.needs_merge(), scratch, store),
         );
     }
 
-    /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`Schedule::needs_merge`].
-    /// Indices are within the member's part of [`Schedule::merge_bounds`].
+    /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`WorkSplit::needs_merge`].
+    /// Indices are within the member's part of [`WorkSplit::merge_bounds`].
     pub fn merge(
         &self,
-        schedule: &Schedule,
-        member: usize,
+        schedule: &WorkSplit,
+        worker: usize,
         partials: &[f32],
         scratch: &mut AttentionScratch,
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
-        schedule.for_merge(&self.shape, self.rows, self.layout.geometry().block_size, member, &mut |unit| {
+        schedule.for_merge(&self.shape, self.rows, self.layout.geometry().block_size, worker, &mut |unit| {
             debug_assert_eq!(unit.rows, 1, "only single rows are split");
             let (padded_head, stride) = (self.shape.padded_head(), self.shape.partial_len());
             let len = self.shape.group() * stride;
@@ -258,13 +258,13 @@ impl<'a> Attention<'a> {
                 *seen = unit.row_sees(shape, row, segments.start + index);
             }
             // The first block brings a segment in for the others.
-            self.pass(&tiles, &pass, block == 0, scratch.room(order.room(index)));
+            self.pass(&tiles, &pass, block == 0, scratch.scratch(order.slot(index)));
             let block = block * MAX_QUERIES..block * MAX_QUERIES + pass.count;
             for index in order.due(index, segments.len()) {
                 let segment = segments.start + index;
                 let seeing = unit.queries_seeing(shape, segment, block.clone());
                 let partials =
-                    scratch.partials(order.room(index), seeing.start - block.start..seeing.end - block.start);
+                    scratch.partials(order.slot(index), seeing.start - block.start..seeing.end - block.start);
                 if is_split {
                     let first = unit.first_partial + (segment - unit.segments.start) * queries;
                     for (query, partial) in seeing.zip(partials.chunks_exact(stride)) {
@@ -336,7 +336,13 @@ impl<'a> Attention<'a> {
 /// Joins a segment's state into a running one: both rescaled to the larger of their largest scores.
 /// `rest` is the running `[largest, sum]`, `other` the segment's, `other_values` its values (none for a sink).
 #[inline(always)]
-fn values_merge<L: Lanes>(l: L, values: &mut [f32], rest: &mut [f32], other_values: Option<&[f32]>, other: [f32; 2]) {
+fn values_merge<L: SimdVector>(
+    l: L,
+    values: &mut [f32],
+    rest: &mut [f32],
+    other_values: Option<&[f32]>,
+    other: [f32; 2],
+) {
     let largest = if other[0] > rest[0] { other[0] } else { rest[0] };
     let mut differences = [0.0; 16];
     differences[0] = rest[0] - largest;
@@ -362,7 +368,7 @@ fn values_merge<L: Lanes>(l: L, values: &mut [f32], rest: &mut [f32], other_valu
 
 /// Joins a segment's whole state into a running one.
 #[inline(always)]
-fn state_merge<L: Lanes>(l: L, padded_head: usize, state: &mut [f32], partial: &[f32]) {
+fn state_merge<L: SimdVector>(l: L, padded_head: usize, state: &mut [f32], partial: &[f32]) {
     let (values, rest) = state.split_at_mut(padded_head);
     let (other_values, other) = partial.split_at(padded_head);
     values_merge(l, values, rest, Some(other_values), [other[0], other[1]]);
@@ -379,7 +385,7 @@ fn state_clear(padded_head: usize, states: &mut [f32]) {
 
 /// One pass: the queries of a block over a segment.
 struct Pass<'a, E> {
-    shape: &'a AttentionShape,
+    shape: &'a AttentionDims,
     tiles: &'a SegmentTiles<'a>,
     queries: &'a Queries<'a>,
     prefetch: bool,
@@ -391,7 +397,7 @@ impl<E: Element> Kernel for Pass<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(mut self, l: L) {
+    fn run<L: SimdVector>(mut self, l: L) {
         kernel::segment::<L, E>(l, self.shape, self.tiles, self.queries, self.prefetch, &mut self.scratch);
     }
 }
@@ -407,7 +413,7 @@ impl Kernel for Merge<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
+    fn run<L: SimdVector>(self, l: L) {
         let len = self.padded_head + LANES;
         for (state, partial) in self.states.chunks_exact_mut(len).zip(self.partials.chunks_exact(len)) {
             state_merge(l, self.padded_head, state, partial);
@@ -417,7 +423,7 @@ impl Kernel for Merge<'_> {
 
 /// Divides a row's sums.
 struct Finish<'a> {
-    shape: &'a AttentionShape,
+    shape: &'a AttentionDims,
     /// Those of the row's heads.
     sinks: Option<&'a [f32]>,
     states: &'a mut [f32],
@@ -428,7 +434,7 @@ impl Kernel for Finish<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
+    fn run<L: SimdVector>(self, l: L) {
         let Finish { shape, sinks, states, out } = self;
         for (index, state) in states.chunks_exact_mut(shape.partial_len()).enumerate() {
             let (values, rest) = state.split_at_mut(shape.padded_head());

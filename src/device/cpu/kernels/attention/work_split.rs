@@ -6,8 +6,8 @@
 
 use std::ops::Range;
 
-use super::{AttentionShape, SEGMENT_TOKENS};
-use crate::device::cpu::kernels::kv_cache::{Rows, SeqRows};
+use super::{AttentionDims, SEGMENT_TOKENS};
+use crate::device::cpu::kernels::kv_cache::{BatchRows, SeqRows};
 
 /// Rows of a unit at most: 16 rows share each tile that is read, and the tiles of a segment stay in the second-level cache
 /// meanwhile.
@@ -31,7 +31,7 @@ pub(crate) struct Unit<'a> {
 
 impl Unit<'_> {
     /// Tokens of a segment that some row sees, counted from the segment's start.
-    pub fn visible(&self, shape: &AttentionShape, segment: usize) -> Range<usize> {
+    pub fn visible(&self, shape: &AttentionDims, segment: usize) -> Range<usize> {
         let base = segment * SEGMENT_TOKENS;
         let start = shape.visible(self.first_position).start.max(base) - base;
         let end = shape.visible(self.first_position + self.rows - 1).end.min(base + SEGMENT_TOKENS) - base;
@@ -39,7 +39,7 @@ impl Unit<'_> {
     }
 
     /// Those that one of its rows sees.
-    pub fn row_sees(&self, shape: &AttentionShape, row: usize, segment: usize) -> (usize, usize) {
+    pub fn row_sees(&self, shape: &AttentionDims, row: usize, segment: usize) -> (usize, usize) {
         let base = segment * SEGMENT_TOKENS;
         let within = |token: usize| token.clamp(base, base + SEGMENT_TOKENS) - base;
         let visible = shape.visible(self.first_position + row);
@@ -47,7 +47,7 @@ impl Unit<'_> {
     }
 
     /// Queries of a block that see a token of a segment: rows stand in order, so these are side by side.
-    pub fn queries_seeing(&self, shape: &AttentionShape, segment: usize, block: Range<usize>) -> Range<usize> {
+    pub fn queries_seeing(&self, shape: &AttentionDims, segment: usize, block: Range<usize>) -> Range<usize> {
         let sees = |query: &usize| {
             let (start, end) = self.row_sees(shape, query / shape.group(), segment);
             start < end
@@ -59,20 +59,20 @@ impl Unit<'_> {
     }
 
     /// Tokens that its last row sees, which is the one that sees most.
-    pub fn longest(&self, shape: &AttentionShape) -> usize {
+    pub fn longest(&self, shape: &AttentionDims) -> usize {
         shape.visible(self.first_position + self.rows - 1).len()
     }
 
-    fn cost(&self, shape: &AttentionShape, segment: usize) -> usize {
+    fn cost(&self, shape: &AttentionDims, segment: usize) -> usize {
         // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
         self.rows * (self.visible(shape, segment).len() + 8)
     }
 
-    fn total_cost(&self, shape: &AttentionShape) -> usize {
+    fn total_cost(&self, shape: &AttentionDims) -> usize {
         self.segments.clone().map(|segment| self.cost(shape, segment)).sum()
     }
 
-    fn partials(&self, shape: &AttentionShape) -> usize {
+    fn partials(&self, shape: &AttentionDims) -> usize {
         self.segments.len() * self.rows * shape.group()
     }
 }
@@ -80,7 +80,7 @@ impl Unit<'_> {
 /// How steps are cut for a team. Planned once a step for each attention shape (window) of a model; planning reuses its
 /// room.
 #[derive(Clone, Debug)]
-pub struct Schedule {
+pub struct WorkSplit {
     /// Parts that one thread begins with; few rows go to the first of them, for there is little to even out.
     parts_per_thread: usize,
     rows_per_unit: usize,
@@ -89,37 +89,37 @@ pub struct Schedule {
     merge_bounds: Vec<usize>,
 }
 
-impl Schedule {
+impl WorkSplit {
     /// A schedule for teams of `members`, with nothing planned.
-    pub fn new(members: usize) -> Self {
+    pub fn new(workers: usize) -> Self {
         Self {
             parts_per_thread: 1,
             rows_per_unit: ROWS_PER_UNIT,
             is_split: false,
-            bounds: vec![0; members + 1],
-            merge_bounds: vec![0; members + 1],
+            bounds: vec![0; workers + 1],
+            merge_bounds: vec![0; workers + 1],
         }
     }
 
     /// The same for teams whose threads begin with that many neighbouring members' parts each.
     #[must_use]
     pub fn parts_per_thread(mut self, parts: usize) -> Self {
-        debug_assert!(parts > 0 && self.members().is_multiple_of(parts));
+        debug_assert!(parts > 0 && self.workers().is_multiple_of(parts));
         self.parts_per_thread = parts;
         self
     }
 
     /// Cuts a step.
-    pub fn plan(&mut self, shape: &AttentionShape, rows: Rows<'_>, block_size: usize) {
-        let members = self.members();
+    pub fn plan(&mut self, shape: &AttentionDims, rows: BatchRows<'_>, block_size: usize) {
+        let workers = self.workers();
         let groups = |rows_per_unit| rows.q_lens.iter().map(|q| (*q as usize).div_ceil(rows_per_unit)).sum::<usize>();
         // With several rows a unit, cuts are between rows; four units a member keep the shares alike.
-        self.rows_per_unit = match members {
+        self.rows_per_unit = match workers {
             1 => ROWS_PER_UNIT,
-            _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * members).unwrap_or(1),
+            _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * workers).unwrap_or(1),
         };
         let stride = if self.rows_per_unit == 1 { self.parts_per_thread } else { 1 };
-        let shares = members / stride;
+        let shares = workers / stride;
         let (mut cost, mut most_segments) = (0, 0);
         self.for_units(shape, rows, block_size, &mut |unit| {
             cost += unit.total_cost(shape);
@@ -152,18 +152,18 @@ impl Schedule {
                 pending = 0;
             }
         });
-        for member in 0..members {
-            bounds[member + 1] = bounds[member + 1].max(bounds[member]);
+        for worker in 0..workers {
+            bounds[worker + 1] = bounds[worker + 1].max(bounds[worker]);
         }
         self.bounds = bounds;
         let pieces = rows.total() * shape.kv_heads;
-        for (member, bound) in self.merge_bounds.iter_mut().enumerate() {
-            *bound = if is_split { pieces * member.div_ceil(stride) / shares } else { 0 };
+        for (worker, bound) in self.merge_bounds.iter_mut().enumerate() {
+            *bound = if is_split { pieces * worker.div_ceil(stride) / shares } else { 0 };
         }
     }
 
     /// Members of the team.
-    pub fn members(&self) -> usize {
+    pub fn workers(&self) -> usize {
         self.bounds.len() - 1
     }
 
@@ -186,13 +186,13 @@ impl Schedule {
     /// Calls `run` with what `member` computes: a unit and the segments of it.
     pub(crate) fn for_member<'a>(
         &self,
-        shape: &AttentionShape,
-        rows: Rows<'a>,
+        shape: &AttentionDims,
+        rows: BatchRows<'a>,
         block_size: usize,
-        member: usize,
+        worker: usize,
         run: &mut dyn FnMut(&Unit<'a>, Range<usize>),
     ) {
-        let mine = self.bounds[member]..self.bounds[member + 1];
+        let mine = self.bounds[worker]..self.bounds[worker + 1];
         self.for_units(shape, rows, block_size, &mut |unit| {
             if self.is_split {
                 let first = |index: usize| unit.first_partial + index * shape.group();
@@ -210,13 +210,13 @@ impl Schedule {
     /// Calls `run` with each unit whose partials `member` joins.
     pub(crate) fn for_merge<'a>(
         &self,
-        shape: &AttentionShape,
-        rows: Rows<'a>,
+        shape: &AttentionDims,
+        rows: BatchRows<'a>,
         block_size: usize,
-        member: usize,
+        worker: usize,
         run: &mut dyn FnMut(&Unit<'a>),
     ) {
-        let mine = self.merge_bounds[member]..self.merge_bounds[member + 1];
+        let mine = self.merge_bounds[worker]..self.merge_bounds[worker + 1];
         self.for_units(shape, rows, block_size, &mut |unit| {
             if mine.contains(&(unit.first_row * shape.kv_heads + unit.kv_head)) {
                 run(unit);
@@ -224,7 +224,13 @@ impl Schedule {
         });
     }
 
-    fn for_units<'a>(&self, shape: &AttentionShape, rows: Rows<'a>, block_size: usize, run: &mut dyn FnMut(&Unit<'a>)) {
+    fn for_units<'a>(
+        &self,
+        shape: &AttentionDims,
+        rows: BatchRows<'a>,
+        block_size: usize,
+        run: &mut dyn FnMut(&Unit<'a>),
+    ) {
         let mut first_partial = 0;
         for seq in rows.sequences(block_size) {
             for first in (0..seq.rows).step_by(self.rows_per_unit) {

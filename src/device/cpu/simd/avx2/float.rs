@@ -1,7 +1,7 @@
 //! Float activations × any weight with AVX2: lanes are output columns, two registers a panel; activations are broadcast, K is
 //! walked in order.
 //!
-//! One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, go over weights
+//! One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, go over weights
 //! widened in pieces (6 × 1: 12 accumulators, 2 weights and 1 activation in registers). The additions are those of the
 //! AVX-512 bodies, in the same order.
 
@@ -81,7 +81,7 @@ pub(crate) fn matmul<T: Activation>(
         DType::F32 => (Some(row::<F32>()), widen_floats::<F32>),
         DType::F16 => (Some(row::<F16>()), widen_floats::<F16>),
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
-        quantised => (None, with_format!(quantised, widen_quantised::<_>())),
+        quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
     // SAFETY: the kernels are those of the weights' type; `assert_available` was called for the instruction set.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
@@ -96,7 +96,7 @@ fn row<L: Load>() -> Bodies {
     (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
 }
 
-fn widen_quantised<F: Format>() -> Widen {
+fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
@@ -172,7 +172,7 @@ unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut
     }
 }
 
-/// Some whole blocks of a quantised panel as f32: the values that dequantising the source gives.
+/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {

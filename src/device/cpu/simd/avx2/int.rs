@@ -1,4 +1,4 @@
-//! int8 activations × quantised weights with AVX2: lanes are output columns, activations are broadcast.
+//! int8 activations × quantized weights with AVX2: lanes are output columns, activations are broadcast.
 //!
 //! A tile is R rows × H halves of a panel, 8 columns each. `vpmaddubsw` adds two products of an unsigned and a signed byte in
 //! 16 bits, and saturates. Weights of up to 6 bits are far from that, so the sums of a few words stay in 16 bits. 8-bit

@@ -1,4 +1,4 @@
-//! Reading quantised panels with AVX2, for both matmul bodies.
+//! Reading quantized panels with AVX2, for both matmul bodies.
 //!
 //! A word is a register of 8 columns × 4 consecutive k, unsigned bytes: half of what a panel keeps together, so that
 //! pointers to quants, scales and minima are those of the first or the second 8 columns. Everything here is inlined into

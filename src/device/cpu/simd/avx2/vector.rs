@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::device::cpu::simd::vector::{F16_MAX, Lanes};
+use crate::device::cpu::simd::vector::{F16_MAX, SimdVector};
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32,
     _mm_loadl_epi64, _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps,
@@ -68,7 +68,7 @@ fn scale_pow2(a: __m256, n: __m256) -> __m256 {
     }
 }
 
-impl Lanes for Avx2 {
+impl SimdVector for Avx2 {
     type F32 = [__m256; 2];
     const HAS_32_REGISTERS: bool = false;
 

@@ -1,6 +1,6 @@
 //! Float activations × any weight with AVX-512: lanes are output columns, activations are broadcast, K is walked in order.
 //!
-//! Activations of bfloat16 are widened with the copy of a tile. One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, first widen a
+//! Activations of bfloat16 are widened with the copy of a tile. One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, first widen a
 //! piece of K of some panels into a buffer on the stack, then all rows pass over it (12 × 2: 24 accumulators, 2 weights and
 //! 1 activation in registers); between pieces the sums wait in `out`. All give the same additions in the same order.
 
@@ -78,7 +78,7 @@ pub(crate) fn matmul<T: Activation>(
         DType::F32 => (Some(row::<F32>()), widen_floats::<F32>),
         DType::F16 => (Some(row::<F16>()), widen_floats::<F16>),
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
-        quantised => (None, with_format!(quantised, widen_quantised::<_>())),
+        quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
     // SAFETY: the kernels are those of the weights' type; `assert_available` was called for the instruction set.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
@@ -98,7 +98,7 @@ fn row<L: Load>() -> Bodies {
     (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
 }
 
-fn widen_quantised<F: Format>() -> Widen {
+fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
@@ -164,7 +164,7 @@ unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut
     }
 }
 
-/// Some whole blocks of a quantised panel as f32: the values that dequantising the source gives.
+/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {

@@ -1,4 +1,4 @@
-//! int8 activations × quantised weights with AVX-512 VNNI: lanes are output columns, activations are broadcast.
+//! int8 activations × quantized weights with AVX-512 VNNI: lanes are output columns, activations are broadcast.
 //!
 //! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers; at each word all rows come before the
 //! next word, so that no dot product waits for the one before it. Large batches take 12 × 1 (24 accumulators, 4 registers

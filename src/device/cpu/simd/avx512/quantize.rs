@@ -1,4 +1,4 @@
-//! Quantising activations with AVX-512: bit-equal to the plain twin in [`quant`](crate::device::cpu::kernels::q8_rows).
+//! Quantizing activations with AVX-512: bit-equal to the plain twin in [`quant`](crate::device::cpu::kernels::q8_rows).
 
 #![allow(unsafe_code)]
 // One name for each instruction would fill a page.
@@ -7,7 +7,7 @@
 use crate::device::cpu::kernels::q8_rows::{BLOCK, RECORD_BYTES, TINY};
 use std::arch::x86_64::*;
 
-/// Quantises `blocks` blocks of 32.
+/// Quantizes `blocks` blocks of 32.
 ///
 /// # Safety
 /// - the machine has AVX-512 F, BW, DQ and VL

@@ -1,4 +1,4 @@
-//! Reading quantised panels with AVX-512, for both matmul bodies.
+//! Reading quantized panels with AVX-512, for both matmul bodies.
 //!
 //! A word is a register of 16 columns × 4 consecutive k, unsigned bytes. Everything here is inlined into bodies that
 //! enable the features; the branches are on constants.

@@ -1,7 +1,7 @@
 //! Float activations × any weight with NEON: lanes are output columns, four registers a panel; activations are broadcast, K is
 //! walked in order.
 //!
-//! One or two rows read float weights as stored, four panels side by side. More rows, and quantised weights, go over weights
+//! One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, go over weights
 //! widened in pieces; tall tiles are 8 rows × half a panel (16 accumulators, 2 weights and 8 activations in registers), for
 //! an activation is multiplied from the lane where it was loaded with the three behind it. The additions are those of the
 //! AVX-512 bodies, in the same order. There is no body for `bfdot` and `bfmmla`: they round activations to bf16, and add
@@ -86,7 +86,7 @@ pub(crate) fn matmul<T: Activation>(
         DType::F32 => (Some(row::<F32>()), widen_floats::<F32>),
         DType::F16 => (Some(row::<F16>()), widen_floats::<F16>),
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
-        quantised => (None, with_format!(quantised, widen_quantised::<_>())),
+        quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
     // SAFETY: the kernels are those of the weights' type; every machine of this architecture has it.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
@@ -104,7 +104,7 @@ fn row<L: Load>() -> Bodies {
     (WIDE, whole::<L, 1, WIDE>, whole::<L, 1, 1>)
 }
 
-fn widen_quantised<F: Format>() -> Widen {
+fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
@@ -245,7 +245,7 @@ unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut
     }
 }
 
-/// Some whole blocks of a quantised panel as f32: the values that dequantising the source gives.
+/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {
         for first in (0..PANEL).step_by(QUARTER) {

@@ -1,4 +1,4 @@
-//! int8 activations × quantised weights with NEON: lanes are output columns, activations are broadcast.
+//! int8 activations × quantized weights with NEON: lanes are output columns, activations are broadcast.
 //!
 //! A tile is R rows × V registers of a panel, 4 columns each. A dot product adds a register of 4 columns × 4 k to 4 sums at
 //! once. Without the instruction for it products are added in 16 bits, in two registers for 4 columns. That wraps, so sums

@@ -1,4 +1,4 @@
-//! Reading quantised panels with NEON, for both matmul bodies.
+//! Reading quantized panels with NEON, for both matmul bodies.
 //!
 //! A word is a register of 4 columns × 4 consecutive k, unsigned bytes: a quarter of what a panel keeps together, so that
 //! pointers to quants, scales and minima are those of 4 of the 16 columns. Everything here is inlined; the branches are on

@@ -5,7 +5,7 @@
 #![allow(clippy::wildcard_imports)]
 
 use super::asm::{narrow_f16, prefetch_second_level, widen_f16};
-use crate::device::cpu::simd::vector::{F16_MAX, Lanes};
+use crate::device::cpu::simd::vector::{F16_MAX, SimdVector};
 use std::arch::aarch64::*;
 
 /// Sixteen lanes in four registers. A value proves that the machine has the instructions.
@@ -92,11 +92,11 @@ fn scale_pow2(a: float32x4_t, n: float32x4_t) -> float32x4_t {
     }
 }
 
-impl Lanes for Neon {
+impl SimdVector for Neon {
     type F32 = Four;
     // 32 registers, but a vector takes four.
     const HAS_32_REGISTERS: bool = false;
-    const HAS_ROOM_FOR_FOUR: bool = true;
+    const HOLDS_FOUR_ACCUMULATORS: bool = true;
 
     #[inline(always)]
     fn splat(self, value: f32) -> Four {

@@ -29,7 +29,7 @@ impl OpSet {
 ///
 /// # Errors
 /// [`CompileError::Unsupported`] names the operation.
-pub fn legalise(graph: &Graph, ops: OpSet, has_schedules: bool) -> Result<Graph, CompileError> {
+pub fn legalize(graph: &Graph, ops: OpSet, has_schedules: bool) -> Result<Graph, CompileError> {
     let mut out = graph.clone();
     for node in &mut out.nodes {
         let name = node.op.name();

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use ascend_llm::weights::convert::{Group, dequantise, groups, quantise};
+use ascend_llm::weights::convert::{QuantGroup, dequantize, groups, quantize};
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
 use ascend_llm::weights::{DType, WeightSource as _};
@@ -32,7 +32,7 @@ fn half(x: f32) -> [u8; 2] {
 
 fn expand(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![f32::NAN; bytes.len() / dtype.block_bytes() * dtype.block_len()];
-    dequantise(dtype, bytes, &mut out);
+    dequantize(dtype, bytes, &mut out);
     out
 }
 
@@ -212,7 +212,7 @@ proptest! {
         src[..64 * zeroes].fill(0.0);
         for dtype in ALL {
             let mut bytes = vec![7];
-            quantise(dtype, &src, &mut bytes);
+            quantize(dtype, &src, &mut bytes);
             prop_assert_eq!(Some(bytes.len() - 1), dtype.bytes_for(src.len()));
             assert_close(dtype, &src, &expand(dtype, &bytes[1..]), 1.0);
         }
@@ -223,9 +223,9 @@ proptest! {
     fn rounding_twice_is_rounding_once(values in prop::collection::vec(-1.0_f32..1.0, 256)) {
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DType::Q4_0, DType::Q5_0] {
             let (mut once, mut twice) = (Vec::new(), Vec::new());
-            quantise(dtype, &values, &mut once);
+            quantize(dtype, &values, &mut once);
             let stored = expand(dtype, &once);
-            quantise(dtype, &stored, &mut twice);
+            quantize(dtype, &stored, &mut twice);
             let again = expand(dtype, &twice);
             for (x, y) in stored.iter().zip(&again) {
                 // The f16 scale of the second time may differ in its last bit.
@@ -240,11 +240,11 @@ proptest! {
         for dtype in ALL {
             let bytes = &bytes[..bytes.len() / dtype.block_bytes() * dtype.block_bytes()];
             let mut values = Vec::new();
-            groups(dtype, bytes, |Group { quants, scales, min }| {
+            groups(dtype, bytes, |QuantGroup { quants, scales, min }| {
                 values.extend(quants.iter().enumerate().map(|(i, q)| scales[i / 16] * f32::from(*q) + min));
                 assert!(min == 0.0 || quants.iter().all(|q| *q >= 0), "{dtype}");
             });
-            if dtype.is_quantised() {
+            if dtype.is_quantized() {
                 let expected = expand(dtype, bytes);
                 prop_assert_eq!(values.len(), expected.len());
                 for (value, expected) in values.iter().zip(&expected) {
@@ -273,14 +273,14 @@ fn non_finite_and_extreme_values_do_not_panic() {
         for dtype in ALL {
             for src in [&src, &vec![x; 256]] {
                 let mut bytes = Vec::new();
-                quantise(dtype, src, &mut bytes);
+                quantize(dtype, src, &mut bytes);
                 expand(dtype, &bytes);
             }
         }
     }
     for dtype in ALL {
         let mut bytes = Vec::new();
-        quantise(dtype, &[0.0; 256], &mut bytes);
+        quantize(dtype, &[0.0; 256], &mut bytes);
         assert!(expand(dtype, &bytes).iter().all(|x| *x == 0.0), "{dtype}");
     }
 }
@@ -332,11 +332,11 @@ fn plain_formats_round_as_ggml_does() {
         let gguf = Gguf::open(story(file)).unwrap();
         for name in exact.names() {
             let stored = gguf.require(&name).unwrap();
-            if !stored.dtype.is_quantised() || stored.dtype.block_len() != 32 {
+            if !stored.dtype.is_quantized() || stored.dtype.block_len() != 32 {
                 continue;
             }
             let mut bytes = Vec::new();
-            quantise(stored.dtype, &exact.require(&name).unwrap().to_f32(), &mut bytes);
+            quantize(stored.dtype, &exact.require(&name).unwrap().to_f32(), &mut bytes);
             assert!(bytes == stored.data, "{file} {name} {}", stored.dtype);
             compared += 1;
         }
