@@ -36,6 +36,7 @@ pub mod engine;
 pub mod graph;
 pub mod kv_cache;
 pub mod model;
+mod num;
 mod panic_message;
 pub mod runner;
 pub mod sampler;

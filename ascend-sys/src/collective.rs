@@ -62,7 +62,7 @@ impl Collectives {
         if message.is_empty() {
             message = self.words(code);
         }
-        let kind = inner.map_or_else(|| AscendErrorKind::of_hccl(code), AscendErrorKind::of);
+        let kind = inner.map_or_else(|| AscendErrorKind::from_hccl(code), AscendErrorKind::from_code);
         Err(AscendError { call, code: inner.unwrap_or(code), kind, message })
     }
 
@@ -250,7 +250,7 @@ impl Communicator {
         if code == HCCL_SUCCESS {
             return Ok(None);
         }
-        let (kind, message) = (AscendErrorKind::of_hccl(code), self.collectives.words(code));
+        let (kind, message) = (AscendErrorKind::from_hccl(code), self.collectives.words(code));
         Ok(Some(AscendError { call: CALL, code, kind, message }))
     }
 
@@ -271,7 +271,7 @@ impl Communicator {
             _ => Err(AscendError {
                 call,
                 code: HCCL_E_NOT_SUPPORT,
-                kind: AscendErrorKind::of_hccl(HCCL_E_NOT_SUPPORT),
+                kind: AscendErrorKind::from_hccl(HCCL_E_NOT_SUPPORT),
                 message: format!("rank {}: no collectives over {elem:?}", self.rank),
             }),
         }

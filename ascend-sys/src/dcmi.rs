@@ -52,7 +52,7 @@ impl Dcmi {
             None => Err(AscendError {
                 call: "dcmi_get_card_id_device_id_from_logicid",
                 code: INVALID_DEVICE_ID,
-                kind: AscendErrorKind::of_dcmi(INVALID_DEVICE_ID),
+                kind: AscendErrorKind::from_dcmi(INVALID_DEVICE_ID),
                 message: format!("ASCEND_RT_VISIBLE_DEVICES shows no device {device}"),
             }),
         }
@@ -273,7 +273,9 @@ const NOT_SUPPORT: i32 = -8255;
 fn check(call: &'static str, code: i32) -> Result<(), AscendError> {
     match code {
         0 => Ok(()),
-        code => Err(AscendError { call, code, kind: AscendErrorKind::of_dcmi(code), message: words(code).to_owned() }),
+        code => {
+            Err(AscendError { call, code, kind: AscendErrorKind::from_dcmi(code), message: words(code).to_owned() })
+        }
     }
 }
 

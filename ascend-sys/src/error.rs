@@ -139,7 +139,7 @@ pub enum AscendErrorKind {
 
 impl AscendErrorKind {
     /// The kind of a code of the runtime, of an operation, or of the kernel shim (-1 to -3).
-    pub fn of(code: i32) -> Self {
+    pub fn from_code(code: i32) -> Self {
         match code {
             161_002 | 561_001 | 561_002 => Self::Refused,
             200_000 | 207_001 | 207_018 => Self::OutOfMemory,
@@ -181,7 +181,7 @@ impl AscendErrorKind {
     }
 
     /// The kind of a collective's result. That other ranks did not come in time (9) is a failure of the link to them.
-    pub fn of_hccl(code: i32) -> Self {
+    pub fn from_hccl(code: i32) -> Self {
         match code {
             1 | 2 => Self::Usage,
             3 | 24 => Self::OutOfMemory,
@@ -194,7 +194,7 @@ impl AscendErrorKind {
     }
 
     /// The kind of a result of the driver's management library.
-    pub fn of_dcmi(code: i32) -> Self {
+    pub fn from_dcmi(code: i32) -> Self {
         match code {
             -8001 | -8007 => Self::Usage,
             -8003 => Self::OutOfMemory,

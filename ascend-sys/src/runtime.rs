@@ -148,7 +148,7 @@ impl Runtime {
         if code == ACL_SUCCESS {
             return Ok(());
         }
-        Err(AscendError { call, code, kind: AscendErrorKind::of(code), message: self.recent_message() })
+        Err(AscendError { call, code, kind: AscendErrorKind::from_code(code), message: self.recent_message() })
     }
 
     /// The runtime's words for this thread's latest failure; reading clears them.

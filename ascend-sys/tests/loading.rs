@@ -84,6 +84,6 @@ fn codes_are_sorted_as_documented() {
     assert_eq!(documented.len(), 82);
     for code in (0..1000).flat_map(|n| [100_000, 107_000, 148_000, 200_000, 207_000, 500_000, 507_000].map(|b| b + n)) {
         let want = documented.get(&code).copied().unwrap_or(AscendErrorKind::Other);
-        assert_eq!(AscendErrorKind::of(code), want, "{code}");
+        assert_eq!(AscendErrorKind::from_code(code), want, "{code}");
     }
 }

@@ -30,7 +30,7 @@ impl OwnedBuffer {
     ///
     /// # Panics
     /// If the buffer is smaller.
-    pub fn first(&self, bytes: u64) -> Span {
+    pub fn prefix(&self, bytes: u64) -> Span {
         assert!(bytes <= self.bytes, "span of {bytes} in a buffer of {}", self.bytes);
         Span { buffer: self.id, offset: 0, bytes }
     }

@@ -2,6 +2,7 @@
 //!
 //! Every field acts. Unknown keys are refused when a configuration is read from a file, and nothing is clamped.
 
+use crate::num::to_u32;
 use serde::{Deserialize, Serialize};
 
 use crate::graph::{CompileError, CompileOptions, Numerics};
@@ -104,7 +105,7 @@ impl EngineConfig {
     pub fn validate(&self) -> Result<(), ParamError> {
         at_least("max_num_seqs", self.max_num_seqs, 1)?;
         if self.max_num_batched_tokens < self.max_num_seqs {
-            return Err(refuse(
+            return Err(ParamError::new(
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens,
                 format!("at least max_num_seqs ({}), so that every sequence gets a row a step", self.max_num_seqs),
@@ -116,18 +117,18 @@ impl EngineConfig {
         if let Some(size) = self.block_size
             && (size == 0 || size % 16 != 0)
         {
-            return Err(refuse("block_size", size, "a multiple of 16".to_owned()));
+            return Err(ParamError::new("block_size", size, "a multiple of 16".to_owned()));
         }
         match self.kv_cache {
             CacheBudget::Blocks(blocks) => at_least("kv_cache.blocks", blocks, 1)?,
-            CacheBudget::Bytes(0) => return Err(refuse("kv_cache.bytes", 0, "at least one block".to_owned())),
+            CacheBudget::Bytes(0) => return Err(ParamError::new("kv_cache.bytes", 0, "at least one block".to_owned())),
             CacheBudget::Bytes(_) | CacheBudget::Auto => {}
         }
         if self.numerics == Numerics::Exact
             && let Some(dtype) = self.kv_dtype
             && dtype != KvDType::F32
         {
-            return Err(refuse("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
+            return Err(ParamError::new("kv_dtype", format!("{dtype:?}"), "F32 with numerics `exact`".to_owned()));
         }
         self.compile.validate(self.numerics).map_err(|error| from_compile_error(&error))?;
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)?;
@@ -135,23 +136,23 @@ impl EngineConfig {
         if let Some(depth) = self.pipeline_depth
             && !(1..=MAX_PIPELINE_DEPTH).contains(&depth)
         {
-            return Err(refuse("pipeline_depth", depth, format!("1..={MAX_PIPELINE_DEPTH}")));
+            return Err(ParamError::new("pipeline_depth", depth, format!("1..={MAX_PIPELINE_DEPTH}")));
         }
         if let Some(threads) = self.threads {
-            at_least("threads", u32::try_from(threads).unwrap_or(u32::MAX), 1)?;
+            at_least("threads", to_u32(threads), 1)?;
         }
         Ok(())
     }
 }
 
 fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamError> {
-    if value < least { Err(refuse(field, value, format!("at least {least}"))) } else { Ok(()) }
+    if value < least { Err(ParamError::new(field, value, format!("at least {least}"))) } else { Ok(()) }
 }
 
 /// A refused option of the compiler, as a field of this configuration.
 fn from_compile_error(error: &CompileError) -> ParamError {
     let CompileError::Option { option, value, expected } = error else {
-        return refuse("compile", error, "options that can be compiled with".to_owned());
+        return ParamError::new("compile", error, "options that can be compiled with".to_owned());
     };
     let field = match *option {
         "opt_level" => "compile.opt_level",
@@ -163,12 +164,7 @@ fn from_compile_error(error: &CompileError) -> ParamError {
         "token_buckets" => "compile.token_buckets",
         other => other,
     };
-    refuse(field, value, (*expected).to_owned())
-}
-
-/// A [`ParamError`] about a field.
-pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: String) -> ParamError {
-    ParamError { field, value: value.to_string(), expected }
+    ParamError::new(field, value, (*expected).to_owned())
 }
 
 #[cfg(test)]

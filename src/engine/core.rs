@@ -9,6 +9,8 @@
 //! a step in which nothing is admitted, ends or is preempted allocates nothing (log-probabilities apart).
 
 use crate::engine::{Health, ModelLimits, StepReport};
+use crate::num::to_u32;
+use crate::sampler::ParamError;
 use std::sync::Arc;
 
 use crate::device::{Device, PeakRates};
@@ -18,7 +20,7 @@ use crate::scheduler::{NewSequence, Scheduler, SchedulerConfig, Tick};
 use crate::text::{ChatRenderer, Vocabulary};
 
 use super::clock::{Clock, elapsed_us};
-use super::config::{CacheBudget, EngineConfig, refuse};
+use super::config::{CacheBudget, EngineConfig};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
 use super::info::EngineInfo;
 use super::metrics::utilization::{Utilization, UtilizationWindow};
@@ -88,13 +90,13 @@ impl EngineCore {
         }
         let CacheBudget::Blocks(pool_blocks) = config.kv_cache else {
             let expected = "a number of blocks: only the builder of a device can settle bytes or `auto`".to_owned();
-            return Err(refuse("kv_cache", format!("{:?}", config.kv_cache), expected).into());
+            return Err(ParamError::new("kv_cache", format!("{:?}", config.kv_cache), expected).into());
         };
         let block_size = config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE);
         let max_model_len = config.max_model_len.unwrap_or(model.max_model_len);
         if pool_blocks.checked_mul(block_size).is_none() {
             let expected = format!("at most {} blocks of {block_size} tokens", u32::MAX / block_size);
-            return Err(refuse("kv_cache.blocks", pool_blocks, expected).into());
+            return Err(ParamError::new("kv_cache.blocks", pool_blocks, expected).into());
         }
 
         let scheduler = Scheduler::new(SchedulerConfig {
@@ -133,7 +135,7 @@ impl EngineCore {
         });
         let counters = Arc::new(Counters::default());
         let mut core = Self {
-            pipeline: Pipeline::with_room(
+            pipeline: Pipeline::with_capacity(
                 config.pipeline_depth.unwrap_or(1),
                 &config,
                 max_model_len.div_ceil(block_size),
@@ -253,12 +255,12 @@ impl EngineCore {
     fn run_step(&mut self) -> Result<StepReport, EngineError> {
         self.poll_requests(self.clock.now());
         let mut planned = PlanCounts::default();
-        while self.pipeline.has_room() && self.launch(&mut planned)? {}
+        while self.pipeline.has_capacity() && self.launch(&mut planned)? {}
         let mut report = match self.pipeline.pop() {
             Some(step) => self.complete_step(step)?,
             None => StepReport::default(),
         };
-        report.preempted = u32::try_from(planned.preempted).unwrap_or(u32::MAX);
+        report.preempted = to_u32(planned.preempted);
         self.detect_stall(report.sequences > 0 || planned.capped > 0)?;
         self.publish_metrics();
         Ok(report)
@@ -400,7 +402,7 @@ impl EngineCore {
         self.utilization = self.recent_steps.push(work);
         self.last_completed = end;
         let report = StepReport {
-            sequences: u32::try_from(step.chunks.len()).unwrap_or(u32::MAX),
+            sequences: to_u32(step.chunks.len()),
             rows: step.rows(),
             sampled_tokens: sampler.sampled_tokens(),
             finished: step.finished(),
@@ -510,18 +512,18 @@ fn resolve_config(
 ) -> Result<EngineConfig, BuildError> {
     config.validate()?;
     if model.max_logit_rows == 0 {
-        return Err(refuse("max_logit_rows", 0, "at least 1".to_owned()).into());
+        return Err(ParamError::new("max_logit_rows", 0, "at least 1".to_owned()).into());
     }
     let asked = config.max_model_len.unwrap_or(model.max_model_len);
     if asked > model.max_model_len || asked < 2 {
         let expected = format!("2..={}, the model's own limit", model.max_model_len);
-        return Err(refuse("max_model_len", asked, expected).into());
+        return Err(ParamError::new("max_model_len", asked, expected).into());
     }
     config.max_model_len = Some(asked);
     let depth = *config.pipeline_depth.get_or_insert(1);
     if depth > max_in_flight {
         let expected = format!("at most {max_in_flight}, the batches that the model's runner can have in flight");
-        return Err(refuse("pipeline_depth", depth, expected).into());
+        return Err(ParamError::new("pipeline_depth", depth, expected).into());
     }
     config.block_size = Some(config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE));
     Ok(config)

@@ -94,10 +94,6 @@ pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: 
     costs.into_iter().sum()
 }
 
-pub(super) fn to_u32(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
-}
-
 /// What the engine must know of the model behind its [`ModelExecutor`](crate::runner::ModelExecutor).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -24,6 +24,7 @@ mod request;
 mod step;
 mod thread;
 
+use crate::sampler::ParamError;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -98,7 +99,7 @@ impl Engine {
     pub fn generate(&self, prompt: impl Into<Prompt>, params: &SamplingParams) -> Result<String, GenerateError> {
         if params.n != 1 {
             let expected = "1: submit the request to get several answers".to_owned();
-            return Err(SubmitError::Param(config::refuse("n", params.n, expected)).into());
+            return Err(SubmitError::Param(ParamError::new("n", params.n, expected)).into());
         }
         let output = self.submit(Request::new(prompt).sampling(params.clone()))?.collect_output()?;
         Ok(output.choices.into_iter().next().map(|choice| choice.text).unwrap_or_default())
@@ -125,9 +126,9 @@ impl Engine {
     /// let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
     /// let peaks = engine.peak_rates().ok_or("a CPU measures its peaks")?;
     /// engine.generate("Once upon a time", &SamplingParams::greedy())?;
-    /// let window = engine.stats().window;
-    /// if let (Some(mfu), Some(mbu)) = (window.mfu(&peaks), window.mbu(&peaks)) {
-    ///     println!("last {} steps: MFU {:.1} %, MBU {:.1} %", window.steps, 100.0 * mfu, 100.0 * mbu);
+    /// let recent = engine.stats().utilization;
+    /// if let (Some(mfu), Some(mbu)) = (recent.mfu(&peaks), recent.mbu(&peaks)) {
+    ///     println!("last {} steps: MFU {:.1} %, MBU {:.1} %", recent.steps, 100.0 * mfu, 100.0 * mbu);
     /// }
     /// # Ok(())
     /// # }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::panic_message::panic_text;
+use crate::panic_message::panic_message;
 
 use super::core::EngineCore;
 use super::error::EngineError;
@@ -78,7 +78,7 @@ fn run(mut core: EngineCore) {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,
                 Err(panic) => {
-                    core.fail(&EngineError::Panicked { message: panic_text(panic.as_ref()) });
+                    core.fail(&EngineError::Panicked { message: panic_message(panic.as_ref()) });
                     break;
                 }
             },

@@ -2,8 +2,9 @@
 
 use super::{
     AttentionShape, Elem, Graph, LinearPart, Node, NormSpec, Op, RegisteredOp, RopeFrequencies, RopeStyle, RowDim,
-    Value, ValueId, Weight, WeightId, WeightRole, id32,
+    Value, ValueId, Weight, WeightId, WeightRole,
 };
+use crate::num::to_u32;
 
 /// Appends operations to a graph in topological order.
 #[derive(Debug, Default)]
@@ -30,7 +31,7 @@ impl GraphBuilder {
             self.graph.weights.push(weight);
             self.graph.weights.len() - 1
         });
-        WeightId(id32(index))
+        WeightId(to_u32(index))
     }
 
     /// The weight behind an id.
@@ -47,7 +48,7 @@ impl GraphBuilder {
     }
 
     fn push(&mut self, op: Op, inputs: Vec<ValueId>, tag: &str, rows: RowDim, cols: usize, elem: Elem) -> ValueId {
-        let id = ValueId(id32(self.graph.values.len()));
+        let id = ValueId(to_u32(self.graph.values.len()));
         let name = match self.layer {
             Some(layer) => format!("{tag}.{layer}"),
             None => tag.to_owned(),

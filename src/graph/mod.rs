@@ -59,11 +59,6 @@ impl RowStatus {
     }
 }
 
-/// An index as an id: graphs have far fewer than 2^32 values, weights and layers.
-pub(crate) fn id32(index: usize) -> u32 {
-    u32::try_from(index).unwrap_or(u32::MAX)
-}
-
 /// A value of the graph: written by exactly one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ValueId(pub u32);

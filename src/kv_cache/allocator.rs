@@ -14,12 +14,13 @@
 //! that fail change nothing. Taking and giving back blocks never allocates once a table is
 //! [reserved](BlockAllocator::reserve_table). No null block: the whole pool can be asked for by one sequence.
 
+use crate::num::to_u32;
 use std::sync::Arc;
 
 use super::id_map::IdMap;
 use super::lru::LruList;
 use super::prefix::{BlockContent, BlockRef, Lookup, PrefixHasher, PrefixHit, PrefixIndex};
-use super::{BlockId, SeqId, count};
+use super::{BlockId, SeqId};
 
 /// Why a call on the pool was refused. The pool is then as it was before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -149,12 +150,12 @@ impl BlockAllocator {
 
     /// Blocks in the pool, all of them usable.
     pub fn capacity(&self) -> u32 {
-        count(self.refs.len())
+        to_u32(self.refs.len())
     }
 
     /// Blocks that can be had: free ones and idle cached ones.
     pub fn available(&self) -> u32 {
-        count(self.free.len()) + self.idle.len()
+        to_u32(self.free.len()) + self.idle.len()
     }
 
     /// Blocks that hold `tokens` tokens.
@@ -181,8 +182,8 @@ impl BlockAllocator {
     /// Blocks an admission with this hit would take from [`available`](Self::available): new ones, and those of the hit
     /// that are idle now.
     pub fn admission_blocks(&self, hit: &PrefixHit, tokens: u32) -> u32 {
-        let idle = count(hit.blocks().filter(|&block| self.idle.contains(block)).count());
-        self.blocks_for(tokens).saturating_sub(count(hit.links.len())) + idle
+        let idle = to_u32(hit.blocks().filter(|&block| self.idle.contains(block)).count());
+        self.blocks_for(tokens).saturating_sub(to_u32(hit.links.len())) + idle
     }
 
     /// Gives a new sequence the hit's blocks and room for `tokens` tokens in all.
@@ -191,7 +192,7 @@ impl BlockAllocator {
             return Err(BlockError::SeqExists(seq));
         }
         let total = self.blocks_for(tokens);
-        let hits = count(hit.links.len());
+        let hits = to_u32(hit.links.len());
         if hits > total {
             return Err(BlockError::HitTooLong { hit_tokens: hit.tokens, tokens });
         }
@@ -245,8 +246,8 @@ impl BlockAllocator {
         from_token: u32,
         copies: &mut Vec<(BlockId, BlockId)>,
     ) -> Result<(), BlockError> {
-        let room = count(self.table(seq).len()) * self.block_size;
-        self.prepare_rows(seq, from_token, room, copies)
+        let capacity = to_u32(self.table(seq).len()) * self.block_size;
+        self.prepare_rows(seq, from_token, capacity, copies)
     }
 
     /// Before rows `from_token..tokens` are written: grows the sequence to `tokens` and makes those rows' blocks its own, in
@@ -263,7 +264,7 @@ impl BlockAllocator {
         let first = (from_token / self.block_size) as usize;
         let written = first.min(table.len())..wanted.clamp(first.min(table.len()), table.len());
         let shared = table[written.clone()].iter().filter(|block| self.refs[block.0 as usize] > 1).count();
-        self.require(count(shared + wanted.saturating_sub(table.len())))?;
+        self.require(to_u32(shared + wanted.saturating_sub(table.len())))?;
 
         for at in written {
             let old = self.seqs[&seq].table[at];
@@ -324,7 +325,7 @@ impl BlockAllocator {
                     index.insert(own, &content)
                 }
             };
-            held.chain = Chain { blocks: count(at) + 1, key, parent: link, broken: false };
+            held.chain = Chain { blocks: to_u32(at) + 1, key, parent: link, broken: false };
         }
     }
 
@@ -369,7 +370,7 @@ impl BlockAllocator {
     pub fn stats(&self) -> BlockStats {
         BlockStats {
             capacity_blocks: self.capacity(),
-            free_blocks: count(self.free.len()),
+            free_blocks: to_u32(self.free.len()),
             live_blocks: self.capacity() - self.available(),
             cached_blocks: self.idle.len(),
             queried_tokens: self.queried_tokens,

@@ -3,7 +3,8 @@
 //! A doubly linked list threaded through the pool: any block enters, leaves or is taken as the oldest in constant time,
 //! and no call allocates. A block is in it at most once.
 
-use super::{BlockId, count};
+use super::BlockId;
+use crate::num::to_u32;
 
 const NONE: u32 = u32::MAX;
 
@@ -66,6 +67,6 @@ impl LruList {
     }
 
     fn anchor(&self) -> u32 {
-        count(self.links.len() - 1)
+        to_u32(self.links.len() - 1)
     }
 }

@@ -19,10 +19,3 @@ pub struct SeqId(pub u64);
 /// One physical KV block, an index into the device's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
-
-/// A count of tokens, blocks or sequences as `u32`: pools and prompts are bounded by it where they are made.
-#[allow(clippy::cast_possible_truncation, reason = "bounded where it is made, see above")]
-pub(crate) const fn count(len: usize) -> u32 {
-    debug_assert!(len <= u32::MAX as usize);
-    len as u32
-}

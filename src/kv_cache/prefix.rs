@@ -8,10 +8,11 @@
 //! Invariants: a key names at most one block; a block has at most one key; a block that leaves the index takes its key
 //! along. Memory is reserved for the whole pool at the start: nothing here allocates later.
 
+use crate::num::to_u32;
 use std::sync::Arc;
 
+use super::BlockId;
 use super::id_map::IdMap;
-use super::{BlockId, count};
 
 /// Digest of one block's tokens under its parent's key.
 pub type BlockHashFn = fn(parent: u128, tokens: &[u32]) -> u128;
@@ -181,7 +182,7 @@ impl PrefixIndex {
     /// Walks from the root as far as whole blocks of `tokens` are known, never onto the last token.
     pub(super) fn walk(&self, tokens: &[u32], salt: &[u8], hit: &mut PrefixHit) {
         hit.reset(salt);
-        hit.queried_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        hit.queried_tokens = to_u32(tokens.len());
         hit.key = self.keyer.root(salt);
         let mut parent = BlockRef::ROOT;
         for chunk in tokens[..tokens.len().saturating_sub(1)].chunks_exact(self.block_size) {
@@ -191,7 +192,7 @@ impl PrefixIndex {
             };
             hit.links.push(link);
             hit.key = key;
-            hit.tokens += count(chunk.len());
+            hit.tokens += to_u32(chunk.len());
             parent = link;
         }
     }
@@ -247,7 +248,7 @@ impl PrefixIndex {
                 continue;
             }
             present += 1;
-            if self.by_key.get(&entry.key) != Some(&BlockId(count(at))) {
+            if self.by_key.get(&entry.key) != Some(&BlockId(to_u32(at))) {
                 return Err(format!("block {at} is published but its key leads elsewhere"));
             }
             if (entry.parent == BlockRef::ROOT) != entry.salt.is_some() {

@@ -85,7 +85,7 @@ pub enum ModelError {
 
 impl ModelError {
     /// Why a source did not hand out a tensor.
-    pub(super) fn of_tensor(name: &str, error: &WeightError) -> Self {
+    pub(super) fn from_tensor(name: &str, error: &WeightError) -> Self {
         match error {
             WeightError::MissingTensor { .. } => Self::MissingTensor { name: name.to_owned() },
             other => Self::UnusableTensor { name: name.to_owned(), reason: other.to_string() },

@@ -4,8 +4,9 @@ use super::error::invalid;
 use super::{ModelConfig, ModelError};
 use crate::graph::{
     AttentionShape, CustomSite, Graph, GraphBuilder, LinearPart, NormSpec, RegisteredOp, RopeFrequencies, ValueId,
-    Weight, WeightId, WeightRole, id32,
+    Weight, WeightId, WeightRole,
 };
+use crate::num::to_u32;
 use crate::weights::WeightSource;
 
 /// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
@@ -55,7 +56,7 @@ impl Decoder<'_> {
         x = self.customs_at(CustomSite::AfterEmbedding, x);
 
         for layer in 0..c.layers {
-            self.graph.set_layer(Some(id32(layer)));
+            self.graph.set_layer(Some(to_u32(layer)));
             let prefix = format!("model.layers.{layer}");
             let norm = self.norm(&format!("{prefix}.input_layernorm.weight"), c.hidden_size)?;
             let h = self.graph.rms_norm(x, norm, "attn_in");
@@ -65,7 +66,7 @@ impl Decoder<'_> {
             let h = self.graph.rms_norm(x_mid, norm, "mlp_in");
             let m = self.mlp(&prefix, h)?;
             x = self.graph.add(x_mid, m, "x_out");
-            x = self.customs_at(CustomSite::AfterLayer(id32(layer)), x);
+            x = self.customs_at(CustomSite::AfterLayer(to_u32(layer)), x);
         }
 
         self.graph.set_layer(None);
@@ -164,7 +165,7 @@ impl Decoder<'_> {
     }
 
     fn weight(&mut self, name: &str, shape: Vec<usize>, role: WeightRole) -> Result<WeightId, ModelError> {
-        let tensor = self.source.require(name).map_err(|error| ModelError::of_tensor(name, &error))?;
+        let tensor = self.source.require(name).map_err(|error| ModelError::from_tensor(name, &error))?;
         if tensor.shape != shape {
             return Err(ModelError::TensorShape { name: name.to_owned(), got: tensor.shape.to_vec(), expected: shape });
         }

@@ -175,7 +175,7 @@ impl BatchBuffers {
         let table_stride = staging.fill(input, shape.block_size);
         let (tokens, seqs, logit_rows) = (input.tokens.len(), input.q_lens.len(), input.logit_rows.len());
         let launch = LaunchShape { tokens, seqs, logit_rows, table_stride };
-        let words = |buffer: &OwnedBuffer, n: usize| buffer.first(4 * n as u64);
+        let words = |buffer: &OwnedBuffer, n: usize| buffer.prefix(4 * n as u64);
         let io = Bindings {
             token_ids: words(&self.token_ids, tokens),
             positions: words(&self.positions, tokens),
@@ -183,7 +183,7 @@ impl BatchBuffers {
             logit_rows: words(&self.logit_rows, logit_rows),
             logits: words(&self.logits, logit_rows * shape.vocab_size),
             argmax: words(&self.argmax, logit_rows),
-            row_status: self.row_status.first(tokens as u64),
+            row_status: self.row_status.prefix(tokens as u64),
             kv_pool,
         };
         let write = |span: Span, data: &[u32]| device.write(span, bytemuck::cast_slice(data), streams.prepare);
@@ -211,7 +211,8 @@ impl BatchBuffers {
             return Ok(());
         };
         device.wait(streams.output, launched_event)?;
-        let out = [row_status.first(io.row_status.bytes), argmax.first(io.argmax.bytes), logits.first(io.logits.bytes)];
+        let out =
+            [row_status.prefix(io.row_status.bytes), argmax.prefix(io.argmax.bytes), logits.prefix(io.logits.bytes)];
         device.copy(out[0], io.row_status, streams.output)?;
         if io.argmax.bytes > 0 {
             device.copy(out[1], io.argmax, streams.output)?;

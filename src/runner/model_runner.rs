@@ -7,6 +7,7 @@
 //! blocks, which is why [`ModelExecutor::collect`] is told of those that do not. Dropping the runner waits for what is in flight
 //! before any buffer is freed.
 
+use crate::num::to_u32;
 use crate::runner::RunnerShape;
 use std::sync::Arc;
 
@@ -210,7 +211,7 @@ impl ModelRunner {
         // Whoever looks for a row's largest logit and finds none wants to know why.
         for (at, only) in buffers.input.argmax_only.iter().enumerate().filter(|(_, only)| **only) {
             let lost = *only && host.argmax[at] == u32::MAX;
-            if let (true, Some(from)) = (lost, buffers.launched_logit_row(u32::try_from(at).unwrap_or(u32::MAX))) {
+            if let (true, Some(from)) = (lost, buffers.launched_logit_row(to_u32(at))) {
                 let into = &mut host.logits[at * vocab..][..vocab];
                 buffers.read_logits_in_place(device, from as usize * vocab, into)?;
             }
@@ -312,7 +313,7 @@ impl ModelRunner {
             if RowStatus::from_byte(statuses[bad]) == RowStatus::CustomOpFailed {
                 return None;
             }
-            let offset = u32::try_from(bad).unwrap_or(u32::MAX);
+            let offset = to_u32(bad);
             let position = kv_len - rows + offset;
             outcomes.push(SequenceOutcome { sequence: index, position, outcome: RowOutcome::Retried });
             Some(offset)
@@ -329,7 +330,7 @@ impl ModelRunner {
                 let status = RowStatus::from_byte(statuses[bad]);
                 let row = first_row + bad;
                 let custom = (status == RowStatus::CustomOpFailed).then(|| self.custom_failure(row)).flatten();
-                let position = kv_len - rows + u32::try_from(bad).unwrap_or(u32::MAX);
+                let position = kv_len - rows + to_u32(bad);
                 let outcome = RowOutcome::Failed { status, custom };
                 self.outcomes.push(SequenceOutcome { sequence, position, outcome });
             }
@@ -481,7 +482,7 @@ impl ModelExecutor for ModelRunner {
     }
 
     fn max_in_flight(&self) -> u32 {
-        u32::try_from(self.shape.max_in_flight).unwrap_or(u32::MAX)
+        to_u32(self.shape.max_in_flight)
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {

@@ -7,6 +7,7 @@
 //! Several batches may be in flight. They run when they are launched or, [deferred](ScriptedForward::deferred), not before
 //! somebody waits for them: as late as a device may, in the order of the launches.
 
+use crate::num::to_u32;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
@@ -237,7 +238,7 @@ impl ModelExecutor for ScriptedForward {
     }
 
     fn max_in_flight(&self) -> u32 {
-        u32::try_from(MAX_IN_FLIGHT).unwrap_or(u32::MAX)
+        to_u32(MAX_IN_FLIGHT)
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {
@@ -280,7 +281,7 @@ fn largest(logits: &[f32]) -> u32 {
             best = id;
         }
     }
-    u32::try_from(best).unwrap_or(u32::MAX)
+    to_u32(best)
 }
 
 fn mix(mut bits: u64) -> u64 {

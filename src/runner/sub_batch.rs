@@ -1,6 +1,7 @@
 //! Parts of a batch that run in another program than the rest.
 
 use super::ForwardInput;
+use crate::num::to_u32;
 
 /// Some rows of a batch as a batch of their own, and where they stand in the whole one.
 #[derive(Debug, Default)]
@@ -40,7 +41,7 @@ impl SubBatch {
                     let row = whole.logit_rows[wanted] as usize;
                     if row >= taken.start {
                         let here = before + row - taken.start;
-                        self.input.logit_rows.push(u32::try_from(here).unwrap_or(u32::MAX));
+                        self.input.logit_rows.push(to_u32(here));
                         self.logit_rows.push(wanted);
                     }
                 }

@@ -303,7 +303,7 @@ mod tests {
             let Some(best) = softmax::top_logit(&row) else { return Ok(()) };
             let Some(want) = plain(&row, &params) else { return Ok(()) };
             let mut filter = Filter::new(row.len());
-            let room = (filter.picks.capacity(), filter.keys.capacity());
+            let capacity = (filter.picks.capacity(), filter.keys.capacity());
             let kept = filter.narrow(&row, best, &params);
             let got = filter.kept(kept);
             let ids = |list: &[(u32, f64)]| list.iter().map(|e| e.0).collect::<Vec<_>>();
@@ -312,7 +312,7 @@ mod tests {
             for (got, want) in got.iter().zip(&want) {
                 prop_assert!((got.1 - want.1).abs() < 1e-5, "token {}: {} against {}", got.0, got.1, want.1);
             }
-            prop_assert_eq!(room, (filter.picks.capacity(), filter.keys.capacity()), "scratch grew");
+            prop_assert_eq!(capacity, (filter.picks.capacity(), filter.keys.capacity()), "scratch grew");
 
             // The draw is the token at which the running sum passes u.
             let drawn = filter.draw(kept, u);

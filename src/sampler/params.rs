@@ -112,6 +112,13 @@ pub struct ParamError {
     pub expected: String,
 }
 
+impl ParamError {
+    /// `field` holds `value`, which breaks a rule; `expected` says what would be right.
+    pub fn new(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
+        Self { field, value: value.to_string(), expected: expected.into() }
+    }
+}
+
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {
@@ -205,9 +212,9 @@ impl SamplingParams {
             require(self.min_tokens <= max, "min_tokens", self.min_tokens, || format!("at most max_tokens, {max}"))?;
         }
         // A prompt has at least one token.
-        let room = limits.max_model_len.saturating_sub(1);
-        require(self.min_tokens <= room, "min_tokens", self.min_tokens, || {
-            format!("at most {room}, the room the model has for output")
+        let capacity = limits.max_model_len.saturating_sub(1);
+        require(self.min_tokens <= capacity, "min_tokens", self.min_tokens, || {
+            format!("at most {capacity}, the room the model has for output")
         })
     }
 
@@ -255,7 +262,7 @@ fn require(
     value: impl Display,
     expected: impl FnOnce() -> String,
 ) -> Result<(), ParamError> {
-    if holds { Ok(()) } else { Err(ParamError { field, value: value.to_string(), expected: expected() }) }
+    if holds { Ok(()) } else { Err(ParamError::new(field, value, expected())) }
 }
 
 /// Reads `[[id, bias], …]` or, as the `OpenAI` API writes it, `{"id": bias, …}`.

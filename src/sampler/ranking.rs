@@ -42,7 +42,7 @@ pub(super) fn best_first(row: &[f32], count: usize, keys: &mut Vec<u64>) {
     if count == 0 {
         return;
     }
-    let room = count.saturating_mul(2).max(64).min(row.len());
+    let capacity = count.saturating_mul(2).max(64).min(row.len());
     // Of equal logits the earlier is better, so a token must beat the threshold, not meet it.
     let mut threshold = f32::NEG_INFINITY;
     for (run, logits) in row.chunks(RUN).enumerate() {
@@ -51,7 +51,7 @@ pub(super) fn best_first(row: &[f32], count: usize, keys: &mut Vec<u64>) {
         }
         for (at, &logit) in logits.iter().enumerate() {
             if logit > threshold {
-                if keys.len() == room {
+                if keys.len() == capacity {
                     keys.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
                     threshold = row[id(keys[count - 1]) as usize];
                     keys.truncate(count);
@@ -95,10 +95,10 @@ mod tests {
             all.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));
             all.truncate(count);
             let mut keys = Vec::with_capacity(row.len());
-            let room = keys.capacity();
+            let capacity = keys.capacity();
             best_first(&row, count, &mut keys);
             prop_assert_eq!(keys.iter().map(|&k| id(k)).collect::<Vec<_>>(), all);
-            prop_assert_eq!(keys.capacity(), room, "grew");
+            prop_assert_eq!(keys.capacity(), capacity, "grew");
         }
     }
 }

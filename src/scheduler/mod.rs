@@ -45,11 +45,12 @@ mod queue;
 mod schedule;
 mod sequence;
 
+use crate::num::to_u32;
 pub use plan::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
 
 use crate::kv_cache::id_map::IdMap;
-use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId, count};
+use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId};
 use in_flight::InFlightPlans;
 use queue::{QueueKey, WaitQueue};
 use sequence::{SeqState, SeqStatus, max_tokens_held};
@@ -427,8 +428,8 @@ impl Scheduler {
         }
         let (mut waiting, mut running) = (0, 0);
         for (seq, sequence) in &self.sequences {
-            let table = count(blocks.table(*seq).len());
-            let room = table * blocks.block_size();
+            let table = to_u32(blocks.table(*seq).len());
+            let space = table * blocks.block_size();
             match sequence.status {
                 SeqStatus::Waiting => {
                     waiting += 1;
@@ -445,8 +446,8 @@ impl Scheduler {
                     {
                         return Err(format!("{seq:?} runs without a running_seq"));
                     }
-                    if sequence.next_row() > room || sequence.computed >= sequence.len() {
-                        return Err(format!("{seq:?} has room for {room} tokens: {sequence:?}"));
+                    if sequence.next_row() > space || sequence.computed >= sequence.len() {
+                        return Err(format!("{seq:?} has room for {space} tokens: {sequence:?}"));
                     }
                     if sequence.next_row() >= sequence.len() + sequence.pending.max(1) {
                         return Err(format!("{seq:?} has rows of tokens that nobody draws: {sequence:?}"));

@@ -2,7 +2,8 @@
 
 use super::Placeholder;
 use super::queue::QueueKey;
-use crate::kv_cache::{BlockAllocator, count};
+use crate::kv_cache::BlockAllocator;
+use crate::num::to_u32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SeqStatus {
@@ -46,7 +47,7 @@ pub(super) struct SeqState {
 
 impl SeqState {
     pub fn len(&self) -> u32 {
-        count(self.tokens.len())
+        to_u32(self.tokens.len())
     }
 
     /// Where its next row stands.
@@ -73,16 +74,16 @@ impl SeqState {
     }
 
     /// Most rows from `start` on, at most `rows`, that want at most `room` rows of logits.
-    pub fn rows_within(&self, start: u32, rows: u32, room: u32) -> u32 {
+    pub fn rows_within(&self, start: u32, rows: u32, space: u32) -> u32 {
         let end = start + rows;
         let wanted = self.prompt_logits(start, end);
         let samples = u32::from(end == self.schedulable_len());
-        if wanted + samples <= room {
+        if wanted + samples <= space {
             return rows;
         }
-        if wanted > room {
+        if wanted > space {
             let first = self.logits_from.map_or(start, |from| from.max(start));
-            return first + room - start;
+            return first + space - start;
         }
         // All but the row that samples.
         rows - 1

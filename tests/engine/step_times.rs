@@ -130,27 +130,27 @@ impl ModelExecutor for Timed {
 fn a_window_has_the_shares_that_one_counts_by_hand() {
     let rig = Rig::new(50, 64);
     let mut core = rig.core(Timed { model: rig.hashed(), clock: rig.clock.clone() });
-    assert_eq!(core.stats().window, Utilization::default());
-    assert_eq!((core.stats().window.mfu(&PEAKS), core.peak_rates()), (None, None));
+    assert_eq!(core.stats().utilization, Utilization::default());
+    assert_eq!((core.stats().utilization.mfu(&PEAKS), core.peak_rates()), (None, None));
 
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
     let handle = core.submit(Request::tokens(vec![3; 20]).sampling(params)).unwrap();
     core.step().unwrap();
-    let prefill = core.stats().window;
+    let prefill = core.stats().utilization;
     assert_eq!((prefill.steps, prefill.elapsed_us, prefill.bytes), (1, 2_000, 1_000));
     assert_eq!((prefill.flops, prefill.int8_flops), (1_800_000, 1_600_000));
     drain(&mut core);
     drop(handle);
     // Two more tokens, a row each. A row takes 10 us in f32 and 20 us in int8 at the peaks; a step's bytes 20 us.
-    let window = core.stats().window;
+    let window = core.stats().utilization;
     assert_eq!((window.steps, window.elapsed_us, window.bytes), (3, 2_200, 3_000));
     let close = |share: Option<f64>, expected: f64| (share.unwrap() - expected).abs() < 1e-12;
     assert!(close(window.mfu(&PEAKS), 30.0 / 100.0), "{window:?}");
     assert!(close(window.mbu(&PEAKS), 60.0 / 2_200.0), "{window:?}");
     // A step with nothing to compute is none.
     core.step().unwrap();
-    assert_eq!(core.stats().window, window);
+    assert_eq!(core.stats().utilization, window);
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
         core.step().unwrap();
     }
     drop(handle);
-    let window = core.stats().window;
+    let window = core.stats().utilization;
     assert!((1..=5).contains(&window.steps) && window.elapsed_us > 0, "{window:?}");
     assert!(0 < window.int8_flops && window.int8_flops < window.flops, "{window:?}");
     // Each step reads the weights, and each row multiplies with them.

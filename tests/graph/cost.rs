@@ -99,7 +99,7 @@ fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> 
 /// `q8_0` block of 32 is 34.
 #[test]
 fn steps_cost_what_one_counts_by_hand() {
-    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
     assert_eq!(
         shape,
         CostShape { tokens: 3, logit_rows: 1, seqs: 1, attended_tokens: 3 + 4 + 5, kv_tokens: 5, kv_element_bytes: 2 }
@@ -148,7 +148,7 @@ fn steps_cost_what_one_counts_by_hand() {
 
 #[test]
 fn fused_steps_cost_the_same_work_and_move_less() {
-    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
     let costs = |fusion| {
         let plan = plan(&small_graph(1, None), Numerics::Exact, fusion);
         plan.costs_by_op(&plan.step_costs(&shape))
@@ -166,7 +166,7 @@ fn fused_steps_cost_the_same_work_and_move_less() {
 /// Two layers and three rows, in which the products with the three matrices of the MLP are int8.
 #[test]
 fn integer_operations_are_counted_apart() {
-    let shape = CostShape::of_batch(&[3], &[5], 1, None, 2);
+    let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
     let attention = 6240 + 2 * 3 * 2 * 16 * 32 + 3 * 3 * 8 * 6 + 12 * 4 * 2 * 16 + 3 * 2 * 32 * 32;
     let (gate_up, down) = (2 * 3 * 2 * 64 * 32, 3 * 2 * 32 * 64);
     // Two norms, two sums, the activation and its product.
@@ -316,8 +316,8 @@ proptest! {
         prop_assert_eq!(shown_tokens(&q_lens, &kv_lens, window), shown);
 
         // Without the single rows, a windowed shape is no less than the exact one.
-        let exact = CostShape::of_batch(&q_lens, &kv_lens, 0, window, 2);
-        let bound = CostShape::of_batch(&q_lens, &kv_lens, 0, None, 2).within(window);
+        let exact = CostShape::from_batch(&q_lens, &kv_lens, 0, window, 2);
+        let bound = CostShape::from_batch(&q_lens, &kv_lens, 0, None, 2).within(window);
         prop_assert!(bound.attended_tokens >= attended && bound.kv_tokens >= shown);
         if q_lens.len() == 1 && q_lens[0] == 1 {
             prop_assert_eq!(bound, exact);

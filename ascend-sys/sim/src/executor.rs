@@ -144,7 +144,7 @@ pub(crate) fn launch(
         if !*lock(&taken.is_repeatable) {
             EXECUTORS.remove(executor, OP_INNER_NULL)?;
         }
-        let stream = Stream::of(stream).map_err(inside)?;
+        let stream = Stream::from_handle(stream).map_err(inside)?;
         let prepared = lock(&taken.prepared);
         let needed = prepared.workspace_bytes;
         rule!(workspace_bytes >= needed, OP_INVALID, "a workspace of {workspace_bytes} bytes; {needed} are needed");

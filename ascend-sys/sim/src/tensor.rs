@@ -25,7 +25,7 @@ pub(crate) enum Elem {
 }
 
 impl Elem {
-    pub(crate) fn of(code: i32) -> Option<Self> {
+    pub(crate) fn from_code(code: i32) -> Option<Self> {
         Some(match code {
             0 => Self::F32,
             1 => Self::F16,
@@ -167,7 +167,7 @@ pub(crate) fn describe(
     }
     let view = View {
         address,
-        elem: Elem::of(elem)?,
+        elem: Elem::from_code(elem)?,
         format,
         dims: sizes(dims)?,
         strides: sizes(strides)?,

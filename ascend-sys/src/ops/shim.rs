@@ -161,7 +161,7 @@ pub(crate) fn check(runtime: &Runtime, status: Status) -> Result<(), AscendError
     let message = if is_own { String::new() } else { runtime.recent_message() };
     let inner = runtime.last_error().filter(|&code| status.code == OP_RUNTIME_ERROR && code != 0);
     let code = inner.unwrap_or(status.code);
-    Err(AscendError { call, code, kind: AscendErrorKind::of(code), message })
+    Err(AscendError { call, code, kind: AscendErrorKind::from_code(code), message })
 }
 
 /// A literal of the shim: names of C functions, which are ASCII.

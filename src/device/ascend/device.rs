@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::num::to_u32;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -273,7 +274,7 @@ fn caps(info: &[CardInfo], cards: &[u32], library: &std::path::Path) -> DeviceCa
         [card] => format!("card {card}, {gib:.1} GiB"),
         _ => format!("cards {cards:?}, {gib:.1} GiB each"),
     };
-    let count = u32::try_from(cards.len()).unwrap_or(u32::MAX);
+    let count = to_u32(cards.len());
     DeviceCaps {
         name: "ascend",
         description: format!("{chip}, {cards_named}, {cann}, {}", library.display()),
@@ -598,7 +599,7 @@ impl Device for AscendDevice {
         self.workers.broadcast().push(|rank, shared| {
             let mut list = shared.list();
             pairs_list(pairs, &mut list);
-            let index = u32::try_from(rank).unwrap_or(u32::MAX);
+            let index = to_u32(rank);
             let cache = KvShard::for_rank(geometry, TpRank { index, of });
             Command::CopyBlocks { cache, src: src_pool, dst: dst_pool, pairs: list, on }
         })

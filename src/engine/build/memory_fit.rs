@@ -9,11 +9,13 @@
 //! Everything that was loaded before is given back first. A device that shares the host's memory gets no second try: there
 //! the request itself is wrong, or other programs are in the way.
 
+use crate::num::to_u32;
+use crate::sampler::ParamError;
 use std::sync::Arc;
 
 use super::programs::Plans;
 use crate::device::{Device, DeviceError, KvLayout, OwnedWeights};
-use crate::engine::config::{CacheBudget, EngineConfig, refuse};
+use crate::engine::config::{CacheBudget, EngineConfig};
 use crate::engine::error::BuildError;
 use crate::graph::{Bucket, CompileError, Graph};
 use crate::kv_cache::KvGeometry;
@@ -105,7 +107,7 @@ impl MemoryFit<'_> {
                 {
                     may_halve = false;
                     let reason = match &error {
-                        BuildError::Compile(CompileError::Memory(room)) => room.to_string(),
+                        BuildError::Compile(CompileError::Memory(space)) => space.to_string(),
                         other => std::error::Error::source(other).map_or(String::new(), ToString::to_string),
                     };
                     notes.push(format!("max_num_batched_tokens is {halved} instead of {rows}: {reason}"));
@@ -163,20 +165,20 @@ impl MemoryFit<'_> {
         let (blocks, budget_bytes) = match config.kv_cache {
             CacheBudget::Blocks(blocks) if u64::from(blocks) > most_countable => {
                 let expected = format!("at most {most_countable} blocks of {block_size} tokens");
-                return Err(refuse("kv_cache.blocks", blocks, expected).into());
+                return Err(ParamError::new("kv_cache.blocks", blocks, expected).into());
             }
             CacheBudget::Blocks(blocks) => (u64::from(blocks), u64::from(blocks) * block_bytes),
             CacheBudget::Bytes(bytes) => ((bytes / block_bytes).min(most_countable), bytes),
             CacheBudget::Auto => {
                 let free = self.auto_bytes();
-                let room = (free / block_bytes).saturating_sub(self.layout.reserved_blocks);
-                (room.min(most_blocks).min(most_useful).min(most_countable), free)
+                let space = (free / block_bytes).saturating_sub(self.layout.reserved_blocks);
+                (space.min(most_blocks).min(most_useful).min(most_countable), free)
             }
         };
         if blocks == 0 {
             return Err(self.out_of_memory(budget_bytes, plans, block_bytes));
         }
-        Ok(u32::try_from(blocks).unwrap_or(u32::MAX))
+        Ok(to_u32(usize::try_from(blocks).unwrap_or(usize::MAX)))
     }
 
     /// Bytes that the KV cache may take where nobody says, with the weights and programs in place.

@@ -5,15 +5,17 @@ pub(super) mod programs;
 pub(super) mod text_assets;
 pub(super) mod warm_up;
 
-use crate::engine::info::{prompt_cost, to_u32};
+use crate::engine::info::prompt_cost;
 use crate::engine::{EngineInfo, LoadProgress};
+use crate::num::to_u32;
+use crate::sampler::ParamError;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::config::{EngineConfig, refuse};
+use super::config::EngineConfig;
 use super::core::EngineCore;
 use super::error::BuildError;
 use super::info::ModelLimits;
@@ -251,7 +253,7 @@ fn resolve_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u
     let len = config.max_model_len.unwrap_or(longest);
     if len > longest {
         let expected = format!("at most the {longest} positions the model was made for");
-        return Err(refuse("max_model_len", len, expected).into());
+        return Err(ParamError::new("max_model_len", len, expected).into());
     }
     config.max_model_len = Some(len);
     Ok(len)
@@ -267,13 +269,13 @@ fn resolve_geometry(
     let caps = device.caps();
     if config.numerics == Numerics::Exact && !caps.retry_f32 {
         let expected = format!("`fast`: device {} has no plans with f32 activations", caps.name);
-        return Err(refuse("numerics", "exact", expected).into());
+        return Err(ParamError::new("numerics", "exact", expected).into());
     }
     let block_size = config.block_size.map_or(caps.default_block_size, |size| size as usize);
     if !block_size.is_multiple_of(caps.block_size_step) || block_size > caps.max_block_size {
         let expected =
             format!("a multiple of {} up to {} on device {}", caps.block_size_step, caps.max_block_size, caps.name);
-        return Err(refuse("block_size", block_size, expected).into());
+        return Err(ParamError::new("block_size", block_size, expected).into());
     }
     let of_numerics = || match config.numerics {
         Numerics::Exact => KvDType::F32,
@@ -282,7 +284,7 @@ fn resolve_geometry(
     let dtype = config.kv_dtype.or_else(|| device.kv_dtype(&graph.weights)).unwrap_or_else(of_numerics);
     if !caps.kv_dtypes.contains(&dtype) {
         let expected = format!("one of {:?} on device {}", caps.kv_dtypes, caps.name);
-        return Err(refuse("kv_dtype", format!("{dtype:?}"), expected).into());
+        return Err(ParamError::new("kv_dtype", format!("{dtype:?}"), expected).into());
     }
     config.block_size = Some(to_u32(block_size));
     config.kv_dtype = Some(dtype);
@@ -299,7 +301,7 @@ fn resolve_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, Buil
     } else {
         return Ok(ranks);
     };
-    Err(refuse("tensor_parallel_size", ranks, expected).into())
+    Err(ParamError::new("tensor_parallel_size", ranks, expected).into())
 }
 
 /// Names everything that changes what a KV block of this engine holds.

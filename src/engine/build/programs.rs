@@ -4,12 +4,13 @@
 //! Buckets: a batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes the
 //! whole bucket, and what it adds is no row of anybody; others run the `r` rows, and have one bucket unless told otherwise.
 
+use crate::num::to_u32;
 use std::sync::Arc;
 
 use crate::device::{Device, DeviceCaps, OwnedProgram, OwnedWeights};
-use crate::engine::config::{EngineConfig, refuse};
+use crate::engine::config::EngineConfig;
 use crate::engine::error::BuildError;
-use crate::engine::info::{BucketInfo, to_u32};
+use crate::engine::info::BucketInfo;
 use crate::graph::passes::shard;
 use crate::graph::{
     ActivationType, Bucket, CompileError, CompileOptions, CostRates, Graph, Op, OverflowPolicy, Plan, Precision,
@@ -58,7 +59,7 @@ pub(crate) fn resolve_overflow(options: &mut CompileOptions, caps: &DeviceCaps) 
         OverflowPolicy::RetryF32 if caps.clamps => "`error` or `clamp`",
         _ => "`error`",
     };
-    Err(refuse("compile.overflow", policy.name(), format!("{others}: on device {} {lacks}", caps.name)))
+    Err(ParamError::new("compile.overflow", policy.name(), format!("{others}: on device {} {lacks}", caps.name)))
 }
 
 impl Plans {
@@ -73,7 +74,7 @@ impl Plans {
         let f32_asked = options.precision_overrides.values().chain(&options.precision).any(|p| *p == Precision::F32);
         if f32_asked && !device.caps().retry_f32 {
             let expected = format!("`mix`, `f16` or `bf16`: device {} has no f32 activations", device.caps().name);
-            return Err(refuse("compile.precision", "f32", expected).into());
+            return Err(ParamError::new("compile.precision", "f32", expected).into());
         }
         let of_ranks = |options: &CompileOptions, bucket: Bucket| {
             graphs

@@ -160,7 +160,7 @@ impl Counters {
             finished_error: finished(Ending::Error),
             time_to_first_token: self.time_to_first_token.snapshot(),
             step_time: self.step_time.snapshot(),
-            window: *self.utilization.lock(),
+            utilization: *self.utilization.lock(),
         }
     }
 }
@@ -249,7 +249,7 @@ pub struct Stats {
     /// Steps from plan to publication.
     pub step_time: TimeHistogram,
     /// What the last steps computed, and in what time.
-    pub window: Utilization,
+    pub utilization: Utilization,
 }
 
 impl Stats {

@@ -4,6 +4,7 @@
 //! not fetched yet) and the count of requests that wait. It never
 //! touches the device, the scheduler or a running request.
 
+use crate::sampler::ParamError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -18,7 +19,6 @@ use super::handle::RequestHandle;
 use super::mailbox::Mailbox;
 use super::{Prompt, Request, RequestId};
 use crate::engine::clock::{Clock, micros};
-use crate::engine::config::refuse;
 use crate::engine::error::{EngineError, SubmitError};
 use crate::text::ChatRenderer;
 
@@ -195,13 +195,13 @@ impl Admission {
         params.validate(&limits.params)?;
         if request.priority != 0 && limits.policy != SchedulePolicy::Priority {
             let expected = "0: the engine's policy is first come, first served".to_owned();
-            return Err(refuse("priority", request.priority, expected).into());
+            return Err(ParamError::new("priority", request.priority, expected).into());
         }
         let prompt = self.encode(&request.prompt)?;
         let prompt_tokens = self.check_prompt(&prompt, params)?;
-        let room = limits.params.max_model_len - prompt_tokens;
+        let space = limits.params.max_model_len - prompt_tokens;
         Ok(CheckedRequest {
-            max_tokens: params.max_tokens.map_or(room, |asked| asked.min(room)),
+            max_tokens: params.max_tokens.map_or(space, |asked| asked.min(space)),
             bad_words: self.bad_words(&params.bad_words)?,
             prompt: prompt.into(),
         })
@@ -210,7 +210,7 @@ impl Admission {
     fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, SubmitError> {
         let vocabulary = || {
             let expected = "token ids: the engine has no vocabulary".to_owned();
-            self.vocabulary.as_deref().ok_or_else(|| refuse("prompt", "text", expected))
+            self.vocabulary.as_deref().ok_or_else(|| ParamError::new("prompt", "text", expected))
         };
         let encode = |text: &str, add_special| {
             let failed = |reason| SubmitError::Encode { reason };
@@ -221,7 +221,7 @@ impl Admission {
             Prompt::Text(text) => encode(text, true),
             Prompt::Chat(messages) => {
                 let expected = "token ids or text: the engine has no chat template".to_owned();
-                let chat = self.chat.as_deref().ok_or_else(|| refuse("prompt", "chat messages", expected))?;
+                let chat = self.chat.as_deref().ok_or_else(|| ParamError::new("prompt", "chat messages", expected))?;
                 let text = chat.render(messages).map_err(|reason| SubmitError::Render { reason })?;
                 // The template spells out the special tokens itself.
                 let failed = |reason| SubmitError::Encode { reason };
@@ -235,21 +235,21 @@ impl Admission {
         let limits = &self.limits;
         let vocab_size = limits.params.vocab_size;
         if prompt.is_empty() {
-            return Err(refuse("prompt", "no tokens", "at least one token".to_owned()).into());
+            return Err(ParamError::new("prompt", "no tokens", "at least one token".to_owned()).into());
         }
         if let Some(id) = prompt.iter().find(|&&id| id >= vocab_size) {
             let expected = format!("ids below {vocab_size}, the size of the model's vocabulary");
-            return Err(refuse("prompt", id, expected).into());
+            return Err(ParamError::new("prompt", id, expected).into());
         }
         let limit_tokens = limits.params.max_model_len - 1;
         let prompt_tokens = match u32::try_from(prompt.len()) {
             Ok(tokens) if tokens <= limit_tokens => tokens,
             _ => return Err(SubmitError::TooLong { prompt_tokens: prompt.len(), limit_tokens }),
         };
-        let room = limits.params.max_model_len - prompt_tokens;
-        if params.min_tokens > room {
-            let expected = format!("at most {room}, the room behind a prompt of {prompt_tokens} tokens");
-            return Err(refuse("min_tokens", params.min_tokens, expected).into());
+        let space = limits.params.max_model_len - prompt_tokens;
+        if params.min_tokens > space {
+            let expected = format!("at most {space}, the room behind a prompt of {prompt_tokens} tokens");
+            return Err(ParamError::new("min_tokens", params.min_tokens, expected).into());
         }
         let needed_blocks = prompt_tokens.div_ceil(limits.block_size);
         if needed_blocks > limits.pool_blocks {
@@ -267,7 +267,7 @@ impl Admission {
             let bare = vocabulary.encode(word, false).map_err(|reason| SubmitError::Encode { reason })?;
             if bare.is_empty() {
                 let quoted = word.chars().take(QUOTED_CHARS).collect::<String>();
-                return Err(refuse("bad_words", quoted, "texts of at least one token".to_owned()).into());
+                return Err(ParamError::new("bad_words", quoted, "texts of at least one token".to_owned()).into());
             }
             let behind_blank = vocabulary.encode(&format!(" {}", word.trim_start()), false).unwrap_or_default();
             for ids in [bare, behind_blank] {

@@ -4,6 +4,7 @@
 //! `async`, as a stream. Dropping it cancels the request: it is gone, with its blocks, before the next step is planned.
 //! The handle does not keep the engine alive; when the engine ends, its last item is an error.
 
+use crate::num::to_u32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -205,7 +206,7 @@ impl Gathered {
     fn finish(mut self, id: RequestId, prompt_token_ids: Vec<u32>, reasons: &mut [Option<FinishReason>]) -> Output {
         let prompt = self.choices.first_mut().and_then(|choice| choice.prompt.take());
         let mut usage = Usage {
-            prompt_tokens: u32::try_from(prompt_token_ids.len()).unwrap_or(u32::MAX),
+            prompt_tokens: to_u32(prompt_token_ids.len()),
             cached_tokens: prompt.as_ref().map_or(0, |prompt| prompt.cached_tokens),
             generated_tokens: 0,
             time_to_first_token: prompt.as_ref().map(|prompt| prompt.time_to_first_token),
@@ -214,7 +215,7 @@ impl Gathered {
             .choices
             .into_iter()
             .map(|whole| {
-                usage.generated_tokens += u32::try_from(whole.token_ids.len()).unwrap_or(u32::MAX);
+                usage.generated_tokens += to_u32(whole.token_ids.len());
                 Choice {
                     index: whole.index,
                     text: whole.text,

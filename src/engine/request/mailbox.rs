@@ -6,6 +6,7 @@
 //! State of a choice: open → (news)* → finished. An error ends all choices of the request; news that came before it are
 //! read before it.
 
+use crate::num::to_u32;
 use std::time::{Duration, Instant};
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -236,7 +237,7 @@ impl Buffered {
     /// Copies out rather than moving, so that the room reserved at admission stays with the engine.
     fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
         let delta = Delta {
-            index: u32::try_from(index).unwrap_or(u32::MAX),
+            index: to_u32(index),
             text: self.text.clone(),
             token_ids: self.token_ids.clone(),
             logprobs: self.wants_logprobs.then(|| self.logprobs.clone()),

@@ -3,6 +3,7 @@
 //! Owns what the loop knows of a request and tells its mailbox what happens. A request is here from the moment the loop
 //! fetched it until its last choice has ended.
 
+use crate::num::to_u32;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -88,7 +89,7 @@ impl ActiveRequests {
         let active = ActiveRequest {
             mailbox: admitted.mailbox,
             params: admitted.params,
-            prompt_tokens: u32::try_from(admitted.prompt.len()).unwrap_or(u32::MAX),
+            prompt_tokens: to_u32(admitted.prompt.len()),
             max_tokens: admitted.max_tokens,
             bad_words: admitted.bad_words,
             seed: admitted.seed,

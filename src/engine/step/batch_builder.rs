@@ -1,5 +1,6 @@
 //! Turns planned chunks into a batch for the model.
 
+use crate::num::to_u32;
 use std::ops::Range;
 
 use crate::kv_cache::{BlockAllocator, SeqId};
@@ -38,7 +39,7 @@ pub(crate) struct BatchBuilder {
 }
 
 impl BatchBuilder {
-    pub fn with_room(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
+    pub fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
         Self {
             input: ForwardInput::with_capacity(tokens, seqs, table_blocks, wanted),
             logit_requests: Vec::with_capacity(wanted),
@@ -66,7 +67,7 @@ impl BatchBuilder {
         self.sampled_rows.clear();
         for (index, chunk) in chunks.iter().enumerate() {
             let end = chunk.start + chunk.len;
-            let offset = index_of(self.input.tokens.len());
+            let offset = to_u32(self.input.tokens.len());
             if let Some((ticket, logit_row)) = chunk.placeholder.and_then(&source) {
                 self.input.tokens.push(0);
                 self.input.deferred.push(DeferredToken { row: offset, batch_id: ticket, logit_row });
@@ -96,7 +97,7 @@ impl BatchBuilder {
             if chunk.samples {
                 let takes_best = requests.get(chunk.seq).is_some_and(|(_, active)| active.is_argmax_only);
                 want(end - 1, LogitUse::Sample, takes_best);
-                self.sampled_rows.push(Some(index_of(self.logit_requests.len() - 1)));
+                self.sampled_rows.push(Some(to_u32(self.logit_requests.len() - 1)));
             } else {
                 self.sampled_rows.push(None);
             }
@@ -116,8 +117,4 @@ fn prompt_rows(chunk: &Chunk, scheduler: &Scheduler, requests: &ActiveRequests) 
     // The last prompt row predicts the first output token, which is drawn, not looked up.
     let end = (chunk.start + chunk.len).min(scheduler.prompt_len(chunk.seq).saturating_sub(1));
     requests.prompt_rows_from(chunk.seq).map_or(end..end, |from| from.max(chunk.start)..end)
-}
-
-fn index_of(len: usize) -> u32 {
-    u32::try_from(len).unwrap_or(u32::MAX)
 }

@@ -10,6 +10,7 @@
 //!
 //! Text that was held back is flushed at every end except a matched stop string, which cuts it.
 
+use crate::num::to_u32;
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
 use crate::text::{Detokenizer, Vocabulary};
 
@@ -92,7 +93,7 @@ impl ChoiceState {
 
     /// Position of the first prompt row whose logits are still wanted; `None` if none are.
     pub fn prompt_rows_from(&self) -> Option<u32> {
-        self.prompt_logprobs.as_ref().map(|done| u32::try_from(done.len()).unwrap_or(u32::MAX))
+        self.prompt_logprobs.as_ref().map(|done| to_u32(done.len()))
     }
 
     pub fn reserve_prompt_logprobs(&mut self, tokens: usize, top: usize) {

@@ -13,6 +13,7 @@
 //! void rows; nothing of these is looked at. An error in a step ends the engine, and those behind it with it: nothing of
 //! them is published.
 
+use crate::num::to_u32;
 use std::collections::VecDeque;
 
 use crate::graph::Cost;
@@ -52,7 +53,13 @@ pub(crate) struct Pipeline {
 
 impl Pipeline {
     /// Reserves what the steps of `depth` plans need.
-    pub fn with_room(depth: u32, config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
+    pub fn with_capacity(
+        depth: u32,
+        config: &EngineConfig,
+        longest_blocks: u32,
+        pool_blocks: u32,
+        max_rows: u32,
+    ) -> Self {
         let depth = depth as usize;
         let spare =
             (0..depth).map(|_| InFlightStep::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
@@ -60,7 +67,7 @@ impl Pipeline {
     }
 
     /// Whether one more step may be launched.
-    pub fn has_room(&self) -> bool {
+    pub fn has_capacity(&self) -> bool {
         self.in_flight.len() < self.depth
     }
 
@@ -119,7 +126,7 @@ impl InFlightStep {
             chunks: Vec::with_capacity(seqs),
             output: StepOutput { results: Vec::with_capacity(seqs) },
             stale: Vec::with_capacity(seqs),
-            batch: BatchBuilder::with_room(rows, seqs, tables, seqs.min(max_rows as usize)),
+            batch: BatchBuilder::with_capacity(rows, seqs, tables, seqs.min(max_rows as usize)),
             ..Self::default()
         }
     }
@@ -149,6 +156,6 @@ impl InFlightStep {
     /// Choices that end on this step.
     pub fn finished(&self) -> u32 {
         let ends = |(result, void): &(&SeqResult, &bool)| result.finished && !**void;
-        u32::try_from(self.output.results.iter().zip(&self.stale).filter(ends).count()).unwrap_or(u32::MAX)
+        to_u32(self.output.results.iter().zip(&self.stale).filter(ends).count())
     }
 }

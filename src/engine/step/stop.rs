@@ -10,6 +10,8 @@
 //!                  sent              held      state = length of the held suffix, as a node of the trie
 //! ```
 
+use crate::num::to_u32;
+
 /// A node of the trie over all stops; node 0 is the root (nothing matched).
 #[derive(Clone, Debug, Default)]
 struct Node {
@@ -46,14 +48,14 @@ impl StopChecker {
                     at = next;
                     continue;
                 }
-                let next = index_u32(nodes.len());
+                let next = to_u32(nodes.len());
                 let depth_bytes = nodes[at as usize].depth_bytes + 1;
                 nodes.push(Node { depth_bytes, ..Node::default() });
                 nodes[at as usize].children.push((byte, next));
                 at = next;
             }
             if at != 0 && nodes[at as usize].ends.is_none() {
-                nodes[at as usize].ends = Some(index_u32(index));
+                nodes[at as usize].ends = Some(to_u32(index));
             }
         }
         link_fallbacks(&mut nodes);
@@ -128,10 +130,6 @@ pub fn default_stop_ids(generation: &[u32], config: &[u32], tokenizer: &[u32]) -
     ids.sort_unstable();
     ids.dedup();
     ids
-}
-
-fn index_u32(index: usize) -> u32 {
-    u32::try_from(index).unwrap_or(u32::MAX)
 }
 
 fn child(nodes: &[Node], at: u32, byte: u8) -> Option<u32> {

@@ -2,7 +2,8 @@
 //! computes exactly the operations of the plain one, in the same order of additions.
 
 use super::OpSet;
-use crate::graph::{ActivationType, AttentionSchedules, Graph, Node, Op, ValueId, id32};
+use crate::graph::{ActivationType, AttentionSchedules, Graph, Node, Op, ValueId};
+use crate::num::to_u32;
 
 /// How often each rule fired; a rule that is on and never fires is worth a look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -208,7 +209,7 @@ impl Rewriter {
         for id in nodes.iter().flat_map(|node| node.inputs.iter().chain(&node.outputs)) {
             kept[id.0 as usize].get_or_insert_with(|| {
                 values.push(self.graph.values[id.0 as usize].clone());
-                ValueId(id32(values.len() - 1))
+                ValueId(to_u32(values.len() - 1))
             });
         }
         let renumber = |ids: &[ValueId]| ids.iter().filter_map(|id| kept[id.0 as usize]).collect::<Vec<_>>();

@@ -3,9 +3,10 @@
 //! Everything else stays as it is: sums, norms, rotation, softmax, residual sums and logits are f32 in every policy. What
 //! keys and values are stored in is not decided here but by the KV cache's type.
 
+use crate::num::to_u32;
 use std::collections::{BTreeMap, HashMap};
 
-use crate::graph::{ActivationType, CompileError, Graph, LinearPart, Node, Op, Precision, Value, ValueId, id32};
+use crate::graph::{ActivationType, CompileError, Graph, LinearPart, Node, Op, Precision, Value, ValueId};
 use crate::weights::DType;
 
 /// One rule for all products, and exceptions by the name of the projection.
@@ -68,7 +69,7 @@ fn cast(out: &mut Graph, x: ValueId, to: ActivationType, layer: Option<u32>) -> 
     let source = out.value(x);
     let value =
         Value { name: format!("{}.{}", source.name, to.name()), rows: source.rows, cols: source.cols, elem: to.elem() };
-    let id = ValueId(id32(out.values.len()));
+    let id = ValueId(to_u32(out.values.len()));
     out.values.push(value);
     out.nodes.push(Node { op: Op::Cast(to), inputs: vec![x], outputs: vec![id], layer });
     id

@@ -9,11 +9,11 @@
 //! a KV head with its query heads, a block of the down projection's storage format, a token id. With more ranks than KV
 //! heads, each KV head is held by several.
 
+use crate::num::to_u32;
 use std::ops::Range;
 
 use crate::graph::{
     AttentionShape, CompileError, Graph, LinearPart, Node, Op, RowDim, TpRank, Value, ValueId, WeightId, WeightSlice,
-    id32,
 };
 
 /// The part of `graph` that this rank computes. One rank's graph is the graph itself.
@@ -35,7 +35,7 @@ pub fn shard(graph: &Graph, rank: TpRank) -> Result<Graph, CompileError> {
         rank,
         out: Graph { nodes: Vec::new(), rank, ..graph.clone() },
         is_part: vec![false; graph.values.len()],
-        now: (0..graph.values.len()).map(|value| ValueId(id32(value))).collect(),
+        now: (0..graph.values.len()).map(|value| ValueId(to_u32(value))).collect(),
     };
     for node in &graph.nodes {
         cutter.node(node)?;
@@ -84,7 +84,7 @@ impl Cutter<'_> {
         match &mut cut.op {
             Op::Embed { table, first_id } => {
                 let rows = self.rank.share(self.source.weight(*table).shape[0]);
-                *first_id = id32(rows.start);
+                *first_id = to_u32(rows.start);
                 self.slice(*table, 0, rows)?;
                 collective = Some(Op::AllReduce);
             }
@@ -131,7 +131,7 @@ impl Cutter<'_> {
         let part = node.outputs[0];
         let whole = self.source.value(part);
         let tag = if op == Op::AllReduce { "sum" } else { "all" };
-        let id = ValueId(id32(self.out.values.len()));
+        let id = ValueId(to_u32(self.out.values.len()));
         self.out.values.push(Value { name: format!("{}.{tag}", whole.name), ..whole.clone() });
         self.out.nodes.push(Node { op, inputs: vec![part], outputs: vec![id], layer: node.layer });
         self.is_part[part.0 as usize] = false;

@@ -110,7 +110,7 @@ pub struct CostShape {
 impl CostShape {
     /// The shape of a batch whose sequences bring `q_lens` rows and have `kv_lens` tokens after it, for layers with this
     /// window.
-    pub fn of_batch(
+    pub fn from_batch(
         q_lens: &[u32],
         kv_lens: &[u32],
         logit_rows: u64,
@@ -129,12 +129,12 @@ impl CostShape {
 
     /// One token of one sequence that has `context` tokens with it.
     pub fn decode(context: u32, kv_element_bytes: u64) -> Self {
-        Self::of_batch(&[1], &[context.max(1)], 1, None, kv_element_bytes)
+        Self::from_batch(&[1], &[context.max(1)], 1, None, kv_element_bytes)
     }
 
     /// The first `tokens` tokens of one sequence, with the last one's logits.
     pub fn prefill(tokens: u32, kv_element_bytes: u64) -> Self {
-        Self::of_batch(&[tokens], &[tokens], 1, None, kv_element_bytes)
+        Self::from_batch(&[tokens], &[tokens], 1, None, kv_element_bytes)
     }
 
     /// The shape as a layer with this window sees it. Exact where all rows see alike (fewer keys than the window, or all at
@@ -198,7 +198,7 @@ impl Plan {
 
     /// What each step costs in this batch, counted row by row for every layer's own window.
     pub fn batch_costs(&self, q_lens: &[u32], kv_lens: &[u32], logit_rows: u64, kv_element_bytes: u64) -> Vec<Cost> {
-        let shape = |step| CostShape::of_batch(q_lens, kv_lens, logit_rows, window_of(step), kv_element_bytes);
+        let shape = |step| CostShape::from_batch(q_lens, kv_lens, logit_rows, window_of(step), kv_element_bytes);
         self.steps.iter().map(|step| self.step_cost(step, shape(step))).collect()
     }
 

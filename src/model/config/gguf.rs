@@ -87,7 +87,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
 fn present<'a>(file: &'a Gguf, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
     match file.require(name) {
         Ok(tensor) => Ok(Some(tensor)),
-        Err(error) => match ModelError::of_tensor(name, &error) {
+        Err(error) => match ModelError::from_tensor(name, &error) {
             ModelError::MissingTensor { .. } => Ok(None),
             other => Err(other),
         },

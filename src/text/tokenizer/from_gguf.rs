@@ -54,7 +54,7 @@ enum TokenType {
 }
 
 impl TokenType {
-    fn of(id: usize, code: i32) -> Result<Self, TextError> {
+    fn from_code(id: usize, code: i32) -> Result<Self, TextError> {
         Ok(match code {
             // 0 is "undefined"; writers use it for ordinary tokens.
             0 | 1 => Self::Normal,
@@ -105,7 +105,7 @@ impl Table {
         }
         let types = match meta.i32s(TYPES) {
             Some(codes) if codes.len() == tokens.len() => {
-                codes.iter().enumerate().map(|(id, &code)| TokenType::of(id, code)).collect::<Result<_, _>>()?
+                codes.iter().enumerate().map(|(id, &code)| TokenType::from_code(id, code)).collect::<Result<_, _>>()?
             }
             Some(codes) => return Err(wrong_count(TYPES, codes.len(), tokens.len())),
             None => vec![TokenType::Normal; tokens.len()],

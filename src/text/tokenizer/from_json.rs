@@ -8,7 +8,7 @@ use serde::Deserialize;
 use tokenizers::AddedToken;
 
 use super::super::TextError;
-use super::json_schema::{JSON, Outline, in_file};
+use super::json_schema::{JSON, Schema, in_file};
 use super::{NamedToken, Tokenizer};
 use crate::text::token_bytes::{TokenBytes, TokenEncoding};
 
@@ -17,7 +17,7 @@ const CONFIG: &str = "tokenizer_config.json";
 impl Tokenizer {
     /// Builds a tokenizer from the contents of the two files of a model folder.
     pub fn from_json(tokenizer_json: &[u8], tokenizer_config_json: Option<&[u8]>) -> Result<Self, TextError> {
-        let outline = Outline::read(tokenizer_json)?;
+        let outline = Schema::read(tokenizer_json)?;
         let decoding = outline.decoding()?;
         let (mut prefix, mut suffix) = outline.surroundings()?;
         let mut encoder =

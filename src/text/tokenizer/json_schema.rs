@@ -27,7 +27,7 @@ pub(super) struct Decoding {
 }
 
 impl Decoding {
-    fn of(decoder: &Value) -> Result<Self, TextError> {
+    fn from_decoder(decoder: &Value) -> Result<Self, TextError> {
         let steps = match decoder["type"].as_str() {
             Some("Sequence") => decoder["decoders"].as_array().map(Vec::as_slice).unwrap_or_default(),
             _ => std::slice::from_ref(decoder),
@@ -66,7 +66,7 @@ fn unsupported_decoder(got: &Value) -> TextError {
 
 /// The file by its parts, without the vocabulary: what the `tokenizers` crate would stumble over or do silently.
 #[derive(Deserialize)]
-pub(super) struct Outline {
+pub(super) struct Schema {
     model: Model,
     #[serde(default)]
     normalizer: Value,
@@ -94,7 +94,7 @@ struct Model {
     dropout: Option<f32>,
 }
 
-impl Outline {
+impl Schema {
     /// Reads the outline and refuses what the crate would panic at (a merge longer than any token makes it index beyond
     /// a buffer, so does a component that cannot be read) and what we would not follow (a subword prefix or suffix
     /// changes what bytes a token has, dropout makes encoding random).
@@ -138,7 +138,7 @@ impl Outline {
 
     /// How tokens become bytes.
     pub(super) fn decoding(&self) -> Result<Decoding, TextError> {
-        Decoding::of(&self.decoder)
+        Decoding::from_decoder(&self.decoder)
     }
 
     /// What is put before and after a text.

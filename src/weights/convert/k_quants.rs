@@ -79,7 +79,7 @@ pub(super) fn q6_k_groups(block: &[u8; 210]) -> [QuantGroup; 8] {
 
 /// An element of `Q6_K`, its offset taken off.
 fn q6_quant(block: &[u8; 210], element: usize) -> i8 {
-    let place = Q6Place::of(element);
+    let place = Q6Place::from_element(element);
     let low = block[place.low] >> place.low_shift & 0xf;
     let high = block[place.high] >> place.high_shift & 3;
     (low | high << 4) as i8 - 32
@@ -106,7 +106,7 @@ struct Q6Place {
 }
 
 impl Q6Place {
-    fn of(element: usize) -> Self {
+    fn from_element(element: usize) -> Self {
         let (half, quarter, l) = (element / 128, element % 128 / 32, element % 32);
         Self {
             low: 64 * half + 32 * (quarter % 2) + l,
@@ -196,7 +196,7 @@ pub(super) fn q6_k_from_f32(src: &[f32; LEN]) -> [u8; 210] {
         for (i, x) in values.iter().enumerate() {
             let quant = if step > 0.0 { nearest(x / step, -32.0, 31.0) } else { 0 };
             let bits = (quant + 32) as u8;
-            let place = Q6Place::of(16 * j + i);
+            let place = Q6Place::from_element(16 * j + i);
             block[place.low] |= (bits & 0xf) << place.low_shift;
             block[place.high] |= bits >> 4 << place.high_shift;
         }

@@ -266,7 +266,7 @@ pub extern "C" fn aclnnCalculateMatmulWeightSizeV2(shape: Handle, dtype: i32, el
     plain("aclnnCalculateMatmulWeightSizeV2", || {
         let shape = ints(shape)?.unwrap_or_default();
         let sides: Vec<usize> = shape.iter().filter_map(|&side| usize::try_from(side).ok()).collect();
-        let (&[rows, cols], Some(elem)) = (&sides[..], Elem::of(dtype)) else {
+        let (&[rows, cols], Some(elem)) = (&sides[..], Elem::from_code(dtype)) else {
             crate::codes::fail!(OP_INVALID, "shape {shape:?}, dtype {dtype}");
         };
         elements.put(matmul::tiled_elements(rows, cols, elem)? as u64)

@@ -13,48 +13,48 @@ use crate::runtime::stream::{Stream, Work};
 pub extern "C" fn aclmdlRICaptureBegin(stream: Handle, mode: i32) -> i32 {
     plain("aclmdlRICaptureBegin", || {
         rule!(stream != 0, RT_CAPTURE_IMPLICIT, "the default stream cannot be captured");
-        capture::begin(&Stream::of(stream)?, mode)
+        capture::begin(&Stream::from_handle(stream)?, mode)
     })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureEnd(stream: Handle, graph: Out<Handle>) -> i32 {
-    plain("aclmdlRICaptureEnd", || graph.put(capture::end(&Stream::of(stream)?)?))
+    plain("aclmdlRICaptureEnd", || graph.put(capture::end(&Stream::from_handle(stream)?)?))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureGetInfo(stream: Handle, status: Out<i32>, graph: Out<Handle>) -> i32 {
     plain("aclmdlRICaptureGetInfo", || {
         graph.put_if_asked(0);
-        status.put(capture::status(&*Stream::of(stream)?))
+        status.put(capture::status(&*Stream::from_handle(stream)?))
     })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureTaskGrpBegin(stream: Handle) -> i32 {
-    plain("aclmdlRICaptureTaskGrpBegin", || capture::begin_group(&*Stream::of(stream)?))
+    plain("aclmdlRICaptureTaskGrpBegin", || capture::begin_group(&*Stream::from_handle(stream)?))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureTaskGrpEnd(stream: Handle, group: Out<Handle>) -> i32 {
-    plain("aclmdlRICaptureTaskGrpEnd", || group.put(capture::end_group(&*Stream::of(stream)?)?))
+    plain("aclmdlRICaptureTaskGrpEnd", || group.put(capture::end_group(&*Stream::from_handle(stream)?)?))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureTaskUpdateBegin(stream: Handle, group: Handle) -> i32 {
-    plain("aclmdlRICaptureTaskUpdateBegin", || capture::begin_update(&*Stream::of(stream)?, group))
+    plain("aclmdlRICaptureTaskUpdateBegin", || capture::begin_update(&*Stream::from_handle(stream)?, group))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRICaptureTaskUpdateEnd(stream: Handle) -> i32 {
-    plain("aclmdlRICaptureTaskUpdateEnd", || capture::end_update(&*Stream::of(stream)?))
+    plain("aclmdlRICaptureTaskUpdateEnd", || capture::end_update(&*Stream::from_handle(stream)?))
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRIExecuteAsync(graph: Handle, stream: Handle) -> i32 {
     plain("aclmdlRIExecuteAsync", || {
-        let stream = Stream::of(stream)?;
-        stream.submit(Work::Replay(Replay::of(graph)?))
+        let stream = Stream::from_handle(stream)?;
+        stream.submit(Work::Replay(Replay::from_handle(graph)?))
     })
 }
 

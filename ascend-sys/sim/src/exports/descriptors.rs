@@ -51,7 +51,7 @@ pub extern "C" fn aclDestroyTensor(handle: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclCreateScalar(value: In<u8>, dtype: i32) -> Handle {
     made("aclCreateScalar", || {
-        let elem = Elem::of(dtype)?;
+        let elem = Elem::from_code(dtype)?;
         let bytes = value.values(elem.bits() as u64 / 8)?;
         let number = match elem {
             Elem::F32 => f64::from(f32::from_le_bytes(bytes.try_into().ok()?)),

@@ -75,7 +75,7 @@ pub extern "C" fn HcclCommDestroy(comm: Handle) -> i32 {
 fn queue(name: &'static str, count: u64, comm: Handle, stream: Handle, plan: impl FnOnce() -> Done<Plan>) -> i32 {
     call(name, Note { kind: "collective", bytes: count }, || {
         let comm = COMMUNICATORS.get(comm, collective::PARAMETER)?;
-        let stream = Stream::of(stream)?;
+        let stream = Stream::from_handle(stream)?;
         stream.submit(collective::task(name, &comm, &stream, plan()?)?)
     })
 }
@@ -90,7 +90,7 @@ pub extern "C" fn HcclAllReduce(
     comm: Handle,
     stream: Handle,
 ) -> i32 {
-    let plan = || Plan::new(What::AllReduce(Reduce::of(op)?), send, recv, count, dtype);
+    let plan = || Plan::new(What::AllReduce(Reduce::from_code(op)?), send, recv, count, dtype);
     queue("HcclAllReduce", count, comm, stream, plan)
 }
 
@@ -109,7 +109,7 @@ pub extern "C" fn HcclReduceScatter(
     comm: Handle,
     stream: Handle,
 ) -> i32 {
-    let plan = || Plan::new(What::ReduceScatter(Reduce::of(op)?), send, recv, count, dtype);
+    let plan = || Plan::new(What::ReduceScatter(Reduce::from_code(op)?), send, recv, count, dtype);
     queue("HcclReduceScatter", count, comm, stream, plan)
 }
 

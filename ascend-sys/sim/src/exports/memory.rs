@@ -76,7 +76,7 @@ enum Path {
 
 impl Path {
     /// Which way a copy goes is seen from the addresses, whatever its kind says.
-    fn of(dst: usize, src: usize, bytes: usize) -> Self {
+    fn from_places(dst: usize, src: usize, bytes: usize) -> Self {
         let memory = memory();
         match (memory.holds(dst), memory.holds(src)) {
             (true, true) => Self::Within(dst, src),
@@ -119,7 +119,7 @@ fn check_copy(dst: usize, room: usize, src: usize, bytes: usize, kind: i32) -> D
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtMemcpy(dst: usize, room: usize, src: usize, bytes: usize, kind: i32) -> i32 {
-    let path = Path::of(dst, src, bytes);
+    let path = Path::from_places(dst, src, bytes);
     call("aclrtMemcpy", Note { kind: path.name(), bytes: bytes as u64 }, || {
         context::current()?;
         capture::forbid("a blocking copy")?;
@@ -165,9 +165,9 @@ pub extern "C" fn aclrtMemcpyAsync(
     stream: Handle,
 ) -> i32 {
     let name = "aclrtMemcpyAsync";
-    let path = Path::of(dst, src, bytes);
+    let path = Path::from_places(dst, src, bytes);
     call(name, Note { kind: path.name(), bytes: bytes as u64 }, || {
-        let stream = Stream::of(stream)?;
+        let stream = Stream::from_handle(stream)?;
         check_copy(dst, room, src, bytes, kind)?;
         let (is_pinned, cost) = match path {
             Path::Host(..) => {
@@ -196,7 +196,7 @@ pub extern "C" fn aclrtMemcpyAsync(
 pub extern "C" fn aclrtMemsetAsync(dst: usize, room: usize, value: i32, bytes: usize, stream: Handle) -> i32 {
     let name = "aclrtMemsetAsync";
     call(name, Note { kind: "set", bytes: bytes as u64 }, || {
-        let stream = Stream::of(stream)?;
+        let stream = Stream::from_handle(stream)?;
         rule!(dst != 0 && bytes > 0 && bytes <= room, RT_PARAM_INVALID, "{bytes} bytes to {room}");
         let byte = value.to_le_bytes()[0];
         let body: Body = Arc::new(move |memory| memory.fill(dst, byte, bytes));

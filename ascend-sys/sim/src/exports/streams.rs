@@ -51,7 +51,7 @@ pub extern "C" fn aclrtDestroyStreamForce(handle: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtSynchronizeStream(handle: Handle) -> i32 {
     plain("aclrtSynchronizeStream", || {
-        let stream = Stream::of(handle)?;
+        let stream = Stream::from_handle(handle)?;
         capture::forbid_on(&stream, "a wait")?;
         stream.synchronize(None)
     })
@@ -60,7 +60,7 @@ pub extern "C" fn aclrtSynchronizeStream(handle: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtSynchronizeStreamWithTimeout(handle: Handle, ms: i32) -> i32 {
     plain("aclrtSynchronizeStreamWithTimeout", || {
-        let stream = Stream::of(handle)?;
+        let stream = Stream::from_handle(handle)?;
         capture::forbid_on(&stream, "a wait")?;
         stream.synchronize(limit(ms)?)
     })
@@ -86,7 +86,7 @@ pub extern "C" fn aclrtSynchronizeDeviceWithTimeout(ms: i32) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtStreamQuery(handle: Handle, status: Out<i32>) -> i32 {
     plain("aclrtStreamQuery", || {
-        let stream = Stream::of(handle)?;
+        let stream = Stream::from_handle(handle)?;
         capture::forbid_on(&stream, "a query")?;
         status.put(i32::from(!stream.is_idle()))
     })
@@ -95,7 +95,7 @@ pub extern "C" fn aclrtStreamQuery(handle: Handle, status: Out<i32>) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtStreamAbort(handle: Handle) -> i32 {
     plain("aclrtStreamAbort", || {
-        Stream::of(handle)?.abort();
+        Stream::from_handle(handle)?.abort();
         Ok(())
     })
 }
@@ -112,7 +112,7 @@ pub extern "C" fn aclrtGetStreamAvailableNum(count: Out<u32>) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtSetStreamFailureMode(handle: Handle, mode: u64) -> i32 {
     plain("aclrtSetStreamFailureMode", || {
-        let stream = Stream::of(handle)?;
+        let stream = Stream::from_handle(handle)?;
         rule!(mode <= 1, RT_PARAM_INVALID, "mode {mode}");
         if mode == 1 {
             stream.set_stop_on_failure();
@@ -157,7 +157,7 @@ pub extern "C" fn aclrtDestroyEvent(handle: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtRecordEvent(event: Handle, stream: Handle) -> i32 {
     plain("aclrtRecordEvent", || {
-        let (stream, event) = (Stream::of(stream)?, Event::of(event)?);
+        let (stream, event) = (Stream::from_handle(stream)?, Event::from_handle(event)?);
         let ticket = if stream.capture().is_some() { 0 } else { event.queue_record() };
         stream.submit(Work::Record(event, ticket))
     })
@@ -166,7 +166,7 @@ pub extern "C" fn aclrtRecordEvent(event: Handle, stream: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtStreamWaitEvent(stream: Handle, event: Handle) -> i32 {
     plain("aclrtStreamWaitEvent", || {
-        let (stream, event) = (Stream::of(stream)?, Event::of(event)?);
+        let (stream, event) = (Stream::from_handle(stream)?, Event::from_handle(event)?);
         let can_wait = event.kind == Kind::External || event.flags & EVENT_SYNC != 0;
         rule!(can_wait, RT_PARAM_INVALID, "streams wait for events with ACL_EVENT_SYNC only");
         capture::join(&stream, &event)?;
@@ -178,7 +178,7 @@ pub extern "C" fn aclrtStreamWaitEvent(stream: Handle, event: Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtResetEvent(event: Handle, stream: Handle) -> i32 {
     plain("aclrtResetEvent", || {
-        let (stream, event) = (Stream::of(stream)?, Event::of(event)?);
+        let (stream, event) = (Stream::from_handle(stream)?, Event::from_handle(event)?);
         rule!(event.kind != Kind::Counting, RT_FEATURE_NOT_SUPPORTED, "an Ex event is not reset");
         stream.submit(Work::Reset(event))
     })
@@ -189,14 +189,14 @@ pub extern "C" fn aclrtResetEvent(event: Handle, stream: Handle) -> i32 {
 pub extern "C" fn aclrtQueryEventStatus(event: Handle, status: Out<i32>) -> i32 {
     plain("aclrtQueryEventStatus", || {
         context::current()?;
-        let event = Event::of(event)?;
+        let event = Event::from_handle(event)?;
         capture::forbid_event(&event, "a query")?;
         status.put(i32::from(event.is_complete()))
     })
 }
 
 fn synchronize_event(event: Handle, limit: Option<Duration>) -> Done {
-    let (context, event) = (context::current()?, Event::of(event)?);
+    let (context, event) = (context::current()?, Event::from_handle(event)?);
     capture::forbid_event(&event, "a wait")?;
     event.wait_host(limit, || {
         if let Some(code) = control::is_lost() {
@@ -222,7 +222,7 @@ pub extern "C" fn aclrtSynchronizeEventWithTimeout(event: Handle, ms: i32) -> i3
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtEventElapsedTime(ms: Out<f32>, start: Handle, end: Handle) -> i32 {
     plain("aclrtEventElapsedTime", || {
-        let (start, end) = (Event::of(start)?, Event::of(end)?);
+        let (start, end) = (Event::from_handle(start)?, Event::from_handle(end)?);
         let have_times = start.flags & end.flags & EVENT_TIME_LINE != 0;
         rule!(have_times, RT_PARAM_INVALID, "both events need ACL_EVENT_TIME_LINE");
         rule!(start.is_complete() && end.is_complete(), RT_PARAM_INVALID, "an event is not complete");

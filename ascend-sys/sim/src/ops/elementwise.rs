@@ -99,7 +99,7 @@ pub(crate) fn swiglu(x: &View, dim: i64, out: &View) -> Done<Prepared> {
 }
 
 pub(crate) fn cast(x: &View, elem: i32, out: &View) -> Done<Prepared> {
-    rule!(Elem::of(elem) == Some(out.elem), OP_INVALID, "dtype {elem} and out of {:?}", out.elem);
+    rule!(Elem::from_code(elem) == Some(out.elem), OP_INVALID, "dtype {elem} and out of {:?}", out.elem);
     rule!(x.elem != Elem::I4 && out.elem != Elem::I4, OP_INVALID, "int4 cannot be cast");
     copy_of(x, out, vec![input(0, x), output(0, out)], 0, 1)
 }

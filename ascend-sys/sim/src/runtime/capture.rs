@@ -323,7 +323,7 @@ pub(crate) struct Replay {
 }
 
 impl Replay {
-    pub(crate) fn of(graph: Handle) -> Done<Self> {
+    pub(crate) fn from_handle(graph: Handle) -> Done<Self> {
         let graph = GRAPHS.get(graph, RT_INVALID_HANDLE)?;
         graph.running.fetch_add(1, Ordering::Relaxed);
         Ok(Self { graph })

@@ -142,7 +142,7 @@ pub(crate) enum Reduce {
 }
 
 impl Reduce {
-    pub(crate) fn of(op: i32) -> Done<Self> {
+    pub(crate) fn from_code(op: i32) -> Done<Self> {
         match op {
             0 => Ok(Self::Sum),
             2 => Ok(Self::Largest),

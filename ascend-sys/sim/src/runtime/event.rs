@@ -42,7 +42,7 @@ impl Event {
         Self { kind, flags, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    pub(crate) fn of(handle: Handle) -> Done<Arc<Self>> {
+    pub(crate) fn from_handle(handle: Handle) -> Done<Arc<Self>> {
         EVENTS.get(handle, RT_INVALID_HANDLE)
     }
 

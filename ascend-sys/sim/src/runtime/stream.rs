@@ -90,7 +90,7 @@ impl Stream {
     }
 
     /// The stream of a handle, which must belong to the thread's context; null is the context's default stream.
-    pub(crate) fn of(handle: Handle) -> Done<Arc<Self>> {
+    pub(crate) fn from_handle(handle: Handle) -> Done<Arc<Self>> {
         let context = context::current()?;
         if handle == 0 {
             rule!(
@@ -336,7 +336,7 @@ impl Stream {
 /// Unregisters a stream and ends it; without `force` it finishes its work.
 pub(crate) fn destroy(handle: Handle, force: bool) -> Done {
     rule!(context::current_handle() != 0, RT_CONTEXT_NULL, "no context on this thread");
-    let stream = Stream::of(handle)?;
+    let stream = Stream::from_handle(handle)?;
     STREAMS.remove(handle, RT_INVALID_HANDLE)?;
     stream.close(force);
     Ok(())

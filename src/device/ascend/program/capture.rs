@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::num::to_u32;
 use std::sync::Arc;
 
 use ascend_sys::{
@@ -103,7 +104,7 @@ impl Program {
         }
         if matches!(self.captured, Captured::NotYet) {
             let captured = self.capture(exec, pool, on);
-            self.captured = self.settle(exec, captured.map(|replay| Captured::Ready(Box::new(replay))))?;
+            self.captured = self.resolve(exec, captured.map(|replay| Captured::Ready(Box::new(replay))))?;
         }
         if matches!(self.captured, Captured::Never) {
             return Ok(false);
@@ -116,7 +117,7 @@ impl Program {
             if updated.is_err() {
                 exec.synchronize()?;
             }
-            if let Captured::Never = self.settle(exec, updated.map(|()| Captured::NotYet))? {
+            if let Captured::Never = self.resolve(exec, updated.map(|()| Captured::NotYet))? {
                 self.captured = Captured::Never;
                 return Ok(false);
             }
@@ -129,7 +130,7 @@ impl Program {
 
     /// Turns a failure that leaves the device as it was into a note, and goes on without a graph: on all cards, if there are
     /// several.
-    fn settle(&self, exec: &ExecContext, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
+    fn resolve(&self, exec: &ExecContext, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
         let outcome = match outcome {
             Err(error) if is_harmless(&error) => {
                 let rows = self.sizes.tokens;
@@ -196,13 +197,12 @@ impl Program {
             .map(|bytes| pieces.add(bytes));
         let region = alloc_zeroed(&exec.context, pieces.bytes())?;
         let [logits, best, status, padding] = offsets.map(|offset| region.address().offset(offset));
-        let numbers: Vec<u8> = (rows.tokens..rows.tokens + rows.logits)
-            .flat_map(|row| u32::try_from(row).unwrap_or(u32::MAX).to_le_bytes())
-            .collect();
+        let numbers: Vec<u8> =
+            (rows.tokens..rows.tokens + rows.logits).flat_map(|row| to_u32(row).to_le_bytes()).collect();
         region.write(offsets[3], &numbers)?;
         let results = OutputBuffers { logits, argmax: best, status };
         // The longest lengths: what a shorter one is given later fits their workspace.
-        let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
+        let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
         let seqs = self.sizes.seqs;
         self.lengths.fill(&vec![1; seqs], &vec![longest; seqs], seqs);
 

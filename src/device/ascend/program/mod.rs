@@ -13,6 +13,7 @@ pub(super) mod context;
 pub(super) mod lower;
 pub(super) mod stream;
 
+use crate::num::to_u32;
 use std::sync::Arc;
 
 use ascend_sys::{AscendError, DeviceAddress, DeviceBuffer, ElemType, Op, Stream, TensorDesc};
@@ -126,7 +127,7 @@ impl Program {
             let (cos, sin) = (at(cos.0), at(sin.0));
             ropes.push(RopeTables { cos, sin, positions: bucket.kv_tokens, head_dim, is_interleaved });
         }
-        let block_size = u32::try_from(geometry.block_size).unwrap_or(u32::MAX);
+        let block_size = to_u32(geometry.block_size);
         region.write(end, &block_size.to_le_bytes()).map_err(|error| failed("kv_write", error))?;
         let block_size = TensorDesc::new(at(end), ElemType::I32, &[1]);
 
@@ -264,9 +265,9 @@ impl Program {
     /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
     fn attention_workspace(&mut self, exec: &ExecContext) -> Result<usize, AscendError> {
         let BufferDims { tokens, seqs, .. } = self.sizes;
-        let longest = u32::try_from(self.lowering.plan.bucket.kv_tokens).unwrap_or(u32::MAX);
+        let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
         let mut workspace = 0;
-        let rows = u32::try_from(tokens).unwrap_or(u32::MAX).min(longest);
+        let rows = to_u32(tokens).min(longest);
         let decode = (vec![1; seqs.min(tokens)], vec![longest; seqs.min(tokens)]);
         for (q_lens, kv_lens) in [(vec![rows], vec![longest]), decode] {
             self.lengths.fill(&q_lens, &kv_lens, 0);
@@ -389,7 +390,7 @@ impl Program {
         exec.run(exec.ops.copy(&dst, &src)?, on)?;
 
         // Entry of the table, then place in the block, of each row; rows that fill the bucket up go to the reserved block.
-        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let number = |n: usize| to_u32(n);
         self.words.clear();
         let rows_of = || batch.q_lens.iter().zip(batch.kv_lens).enumerate();
         for (sequence, (q, kv)) in rows_of() {

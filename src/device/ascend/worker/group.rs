@@ -10,6 +10,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::num::to_u32;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -73,7 +74,7 @@ impl WorkerGroup {
         runtime: &Runtime,
         options: &AscendOptions,
     ) -> Result<(Self, Vec<CardInfo>), AscendOpenError> {
-        let of = u32::try_from(options.cards.len()).unwrap_or(u32::MAX);
+        let of = to_u32(options.cards.len());
         let collectives = if of > 1 { Some(Collectives::load(library)?) } else { None };
         let (limit, errors) = (options.timeout(), Arc::new(ErrorState::new(of > 1)));
         let notes = Arc::new(Diagnostics::default());
@@ -123,7 +124,7 @@ impl WorkerGroup {
     }
 
     pub(crate) fn count(&self) -> u32 {
-        u32::try_from(self.handles.len()).unwrap_or(u32::MAX)
+        to_u32(self.handles.len())
     }
 
     /// The desk of the first card, which answers reads.

@@ -58,8 +58,8 @@ impl GroupContext<'_> {
                 flags.store_overflow(&step.op, row, beyond);
             }
         };
-        then(&|worker, room| {
-            let room = &mut room.row[..cols];
+        then(&|worker, scratch| {
+            let scratch = &mut scratch.row[..cols];
             for write in kv_writes(batch, kv.geometry().block_size, worker.index(), worker.count()) {
                 let block = &mut pieces.take(write.block.0 as usize)[layer_bytes.clone()];
                 let Some((head_dim, style, norm)) = rotation else {
@@ -72,10 +72,10 @@ impl GroupContext<'_> {
                 };
                 for index in 0..write.rows {
                     let row = write.first_row + index;
-                    room.copy_from_slice(&k[row * cols..][..cols]);
-                    rotate(isa, room, head_dim, style, norm, &angles[row * angle_cols..][..angle_cols]);
-                    look(row, room, &v[row * cols..][..cols]);
-                    let rows = KvRows { k: room, k_stride: cols, v: &v[row * cols..][..cols], v_stride: cols };
+                    scratch.copy_from_slice(&k[row * cols..][..cols]);
+                    rotate(isa, scratch, head_dim, style, norm, &angles[row * angle_cols..][..angle_cols]);
+                    look(row, scratch, &v[row * cols..][..cols]);
+                    let rows = KvRows { k: scratch, k_stride: cols, v: &v[row * cols..][..cols], v_stride: cols };
                     let one = KvWrite { first_row: 0, first_slot: write.first_slot + index, rows: 1, ..write };
                     kv_write(isa, &kv, one, 0..kv.heads(), rows, block);
                 }
@@ -100,8 +100,8 @@ impl GroupContext<'_> {
             q_stride: width,
             sinks: None,
         };
-        let mut room = self.scratch.attention.try_borrow_mut().map_err(|_| broken("attention within attention"))?;
-        let AttentionBuffers { schedule, partials } = &mut *room;
+        let mut scratch = self.scratch.attention.try_borrow_mut().map_err(|_| broken("attention within attention"))?;
+        let AttentionBuffers { schedule, partials } = &mut *scratch;
         // Layers of one window share a plan, but planning is cheap beside a layer and keeps no state between steps.
         schedule.plan(&shape, batch, self.kv.geometry().block_size);
         let schedule = &*schedule;
@@ -113,28 +113,28 @@ impl GroupContext<'_> {
             }
             let partials = &mut partials[..needed];
             let parts = Partition::rows_at(partials, partial, schedule.bounds());
-            self.each_member(&|worker, room| {
+            self.each_member(&|worker, scratch| {
                 let mut tile = parts.claim(worker);
                 let first = tile.first();
-                attention.attend(schedule, worker, room, &mut |piece, values| {
+                attention.attend(schedule, worker, scratch, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
             let parts_out = Partition::rows_at(out, shape.piece_len(), schedule.merge_bounds());
             let partials = parts.read();
-            self.each_member(&|worker, room| {
+            self.each_member(&|worker, scratch| {
                 let mut tile = parts_out.claim(worker);
                 let first = tile.first();
-                attention.merge(schedule, worker, partials, room, &mut |piece, values| {
+                attention.merge(schedule, worker, partials, scratch, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
         } else {
             let parts = Partition::rows_at(out, shape.piece_len(), schedule.bounds());
-            self.each_member(&|worker, room| {
+            self.each_member(&|worker, scratch| {
                 let mut tile = parts.claim(worker);
                 let first = tile.first();
-                attention.attend(schedule, worker, room, &mut |piece, values| {
+                attention.attend(schedule, worker, scratch, &mut |piece, values| {
                     tile.row_mut(piece - first).copy_from_slice(values);
                 });
             })?;
@@ -144,9 +144,9 @@ impl GroupContext<'_> {
 
     /// Runs `body(member, its room)` on the team.
     fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
-        self.start(usize::MAX, &|worker, room: &mut WorkerScratch| {
-            if let Some(room) = &mut room.attention {
-                body(worker.index(), room);
+        self.start(usize::MAX, &|worker, scratch: &mut WorkerScratch| {
+            if let Some(scratch) = &mut scratch.attention {
+                body(worker.index(), scratch);
             }
         })
     }

@@ -1,12 +1,13 @@
 //! Operations that a user registered: one sequence's rows at a time, on the launching thread.
 
+use crate::num::to_u32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::group::GroupContext;
 use super::launch::{broken, floats, floats_mut};
 use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{CustomCall, Step};
-use crate::panic_message::panic_text;
+use crate::panic_message::panic_message;
 
 impl GroupContext<'_> {
     /// Calls the operation for each sequence. Rows of a sequence for which it fails or panics go on as they came in, and
@@ -21,14 +22,14 @@ impl GroupContext<'_> {
             let rows = sequence.first_row..sequence.first_row + sequence.rows;
             let elements = rows.start * width..rows.end * width;
             let (x, out) = (&x[elements.clone()], &mut out[elements]);
-            let first_position = u32::try_from(sequence.first_position).unwrap_or(u32::MAX);
+            let first_position = to_u32(sequence.first_position);
             let call = CustomCall::new(&self.launch.token_ids[rows.clone()], first_position, width);
             // What a panic leaves behind in `out` is overwritten; the operation's own state is its own business.
             let outcome = catch_unwind(AssertUnwindSafe(|| registered.op.run(&call, x, out)));
             let reason = match outcome {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
-                Err(panic) => format!("panicked: {}", panic_text(panic.as_ref())),
+                Err(panic) => format!("panicked: {}", panic_message(panic.as_ref())),
             };
             out.copy_from_slice(x);
             let name = registered.op.name().to_owned();

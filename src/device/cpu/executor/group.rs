@@ -43,11 +43,11 @@ struct TaskChain<'c> {
 }
 
 impl TaskChain<'_> {
-    fn run(&self, worker: &WorkerCtx<'_>, room: &mut WorkerScratch) {
+    fn run(&self, worker: &WorkerCtx<'_>, scratch: &mut WorkerScratch) {
         if let Some(before) = self.before {
-            before.run(worker, room);
+            before.run(worker, scratch);
         }
-        (self.work)(worker, room);
+        (self.work)(worker, scratch);
     }
 
     fn elements(&self) -> usize {
@@ -82,7 +82,7 @@ impl GroupContext<'_> {
     fn chain(&self, steps: &[Step], before: Option<&TaskChain<'_>>) -> Result<(), DeviceError> {
         let Some((step, rest)) = steps.split_first() else {
             return before
-                .map_or(Ok(()), |chain| self.start(chain.elements(), &|worker, room| chain.run(worker, room)));
+                .map_or(Ok(()), |chain| self.start(chain.elements(), &|worker, scratch| chain.run(worker, scratch)));
         };
         // A batch whose rows are all mid-prompt has no rows of logits.
         let rows_at = step.outputs.iter().chain(&step.inputs).next();
@@ -108,10 +108,10 @@ impl GroupContext<'_> {
     /// Runs a work on the whole team, or on this thread where that is sooner done.
     pub(super) fn start(&self, elements: usize, work: &Task<'_>) -> Result<(), DeviceError> {
         let mut workers = self.scratch.workers.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
-        let rooms = Partition::rows(&mut workers, 1, self.workers(), 1);
+        let scratches = Partition::rows(&mut workers, 1, self.workers(), 1);
         let part = |worker: &WorkerCtx<'_>| {
-            let mut room = rooms.claim(worker.index());
-            work(worker, &mut room.row_mut(0)[0]);
+            let mut scratch = scratches.claim(worker.index());
+            work(worker, &mut scratch.row_mut(0)[0]);
         };
         if elements <= SMALL_ELEMENTS {
             self.launch.threads.run_inline(&part);

@@ -107,11 +107,11 @@ impl<'a> GroupContext<'a> {
         let (isa, out) = (self.isa(), step.outputs[0]);
         // The product is read where it was written: one loan serves both runs.
         let (elem, rows, k) = (self.elem(scratch), self.rows(scratch), self.cols(scratch));
-        let room = self.write(scratch)?;
-        self.act_mul_into(product, step, room, &mut |work| self.start(3 * rows * k, work))?;
+        let scratch = self.write(scratch)?;
+        self.act_mul_into(product, step, scratch, &mut |work| self.start(3 * rows * k, work))?;
         let w = self.weights.matrix(part.weight);
         let bias = part.bias.map(|bias| self.weights.vector(bias));
-        let x = Input::new(elem, room, k);
+        let x = Input::new(elem, scratch, k);
         let parts = Partition::columns(floats_mut(self.write(out)?), self.cols(out), self.workers(), PANEL);
         self.start(usize::MAX, &|worker, _| x.multiply(isa, w, bias, &mut parts.claim(worker.index())))
     }
@@ -156,8 +156,8 @@ impl<'a> GroupContext<'a> {
         }
         let x = self.input(step.inputs[0])?;
         let mut written: [&mut [u8]; N] = std::array::from_fn(|_| Default::default());
-        for (room, out) in written.iter_mut().zip(outs) {
-            *room = self.write(out)?;
+        for (scratch, out) in written.iter_mut().zip(outs) {
+            *scratch = self.write(out)?;
         }
         let bounds = &lane.bounds;
         let mut index = 0;

@@ -92,7 +92,7 @@ impl Program {
             Ok(RefCell::new(StreamScratch {
                 claims: Vec::new(),
                 bounds: (0..most_parts).map(|_| Vec::with_capacity(workers + 1)).collect(),
-                bests: with_room(bucket.logit_rows.saturating_mul(workers))?,
+                bests: vec_with_capacity(bucket.logit_rows.saturating_mul(workers))?,
             }))
         };
         let scratch = Scratch {
@@ -100,11 +100,11 @@ impl Program {
             streams: (0..plans[0].streams).map(lane).collect::<Result<_, CompileError>>()?,
             attention: RefCell::new(AttentionBuffers {
                 schedule: WorkSplit::new(workers).parts_per_thread(parts_per_thread),
-                partials: with_room(most_partials(attention.as_ref(), workers, bucket.kv_tokens))?,
+                partials: vec_with_capacity(most_partials(attention.as_ref(), workers, bucket.kv_tokens))?,
             }),
         };
         let longest = bucket.kv_tokens.div_ceil(kv.geometry().block_size);
-        let tables = with_room(bucket.seqs.saturating_mul(longest))?;
+        let tables = vec_with_capacity(bucket.seqs.saturating_mul(longest))?;
         let flags = RowStatusFlags::new(bucket.tokens, plans[0].overflow);
         Ok(Self { ranks, kv, scratch, flags, tables, written: Vec::new(), times: None })
     }
@@ -244,9 +244,9 @@ fn no_arena(bytes: u64) -> ArenaTooLarge {
 }
 
 /// Room that stays untouched pages until it is used, so that no step has to ask for it.
-fn with_room<T>(len: usize) -> Result<Vec<T>, CompileError> {
-    let mut room = Vec::new();
+fn vec_with_capacity<T>(len: usize) -> Result<Vec<T>, CompileError> {
+    let mut scratch = Vec::new();
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    room.try_reserve_exact(len).map_err(|_| CompileError::Memory(no_arena(bytes)))?;
-    Ok(room)
+    scratch.try_reserve_exact(len).map_err(|_| CompileError::Memory(no_arena(bytes)))?;
+    Ok(scratch)
 }

@@ -29,11 +29,11 @@ fn each_row<T: Send + Sync>(
     body: impl Fn(usize, &mut [T], &mut [f32]) + Sync,
 ) -> Result<(), DeviceError> {
     let parts = Partition::rows(out, cols, workers, 1);
-    then(&|worker, room: &mut WorkerScratch| {
+    then(&|worker, scratch: &mut WorkerScratch| {
         let mut tile = parts.claim(worker.index());
         for index in 0..tile.rows() {
             let row = tile.first() + index;
-            body(row, tile.row_mut(index), &mut room.row);
+            body(row, tile.row_mut(index), &mut scratch.row);
         }
     })
 }
@@ -169,12 +169,12 @@ impl GroupContext<'_> {
         body: impl Fn(usize, &mut [f32]) + Sync,
     ) -> Result<(), DeviceError> {
         let (cast, row_bytes) = (self.row_cast(to, step), row_bytes(to.elem(), cols));
-        each_row(self.workers(), out, row_bytes, then, |row, out, room| {
+        each_row(self.workers(), out, row_bytes, then, |row, out, scratch| {
             if to == ActivationType::F32 {
                 body(row, floats_mut(out));
             } else {
-                body(row, &mut room[..cols]);
-                cast.row(row, &room[..cols], out);
+                body(row, &mut scratch[..cols]);
+                cast.row(row, &scratch[..cols], out);
             }
         })
     }
@@ -220,7 +220,7 @@ impl GroupContext<'_> {
         let row_bytes = self.plan.values[step.outputs[1]].row_bytes();
         let outs = Partition::rows(self.write(step.outputs[1])?, row_bytes, self.workers(), 1);
         let cast = self.row_cast(to, step);
-        then(&|worker, room| {
+        then(&|worker, scratch| {
             let (mut sums, mut outs) = (sums.claim(worker.index()), outs.claim(worker.index()));
             for index in 0..sums.rows() {
                 let row = sums.first() + index;
@@ -231,8 +231,8 @@ impl GroupContext<'_> {
                 if to == ActivationType::F32 {
                     norm_row(isa, sum, norm, weight, floats_mut(out));
                 } else {
-                    norm_row(isa, sum, norm, weight, &mut room.row[..cols]);
-                    cast.row(row, &room.row[..cols], out);
+                    norm_row(isa, sum, norm, weight, &mut scratch.row[..cols]);
+                    cast.row(row, &scratch.row[..cols], out);
                 }
             }
         })
@@ -309,7 +309,7 @@ impl GroupContext<'_> {
             if !is_finite(isa, &last[row * cols..][..cols]) {
                 flags.mark(row, RowStatus::NonFinite);
             }
-            status[0] = flags.of(row);
+            status[0] = flags.status_of(row);
         })
     }
 }

@@ -76,7 +76,7 @@ impl RowStatusFlags {
     }
 
     /// Status of a row.
-    pub(super) fn of(&self, row: usize) -> u8 {
+    pub(super) fn status_of(&self, row: usize) -> u8 {
         self.rows[row].load(Ordering::Relaxed)
     }
 

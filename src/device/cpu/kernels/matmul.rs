@@ -95,7 +95,7 @@ fn plain(
             // 32 k of 16 columns, as values.
             let mut values = [[0.0; PANEL]; BLOCK];
             let depth = BLOCK.min(w.k() - k0);
-            if Scheme::of(w.dtype()).is_some() {
+            if Scheme::for_dtype(w.dtype()).is_some() {
                 let blocks: [ColumnBlock; PANEL] =
                     std::array::from_fn(|column| column_block(w.dtype(), w.panel(panel), column, k0 / BLOCK));
                 for (k, values) in values.iter_mut().enumerate() {
@@ -130,8 +130,8 @@ fn plain(
 
 fn plain_q8(x: QuantRows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, panels: Range<usize>, out: &mut Tile<'_, f32>) {
     let columns = columns_of(w, &panels);
-    let halves = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.sub_scales == 2);
-    let minima = Scheme::of(w.dtype()).is_some_and(|scheme| scheme.minima);
+    let halves = Scheme::for_dtype(w.dtype()).is_some_and(|scheme| scheme.sub_scales == 2);
+    let minima = Scheme::for_dtype(w.dtype()).is_some_and(|scheme| scheme.minima);
     for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
         let width = PANEL.min(columns.len() - start);
         for block in 0..w.k() / BLOCK {

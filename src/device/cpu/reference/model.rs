@@ -11,9 +11,10 @@ use super::{Activation, AttentionParams};
 use crate::device::cpu::reference;
 use crate::graph::{
     ActivationKind, ActivationType, AttentionShape, CustomCall, Graph, LinearPart, Node, NormSpec, Op, RopeStyle,
-    RowStatus, WeightId, id32,
+    RowStatus, WeightId,
 };
 use crate::kv_cache::KvDType;
+use crate::num::to_u32;
 use crate::weights::{DType, WeightError, WeightSource};
 
 /// A graph with its weights widened to f32 and the keys and values of one sequence.
@@ -74,7 +75,7 @@ impl ReferenceModel {
 
     /// Appends tokens and gives the logits of the rows asked for.
     pub fn forward(&mut self, tokens: &[u32], logit_rows: &[u32]) -> ReferenceRows {
-        let end = self.len + u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        let end = self.len + to_u32(tokens.len());
         let rows = StepRows { tokens, positions: (self.len..end).collect(), logit_rows };
         self.len = end;
         let mut values: Vec<Vec<f32>> = vec![Vec::new(); self.graph.values.len()];
@@ -277,7 +278,7 @@ fn cast(to: ActivationType, x: &[f32], width: usize) -> Vec<f32> {
 /// Ids of the largest, as bits: values of a reference model are floats all.
 fn best(logits: &[f32], vocab: usize) -> Vec<f32> {
     let id = |row: &[f32]| match reference::row_status(row) {
-        RowStatus::Ok => id32(reference::argmax(row)),
+        RowStatus::Ok => to_u32(reference::argmax(row)),
         _ => u32::MAX,
     };
     logits.chunks_exact(vocab).map(|row| f32::from_bits(id(row))).collect()

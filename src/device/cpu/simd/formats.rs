@@ -15,7 +15,7 @@ macro_rules! formats {
         #[allow(non_camel_case_types)]
         pub(super) struct $name;
         impl Format for $name {
-            const SCHEME: Scheme = match Scheme::of(DType::$name) {
+            const SCHEME: Scheme = match Scheme::for_dtype(DType::$name) {
                 Some(scheme) => scheme,
                 None => panic!("a quantized type"),
             };

@@ -44,7 +44,7 @@ pub(crate) struct Scheme {
 }
 
 impl Scheme {
-    pub(crate) const fn of(dtype: DType) -> Option<Self> {
+    pub(crate) const fn for_dtype(dtype: DType) -> Option<Self> {
         let (subs, bits, offset, sub_scales, minima) = match dtype {
             DType::F32 | DType::F16 | DType::BF16 => return None,
             DType::Q8_0 => (1, 8, 128, 0, false),
@@ -184,7 +184,7 @@ impl PackedMatrix {
     pub fn row_f32(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.n && out.len() == self.k, "row {row} of {} × {}", self.n, self.k);
         let (panel, column) = (self.panel(row / PANEL), row % PANEL);
-        if Scheme::of(self.dtype).is_some() {
+        if Scheme::for_dtype(self.dtype).is_some() {
             for (block, out) in out.chunks_exact_mut(BLOCK).enumerate() {
                 let weights = column_block(self.dtype, panel, column, block);
                 for (i, (out, q)) in out.iter_mut().zip(weights.q).enumerate() {
@@ -200,7 +200,7 @@ impl PackedMatrix {
 }
 
 fn panel_bytes(dtype: DType, k: usize) -> Option<usize> {
-    match Scheme::of(dtype) {
+    match Scheme::for_dtype(dtype) {
         None if dtype == DType::BF16 => k.checked_next_multiple_of(2)?.checked_mul(PANEL * 2),
         None => k.checked_mul(PANEL * dtype.block_bytes()),
         Some(scheme) => (k / (scheme.subs * BLOCK)).checked_mul(scheme.unit_bytes()),
@@ -221,7 +221,7 @@ pub(crate) fn float_at(dtype: DType, panel: &[u8], k: usize, column: usize) -> f
 /// The weights of one column and 32-block of a quantized panel.
 pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usize) -> ColumnBlock {
     let mut out = ColumnBlock { q: [0; BLOCK], scale: [0.0; 2], min: 0.0 };
-    let Some(scheme) = Scheme::of(dtype) else { return out };
+    let Some(scheme) = Scheme::for_dtype(dtype) else { return out };
     let unit = &panel[block / scheme.subs * scheme.unit_bytes()..][..scheme.unit_bytes()];
     let sub = block % scheme.subs;
     let group = &unit[sub * scheme.group_bytes()..][..scheme.group_bytes()];
@@ -260,7 +260,7 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
 
 /// Packs up to 16 rows into a zeroed panel, a piece of K at a time so that what is written stays in the cache.
 fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
-    let (blocks, piece_bytes) = match Scheme::of(dtype) {
+    let (blocks, piece_bytes) = match Scheme::for_dtype(dtype) {
         None => (BLOCK, BLOCK * PANEL * dtype.block_bytes()),
         Some(scheme) => (1, scheme.unit_bytes()),
     };
@@ -268,7 +268,7 @@ fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
     for (i, piece) in panel.chunks_mut(piece_bytes).enumerate() {
         for (column, row) in rows.chunks_exact(row_bytes).enumerate() {
             let source = &row[i * piece_of_row..row_bytes.min((i + 1) * piece_of_row)];
-            match (Scheme::of(dtype), dtype.block_bytes()) {
+            match (Scheme::for_dtype(dtype), dtype.block_bytes()) {
                 (Some(scheme), _) => pack_unit(dtype, scheme, column, source, piece),
                 (None, 2) if dtype == DType::BF16 => pack_pairs(column, source, piece),
                 (None, 2) => pack_floats::<2>(column, source, piece),

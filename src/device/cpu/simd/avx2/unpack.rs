@@ -118,9 +118,9 @@ pub(crate) unsafe fn load_columns(from: *const f32, cols: usize) -> __m256 {
         if cols >= HALF {
             return _mm256_loadu_ps(from);
         }
-        let mut room = [0.0f32; HALF];
-        std::ptr::copy_nonoverlapping(from, room.as_mut_ptr(), cols);
-        _mm256_loadu_ps(room.as_ptr())
+        let mut scratch = [0.0f32; HALF];
+        std::ptr::copy_nonoverlapping(from, scratch.as_mut_ptr(), cols);
+        _mm256_loadu_ps(scratch.as_ptr())
     }
 }
 
@@ -135,8 +135,8 @@ pub(crate) unsafe fn store_columns(to: *mut f32, cols: usize, values: __m256) {
         if cols >= HALF {
             return _mm256_storeu_ps(to, values);
         }
-        let mut room = [0.0f32; HALF];
-        _mm256_storeu_ps(room.as_mut_ptr(), values);
-        std::ptr::copy_nonoverlapping(room.as_ptr(), to, cols);
+        let mut scratch = [0.0f32; HALF];
+        _mm256_storeu_ps(scratch.as_mut_ptr(), values);
+        std::ptr::copy_nonoverlapping(scratch.as_ptr(), to, cols);
     }
 }

@@ -137,18 +137,18 @@ pub(crate) unsafe fn over_part<const R: usize, const P: usize>(
     bias: *const f32,
     body: impl FnOnce(*mut f32, usize, *const f32),
 ) {
-    let mut room = [[[0.0f32; PANEL]; P]; R];
+    let mut scratch = [[[0.0f32; PANEL]; P]; R];
     let mut all_bias = [[0.0f32; PANEL]; P];
     // SAFETY: the caller's, and the rooms have P · PANEL places in a row.
     unsafe {
-        for (r, row) in room.iter_mut().enumerate() {
+        for (r, row) in scratch.iter_mut().enumerate() {
             std::ptr::copy_nonoverlapping(out.add(r * stride), row.as_mut_ptr().cast(), cols);
         }
         if !bias.is_null() {
             std::ptr::copy_nonoverlapping(bias, all_bias.as_mut_ptr().cast(), cols);
         }
-        body(room.as_mut_ptr().cast(), P * PANEL, if bias.is_null() { bias } else { all_bias.as_ptr().cast() });
-        for (r, row) in room.iter().enumerate() {
+        body(scratch.as_mut_ptr().cast(), P * PANEL, if bias.is_null() { bias } else { all_bias.as_ptr().cast() });
+        for (r, row) in scratch.iter().enumerate() {
             std::ptr::copy_nonoverlapping(row.as_ptr().cast(), out.add(r * stride), cols);
         }
     }
