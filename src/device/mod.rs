@@ -164,7 +164,8 @@ pub struct Bindings {
     pub logit_rows: Span,
     /// `f32` logits out.
     pub logits: Span,
-    /// `u32` id of the largest logit of each row of logits out: the lowest of equals, `u32::MAX` where one is not finite.
+    /// `u32` id of the largest logit of each row of logits out: the lowest of equals, [`NO_TOKEN`](crate::graph::NO_TOKEN)
+    /// where one is not finite.
     pub argmax: Span,
     /// `u8` [`RowStatus`](crate::graph::RowStatus) of each row of the batch out.
     pub row_status: Span,
@@ -229,7 +230,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Queues a copy inside the device.
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
     /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
-    /// number `from` of `best`. Where that is `u32::MAX`, which is no token, the launch must accept what is fed (the CPU feeds
+    /// number `from` of `best`. Where that is [`NO_TOKEN`](crate::graph::NO_TOKEN), the launch must accept what is fed (the CPU feeds
     /// id 0): the row computes something, and nobody asks for it.
     fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 

@@ -31,6 +31,9 @@ pub use plan::{Operand, Plan, PlanValue, Step, Target};
 
 use crate::weights::DType;
 
+/// The argmax of a row with a logit that is not finite: no vocabulary has this id.
+pub const NO_TOKEN: u32 = u32::MAX;
+
 /// Whether what a row gave may be used; plans write one for each row of the batch beside the logits. Of several troubles
 /// the one with the largest number is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -143,7 +143,7 @@ pub enum Op {
     Attention(AttentionShape),
     /// x → the rows whose logits are wanted.
     GatherRows,
-    /// logits → id of the largest of each row, the lowest of equals; `u32::MAX` where one is not finite.
+    /// logits → id of the largest of each row, the lowest of equals; [`NO_TOKEN`](super::NO_TOKEN) where one is not finite.
     ArgMax,
     /// last sums of the layers, largest ids → (row status): says which rows are sound.
     RowStatus,

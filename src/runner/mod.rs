@@ -22,9 +22,6 @@ use crate::graph::{Cost, RowStatus};
 use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
 
-/// Stands for a sequence none of whose rows have overflowed, in [`ForwardInput::f32_from`].
-pub const NEVER: u32 = u32::MAX;
-
 /// One step's batch: rows of all sequences concatenated, sequence after sequence.
 ///
 /// ```text
@@ -33,7 +30,7 @@ pub const NEVER: u32 = u32::MAX;
 /// kv_lens    [ 3          40   18    ]      tokens in its cache after this step, its own rows included
 /// tables     [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks a sequence, concatenated
 /// logit_rows [ 2, 3, 5 ]                    rows whose logits are wanted, ascending
-/// f32_from   [ NEVER, NEVER, 9 ]            position from which on a sequence runs with f32 activations (or empty: none)
+/// f32_from   [ -, -, 9 ]                    position from which on a sequence runs with f32 activations (or empty: none)
 /// best_only  [ f, t, f ]                    rows of logits of which only the best is wanted (or empty: none)
 /// fed        [ (3, ticket 7, 0) ]           rows whose token is the best of a row of logits of a batch in flight
 /// ```
@@ -50,9 +47,9 @@ pub struct ForwardInput {
     pub tables: Vec<BlockId>,
     /// Rows whose logits are wanted, ascending.
     pub logit_rows: Vec<u32>,
-    /// Where an earlier call told of [`RowOutcome::Retried`], its position, at most that of the sequence's first row here; or
-    /// [`NEVER`]. Empty if no sequence has any.
-    pub f32_from: Vec<u32>,
+    /// For each sequence the position from which on it runs with f32 activations: that of an earlier
+    /// [`RowOutcome::Retried`], at most the position of its first row here. Empty if no sequence has one.
+    pub f32_from: Vec<Option<u32>>,
     /// Rows of `logit_rows` whose logits need not be given, only the id of the largest: the model may leave them as they
     /// were. Empty if all logits are wanted.
     pub argmax_only: Vec<bool>,

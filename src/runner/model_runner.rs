@@ -7,13 +7,14 @@
 //! blocks, which is why [`ModelExecutor::collect`] is told of those that do not. Dropping the runner waits for what is in flight
 //! before any buffer is freed.
 
+use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
 use crate::runner::RunnerShape;
 use std::sync::Arc;
 
 use super::io_buffers::{BatchBuffers, HostStaging, Streams};
 use super::sub_batch::{SubBatch, local_row};
-use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor, NEVER, RowOutcome, SequenceOutcome};
+use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor, RowOutcome, SequenceOutcome};
 use crate::device::{
     CustomFailure, Device, DeviceError, KvLayout, LaunchArgs, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
 };
@@ -210,7 +211,7 @@ impl ModelRunner {
         }
         // Whoever looks for a row's largest logit and finds none wants to know why.
         for (at, only) in buffers.input.argmax_only.iter().enumerate().filter(|(_, only)| **only) {
-            let lost = *only && host.argmax[at] == u32::MAX;
+            let lost = *only && host.argmax[at] == NO_TOKEN;
             if let (true, Some(from)) = (lost, buffers.launched_logit_row(to_u32(at))) {
                 let into = &mut host.logits[at * vocab..][..vocab];
                 buffers.read_logits_in_place(device, from as usize * vocab, into)?;
@@ -306,7 +307,7 @@ impl ModelRunner {
             if is_set(stale, index) {
                 return None;
             }
-            if input.f32_from.get(index).is_some_and(|from| *from != NEVER) {
+            if input.f32_from.get(index).is_some_and(Option::is_some) {
                 return Some(0);
             }
             let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8)?;
@@ -376,7 +377,7 @@ impl ModelRunner {
                 "f32_from has nothing or a position a sequence, none behind its first row",
                 input.f32_from.is_empty()
                     || (input.f32_from.len() == input.q_lens.len()
-                        && starts().all(|(start, from)| *from == NEVER || *from <= start)),
+                        && starts().all(|(start, from)| from.is_none_or(|from| from <= start))),
             ),
         ];
         match rules.iter().find(|(_, holds)| !holds) {
@@ -448,9 +449,9 @@ impl ModelExecutor for ModelRunner {
             return Err(DeviceError::Invalid { what });
         }
         buffers.begin(input);
-        if self.programs.f32.is_some() && input.f32_from.iter().any(|from| *from != NEVER) {
+        if self.programs.f32.is_some() && input.f32_from.iter().any(Option::is_some) {
             buffers.is_sub_batch = true;
-            let stays = |index: usize| (input.f32_from[index] == NEVER).then_some(0);
+            let stays = |index: usize| input.f32_from[index].is_none().then_some(0);
             buffers.sub_batch.select(input, self.shape.block_size, stays);
         }
         if let Err(error) = self.launch_batch(index) {

@@ -7,6 +7,7 @@
 //! Several batches may be in flight. They run when they are launched or, [deferred](ScriptedForward::deferred), not before
 //! somebody waits for them: as late as a device may, in the order of the launches.
 
+use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
 use std::collections::VecDeque;
 use std::fmt;
@@ -270,12 +271,12 @@ pub fn hashed_logits(history: &[u32], logits: &mut [f32]) {
     }
 }
 
-/// Lowest id of the largest logit; `u32::MAX` if one is not finite.
+/// Lowest id of the largest logit; [`NO_TOKEN`] if one is not finite.
 fn largest(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, logit) in logits.iter().enumerate() {
         if !logit.is_finite() {
-            return u32::MAX;
+            return NO_TOKEN;
         }
         if *logit > logits[best] {
             best = id;

@@ -1,5 +1,6 @@
 //! [`Device`] for the processor: buffers are host memory, streams run inline, a launch runs the plan on the team.
 
+use crate::graph::NO_TOKEN;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -235,7 +236,7 @@ impl Device for CpuDevice {
         for &(to, from) in rows {
             let mut token = [0; 4];
             token.copy_from_slice(state.bytes(word(best, from))?);
-            if token == super::kernels::argmax::NO_ID.to_ne_bytes() {
+            if token == NO_TOKEN.to_ne_bytes() {
                 // What the row computes is nobody's, but its id has to be one.
                 token = [0; 4];
             }

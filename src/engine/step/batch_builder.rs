@@ -7,7 +7,7 @@ use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
 use super::active_requests::ActiveRequests;
-use crate::runner::{BatchId, DeferredToken, ForwardInput, NEVER};
+use crate::runner::{BatchId, DeferredToken, ForwardInput};
 
 /// What a row of logits is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl BatchBuilder {
             }
             self.input.q_lens.push(chunk.len);
             self.input.kv_lens.push(end);
-            self.input.f32_from.push(scheduler.f32_from(chunk.seq).unwrap_or(NEVER));
+            self.input.f32_from.push(scheduler.f32_from(chunk.seq));
             let used = end.div_ceil(blocks.block_size()) as usize;
             self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
 

@@ -5,14 +5,14 @@ use super::launch::{floats, floats_mut};
 use super::scratch::Continuation;
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
-use crate::device::cpu::kernels::argmax::{Argmax, NO_ID, argmax_row};
+use crate::device::cpu::kernels::argmax::{Argmax, argmax_row};
 use crate::device::cpu::kernels::float_rows::FloatRows;
 use crate::device::cpu::kernels::matmul::{matmul_bf16, matmul_f32, matmul_q8};
 use crate::device::cpu::kernels::q8_rows::{QuantLayout, QuantRows};
 use crate::device::cpu::memory::{Partition, Tile};
 use crate::device::cpu::thread_pool::split;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
-use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, RowStatus, Step};
+use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, NO_TOKEN, RowStatus, Step};
 
 /// Rows that a product reads.
 #[derive(Clone, Copy)]
@@ -90,7 +90,7 @@ impl<'a> GroupContext<'a> {
         let ids: &mut [u32] = bytemuck::cast_slice_mut(self.write(best)?);
         for (row, (id, bests)) in ids.iter_mut().zip(bests.read().chunks_exact(workers)).enumerate() {
             *id = bests.iter().fold(Argmax::NONE, |best, next| best.then(*next)).id;
-            if *id == NO_ID {
+            if *id == NO_TOKEN {
                 self.flags().mark(self.launch.logit_rows[row] as usize, RowStatus::NonFinite);
             }
         }

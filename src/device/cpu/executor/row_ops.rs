@@ -9,7 +9,7 @@ use crate::device::cpu::Isa;
 use crate::device::cpu::kernels::activation::{
     add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row,
 };
-use crate::device::cpu::kernels::argmax::{NO_ID, argmax_row, is_finite};
+use crate::device::cpu::kernels::argmax::{argmax_row, is_finite};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond, round_bf16_row, round_f16_row};
 use crate::device::cpu::kernels::norm::{qk_norm_row, rms_norm_row};
 use crate::device::cpu::kernels::q8_rows::QuantLayout;
@@ -17,7 +17,7 @@ use crate::device::cpu::kernels::quantize::quantize_row;
 use crate::device::cpu::kernels::rope::{rope_angles, rope_row};
 use crate::device::cpu::memory::Partition;
 use crate::graph::{
-    ActivationKind, ActivationType, NormSpec, Op, RopeStyle, RowDim, RowStatus, Step, WeightId, row_bytes,
+    ActivationKind, ActivationType, NO_TOKEN, NormSpec, Op, RopeStyle, RowDim, RowStatus, Step, WeightId, row_bytes,
 };
 
 /// Runs `body(row, out row, the member's own room)` for every row of a row-major matrix, rows split among members.
@@ -294,7 +294,7 @@ impl GroupContext<'_> {
         let best: &mut [u32] = bytemuck::cast_slice_mut(self.write(step.outputs[0])?);
         each_row(self.workers(), best, 1, then, |row, best, _| {
             best[0] = argmax_row(isa, &logits[row * cols..][..cols], 0).id;
-            if best[0] == NO_ID {
+            if best[0] == NO_TOKEN {
                 flags.mark(wanted[row] as usize, RowStatus::NonFinite);
             }
         })

@@ -5,14 +5,12 @@
 use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
-
-/// Stands for the id of a row that is not finite.
-pub const NO_ID: u32 = u32::MAX;
+use crate::graph::NO_TOKEN;
 
 /// Largest element of a stretch of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Argmax {
-    /// Its index, the lowest of equals; [`NO_ID`] if an element is not finite.
+    /// Its index, the lowest of equals; [`NO_TOKEN`] if an element is not finite.
     pub id: u32,
     /// The element.
     pub value: f32,
@@ -25,7 +23,7 @@ impl Argmax {
     /// Of this stretch and one behind it.
     #[must_use]
     pub fn then(self, next: Self) -> Self {
-        let next_wins = self.id != NO_ID && (next.id == NO_ID || next.value > self.value);
+        let next_wins = self.id != NO_TOKEN && (next.id == NO_TOKEN || next.value > self.value);
         if next_wins { next } else { self }
     }
 }
@@ -64,10 +62,10 @@ pub fn argmax_row(isa: Isa, x: &[f32], first: usize) -> Argmax {
     }
     let (value, zero) = dispatch(isa, Body(x));
     if zero != 0.0 {
-        return Argmax { id: NO_ID, value };
+        return Argmax { id: NO_TOKEN, value };
     }
     let index = x.iter().position(|x| *x == value).unwrap_or(0);
-    Argmax { id: u32::try_from(first + index).unwrap_or(NO_ID), value }
+    Argmax { id: u32::try_from(first + index).unwrap_or(NO_TOKEN), value }
 }
 
 /// Whether every element is finite.

@@ -10,8 +10,8 @@
 use super::{Activation, AttentionParams};
 use crate::device::cpu::reference;
 use crate::graph::{
-    ActivationKind, ActivationType, AttentionShape, CustomCall, Graph, LinearPart, Node, NormSpec, Op, RopeStyle,
-    RowStatus, WeightId,
+    ActivationKind, ActivationType, AttentionShape, CustomCall, Graph, LinearPart, NO_TOKEN, Node, NormSpec, Op,
+    RopeStyle, RowStatus, WeightId,
 };
 use crate::kv_cache::KvDType;
 use crate::num::to_u32;
@@ -279,7 +279,7 @@ fn cast(to: ActivationType, x: &[f32], width: usize) -> Vec<f32> {
 fn best(logits: &[f32], vocab: usize) -> Vec<f32> {
     let id = |row: &[f32]| match reference::row_status(row) {
         RowStatus::Ok => to_u32(reference::argmax(row)),
-        _ => u32::MAX,
+        _ => NO_TOKEN,
     };
     logits.chunks_exact(vocab).map(|row| f32::from_bits(id(row))).collect()
 }
