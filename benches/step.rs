@@ -36,7 +36,7 @@ fn refill(core: &mut EngineCore, handles: &mut Vec<RequestHandle>, seqs: u32) {
     params.ignore_eos = true;
     for _ in 0..seqs {
         let prompt = noise.ids(PROMPT_TOKENS as usize, core.info().vocab_size);
-        handles.push(core.submit(Request::tokens(prompt).sampling(params.clone())).expect("a request"));
+        handles.push(core.submit(Request::tokens(prompt).with_sampling(params.clone())).expect("a request"));
     }
     let report = core.step().expect("a step");
     assert_eq!(report.sampled_tokens, seqs, "every sequence has its first token");

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ascend_llm::device::Device as _;
+use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use criterion::{Bencher, Criterion};
 

@@ -67,7 +67,7 @@ fn run(args: &Args) -> Result<()> {
     for prompt in &prompts {
         let request =
             if args.chat { Request::chat(vec![ChatMessage::new("user", *prompt)]) } else { Request::text(*prompt) };
-        handles.push(engine.submit(request.sampling(params.clone())));
+        handles.push(engine.submit(request.with_sampling(params.clone())));
     }
 
     let bar = ProgressBar::new(prompts.len() as u64)

@@ -77,7 +77,7 @@ fn run(args: &Args) -> Result<()> {
         Request::text(&args.prompt)
     };
     let start = Instant::now();
-    let handle = engine.submit(request.sampling(params))?;
+    let handle = engine.submit(request.with_sampling(params))?;
     let prompt_tokens = handle.prompt_token_ids().len();
     let mut out = std::io::stdout().lock();
     if args.chat.is_none() {

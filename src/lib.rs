@@ -10,7 +10,7 @@
 //! let mut params = SamplingParams::greedy();
 //! params.max_tokens = Some(8);
 //! let text = engine.generate("Once upon a time", &params)?;
-//! for delta in engine.submit(Request::text("The duck").sampling(params))? {
+//! for delta in engine.submit(Request::text("The duck").with_sampling(params))? {
 //!     print!("{}", delta?.text);
 //! }
 //! # assert!(text.starts_with(", there was"));
@@ -41,6 +41,7 @@ mod panic_message;
 pub mod runner;
 pub mod sampler;
 pub mod scheduler;
+mod settings;
 pub mod text;
 pub mod weights;
 
@@ -48,3 +49,12 @@ pub mod weights;
 #[cfg(all(doctest, feature = "text"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+pub use engine::{
+    BuildError, Delta, Engine, EngineBuilder, EngineConfig, EngineCore, EngineError, ErrorKind, FinishReason,
+    GenerateError, Output, Request, RequestError, RequestHandle, SubmitError, Usage,
+};
+pub use graph::Numerics;
+pub use kv_cache::KvDType;
+pub use sampler::SamplingParams;
+pub use text::{ChatMessage, ChatPrompt};

@@ -103,7 +103,7 @@ fn crowd(model: &Path, config: EngineConfig, label: &str) -> u64 {
     let mut core = core(model, config);
     let handles: Vec<_> = (3..)
         .zip(mixed(300))
-        .map(|(id, params)| core.submit(Request::tokens(vec![id; 2 + id as usize]).sampling(params)).unwrap())
+        .map(|(id, params)| core.submit(Request::tokens(vec![id; 2 + id as usize]).with_sampling(params)).unwrap())
         .collect();
     for _ in 0..8 {
         core.step().unwrap();
@@ -122,7 +122,7 @@ fn alone(model: &Path, config: EngineConfig, label: &str) -> u64 {
 
 fn one(model: &Path, config: EngineConfig, params: SamplingParams, label: &str) -> u64 {
     let mut core = core(model, config);
-    let handle = core.submit(Request::tokens(vec![7; 200]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![7; 200]).with_sampling(params)).unwrap();
     for _ in 0..5 {
         core.step().unwrap();
     }
@@ -138,7 +138,7 @@ fn with_logprobs(model: &Path, config: EngineConfig, label: &str) -> u64 {
     let mut core = core(model, config);
     let mut params = params(3, 300);
     params.logprobs = Some(5);
-    let handle = core.submit(Request::tokens(vec![7; 20]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![7; 20]).with_sampling(params)).unwrap();
     for _ in 0..4 {
         core.step().unwrap();
     }

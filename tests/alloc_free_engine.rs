@@ -39,7 +39,8 @@ fn steady_steps_allocate_nothing() {
             let mut params = SamplingParams::default();
             (params.max_tokens, params.ignore_eos) = (Some(100), true);
             change(&mut params);
-            let request = Request::tokens(vec![3; 20]).sampling(params).deadline(Duration::from_secs(1_000_000));
+            let request =
+                Request::tokens(vec![3; 20]).with_sampling(params).with_deadline(Duration::from_secs(1_000_000));
             core.submit(request).unwrap()
         };
         let unread = submit(|params| params.temperature = 0.0);

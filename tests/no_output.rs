@@ -41,7 +41,7 @@ fn work() {
         engine.shutdown(std::time::Duration::MAX).unwrap();
 
         let mut core = core(&model, plain_config());
-        let handle = core.submit(Request::text("One day").sampling({
+        let handle = core.submit(Request::text("One day").with_sampling({
             let mut params = SamplingParams::default();
             (params.n, params.seed, params.max_tokens, params.logprobs) = (2, Some(1), Some(6), Some(2));
             params

@@ -194,7 +194,7 @@ fn run(args: &Args) -> Result<()> {
             }
             println!("{}", decoding.line(&sim, &rates, args, if capture { "captured" } else { "eager" })?);
         }
-        notes.extend(device.notes());
+        notes.extend(device.telemetry().map(ascend_llm::device::Telemetry::notes).unwrap_or_default());
     }
     println!(
         "\nmade: operations whose first phase the host runs; launches: operations, copies, events and graphs it hands to streams\n\

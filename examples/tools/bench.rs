@@ -286,7 +286,7 @@ fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
     params.ignore_eos = true;
     let vocab = core.info().vocab_size;
     let requests: Vec<_> = (0..load.seqs)
-        .map(|seq| Request::tokens(prompt(rep * load.seqs + seq, load.prompt, vocab)).sampling(params.clone()))
+        .map(|seq| Request::tokens(prompt(rep * load.seqs + seq, load.prompt, vocab)).with_sampling(params.clone()))
         .collect();
 
     let start = Instant::now();
@@ -358,7 +358,11 @@ struct Report<'a> {
 impl<'a> Report<'a> {
     fn new(args: &'a Args, core: &EngineCore) -> Self {
         let stem = args.model.path().file_stem().map(|stem| stem.to_string_lossy().into_owned());
-        Self { args, model: stem.unwrap_or_else(|| "model".to_owned()), dtype: core.info().weight_dtype.clone() }
+        Self {
+            args,
+            model: stem.unwrap_or_else(|| "model".to_owned()),
+            dtype: core.info().weight_dtype.map_or(String::new(), |dtype| dtype.name().to_owned()),
+        }
     }
 
     fn emit(&self, scenario: &str, metric: &str, value: f64) {

@@ -47,7 +47,7 @@ fn run(args: &Args) -> Result<()> {
     params.max_tokens = Some(1);
 
     // A request tells which ids the model's tokenizer made of its text; dropping the handle takes it back.
-    let mut ids = engine.submit(Request::text(text).sampling(params.clone()))?.prompt_token_ids().to_vec();
+    let mut ids = engine.submit(Request::text(text).with_sampling(params.clone()))?.prompt_token_ids().to_vec();
     ids.truncate(args.tokens);
     if args.window < 2 || ids.len() < 2 {
         return Err("a window and the text must have at least 2 tokens".into());
@@ -55,7 +55,7 @@ fn run(args: &Args) -> Result<()> {
     params.prompt_logprobs = Some(0);
     let (mut nll, mut scored) = (0.0f64, 0usize);
     for window in ids.chunks(args.window) {
-        let output = engine.submit(Request::tokens(window.to_vec()).sampling(params.clone()))?.collect_output()?;
+        let output = engine.submit(Request::tokens(window.to_vec()).with_sampling(params.clone()))?.collect_output()?;
         let Some(logprobs) = &output.prompt_logprobs else { continue };
         for at in logprobs.iter() {
             nll -= f64::from(at.chosen.logprob);

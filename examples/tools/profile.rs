@@ -82,7 +82,7 @@ fn run(args: &Args) -> Result<()> {
     let kv_element_bytes = args.model.kv_element_bytes();
 
     let table: Vec<BlockId> = (0..blocks).map(BlockId).collect();
-    let peaks = device.peak_rates();
+    let peaks = device.telemetry().and_then(ascend_llm::device::Telemetry::peak_rates);
     let mut profiled =
         Profiled { device, peaks, runner, plan, table, block_size, kv_element_bytes, events: Vec::new() };
     let (mut prefill, mut decode) = (OpTable::default(), OpTable::default());

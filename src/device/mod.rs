@@ -278,27 +278,36 @@ pub trait Device: Send + Sync + fmt::Debug {
         on: StreamId,
     ) -> Result<(), DeviceError>;
 
-    /// What its user should know and would not see otherwise, such as why something runs in another way than it could.
+    /// Observations of the device, where it has any; no part of the contract.
+    fn telemetry(&self) -> Option<&dyn Telemetry> {
+        None
+    }
+}
+
+/// Observations of a device: nothing that a plan's results depend on.
+pub trait Telemetry {
+    /// Diagnostics for the user, such as why a fallback is in use.
     fn notes(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// What it can do at most, where that is known or can be measured.
+    /// Peak rates, where they are known or can be measured.
     ///
-    /// A device that measures does so in the first call, which takes some tens of milliseconds of all its threads, and never
-    /// before: ask while nothing runs, or the work at hand lowers the figures and waits for them.
+    /// A device that measures does so in the first call, which takes some tens of milliseconds of all its threads: call it
+    /// while nothing runs, or the work at hand lowers the figures and waits for them.
     fn peak_rates(&self) -> Option<PeakRates> {
         None
     }
 
-    /// Bytes of memory of its own that are free now, on the card that has least; none where its memory is the host's.
+    /// Bytes of the device's own memory that are free now, on the card that has least; `None` where its memory is the host's.
     fn free_bytes(&self) -> Option<u64> {
         None
     }
 
-    /// Energy used since it was first asked, in microjoules, where the device has a meter: by all that runs on it, whoever
-    /// asked for that. Differences are what counts, so ask before and after. A device whose meter shows power and not energy
-    /// samples it while somebody asks every two minutes, and charges other times at the lowest power that it has seen.
+    /// Energy used since the first call, in microjoules, by everything that runs on the device; `None` without a meter.
+    ///
+    /// Differences count, so call it before and after. A device whose meter shows power and not energy samples it as long as
+    /// there is a call every two minutes, and charges other times at the lowest power that it has seen.
     fn energy_uj(&self) -> Option<u64> {
         None
     }

@@ -9,6 +9,7 @@ use crate::graph::{CompileError, CompileOptions, Numerics};
 use crate::kv_cache::KvDType;
 use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
+use crate::settings::{deserialize_settings, with_methods};
 
 /// Most steps in flight: a second one hides the host's work, and a third what of it varies; more would only waste rows.
 pub(crate) const MAX_PIPELINE_DEPTH: u32 = 3;
@@ -29,9 +30,17 @@ pub enum CacheBudget {
     Auto,
 }
 
-/// Configuration of an engine; start from `default()` and assign fields.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+/// Configuration of an engine; start from `default()` and set fields.
+///
+/// JSON has the fields' names; absent fields keep their defaults and unknown keys are refused.
+///
+/// ```
+/// # use ascend_llm::EngineConfig;
+/// let config = EngineConfig::default().with_max_num_seqs(32).with_max_model_len(4096);
+/// let same: EngineConfig = serde_json::from_str(r#"{"max_num_seqs": 32, "max_model_len": 4096}"#).unwrap();
+/// assert_eq!(config, same);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineConfig {
     /// Most token rows in one step, prefill and decode together. A device that runs out of memory of its own while the model is
@@ -101,6 +110,29 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
+    with_methods! {
+        value {
+            max_num_batched_tokens with_max_num_batched_tokens: u32,
+            max_num_seqs with_max_num_seqs: u32,
+            kv_cache with_kv_cache: CacheBudget,
+            numerics with_numerics: Numerics,
+            compile with_compile: CompileOptions,
+            tensor_parallel_size with_tensor_parallel_size: u32,
+            prefix_caching with_prefix_caching: bool,
+            policy with_policy: SchedulePolicy,
+            max_queue with_max_queue: u32,
+            max_logprobs with_max_logprobs: u32,
+            seed with_seed: u64,
+        }
+        option {
+            max_model_len with_max_model_len: u32,
+            block_size with_block_size: u32,
+            kv_dtype with_kv_dtype: KvDType,
+            pipeline_depth with_pipeline_depth: u32,
+            threads with_threads: usize,
+        }
+    }
+
     /// Checks every field that can be checked without a model.
     pub fn validate(&self) -> Result<(), ParamError> {
         at_least("max_num_seqs", self.max_num_seqs, 1)?;
@@ -144,6 +176,25 @@ impl EngineConfig {
         Ok(())
     }
 }
+
+deserialize_settings!(EngineConfig {
+    max_num_batched_tokens,
+    max_num_seqs,
+    max_model_len,
+    block_size,
+    kv_cache,
+    kv_dtype,
+    numerics,
+    compile,
+    tensor_parallel_size,
+    prefix_caching,
+    policy,
+    max_queue,
+    max_logprobs,
+    seed,
+    pipeline_depth,
+    threads,
+});
 
 fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamError> {
     if value < least { Err(ParamError::new(field, value, format!("at least {least}"))) } else { Ok(()) }

@@ -8,7 +8,6 @@
 //! request's failure ends that request only; a failed engine tells every open handle once and takes no more requests;
 //! a step in which nothing is admitted, ends or is preempted allocates nothing (log-probabilities apart).
 
-use crate::engine::{Health, ModelLimits, StepReport};
 use crate::num::to_u32;
 use crate::sampler::ParamError;
 use std::sync::Arc;
@@ -17,18 +16,20 @@ use crate::device::{Device, PeakRates};
 use crate::kv_cache::BlockAllocator;
 use crate::sampler::ParamLimits;
 use crate::scheduler::{NewSequence, Scheduler, SchedulerConfig, Tick};
-use crate::text::{ChatRenderer, Vocabulary};
+use crate::text::{ChatPrompt, ChatRenderer, Vocabulary};
 
 use super::clock::{Clock, elapsed_us};
 use super::config::{CacheBudget, EngineConfig};
 use super::error::{BuildError, EngineError, RequestError, SubmitError};
-use super::info::EngineInfo;
+use super::info::{EngineInfo, Health, ModelLimits, StepReport};
 use super::metrics::utilization::{Utilization, UtilizationWindow};
 use super::metrics::{Counters, Stats};
 use super::request::admission::{Admission, AdmissionLimits, AdmittedRequest, Lifecycle};
+use super::request::encoding::PromptEncoder;
 use super::request::handle::RequestHandle;
 use super::request::output::FinishReason;
-use super::request::{Request, RequestId};
+use super::request::{Prompt, Request, RequestId};
+use super::shared::{Shared, caller_methods};
 use super::step::active_requests::ActiveRequests;
 use super::step::pipeline::{InFlightStep, Pipeline};
 use super::step::sampling::{Fork, StepSampler};
@@ -49,14 +50,8 @@ struct PlanCounts {
 
 /// The engine without a thread; see the head of this module's file for what it promises.
 pub struct EngineCore {
-    config: Arc<EngineConfig>,
-    info: Arc<EngineInfo>,
-    admission: Arc<Admission>,
-    counters: Arc<Counters>,
-    clock: Arc<dyn Clock>,
+    shared: Arc<Shared>,
     executor: Box<dyn ModelExecutor>,
-    /// Where a builder put the model.
-    device: Option<Arc<dyn Device>>,
     scheduler: Scheduler,
     blocks: BlockAllocator,
     requests: ActiveRequests,
@@ -76,17 +71,33 @@ impl EngineCore {
     /// Puts an engine together around a model that is ready to run.
     ///
     /// `config.kv_cache` must be settled to `Blocks`: how many fit is the business of whoever owns the device's memory.
+    ///
+    /// # Errors
+    /// [`BuildError::Config`] for a configuration that is out of range or does not suit the model,
+    /// [`BuildError::VocabSize`] if executor and model disagree.
     pub fn from_parts(
         config: EngineConfig,
-        forward: Box<dyn ModelExecutor>,
+        executor: Box<dyn ModelExecutor>,
         model: ModelLimits,
         vocabulary: Option<Arc<dyn Vocabulary>>,
         chat: Option<Arc<dyn ChatRenderer>>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BuildError> {
-        let config = resolve_config(config, &model, forward.max_in_flight())?;
-        if forward.vocab_size() != model.vocab_size as usize {
-            return Err(BuildError::VocabSize { model: model.vocab_size, runner: forward.vocab_size() });
+        Self::assemble(config, executor, model, PromptEncoder::new(vocabulary, chat), clock, None)
+    }
+
+    /// The same with the device and the facts of it that only a builder knows.
+    pub(super) fn assemble(
+        config: EngineConfig,
+        executor: Box<dyn ModelExecutor>,
+        model: ModelLimits,
+        encoder: PromptEncoder,
+        clock: Arc<dyn Clock>,
+        on_device: Option<(Arc<dyn Device>, EngineInfo)>,
+    ) -> Result<Self, BuildError> {
+        let config = resolve_config(config, &model, executor.max_in_flight())?;
+        if executor.vocab_size() != model.vocab_size as usize {
+            return Err(BuildError::VocabSize { model: model.vocab_size, runner: executor.vocab_size() });
         }
         let CacheBudget::Blocks(pool_blocks) = config.kv_cache else {
             let expected = "a number of blocks: only the builder of a device can settle bytes or `auto`".to_owned();
@@ -115,7 +126,7 @@ impl EngineCore {
             vocab_size: model.vocab_size,
             max_model_len,
             max_logprobs: config.max_logprobs,
-            has_vocabulary: vocabulary.is_some(),
+            has_vocabulary: encoder.vocabulary().is_some(),
         };
         let limits = AdmissionLimits {
             params,
@@ -125,15 +136,12 @@ impl EngineCore {
             policy: config.policy,
             seed: config.seed,
         };
-        let info = Arc::new(EngineInfo {
-            vocab_size: model.vocab_size,
-            max_model_len,
-            block_size,
-            pool_blocks,
-            pool_tokens: u64::from(pool_blocks) * u64::from(block_size),
-            ..EngineInfo::default()
-        });
+        let (device, info) = on_device.map_or_else(
+            || (None, EngineInfo::without_device(model.vocab_size, max_model_len, block_size, pool_blocks)),
+            |(device, info)| (Some(device), info),
+        );
         let counters = Arc::new(Counters::default());
+        let vocabulary = encoder.shared_vocabulary();
         let mut core = Self {
             pipeline: Pipeline::with_capacity(
                 config.pipeline_depth.unwrap_or(1),
@@ -143,14 +151,16 @@ impl EngineCore {
                 model.max_logit_rows,
             ),
             sampler: StepSampler::new(model.vocab_size as usize, config.max_num_seqs as usize),
-            requests: ActiveRequests::new(model.eos_ids, vocabulary.clone(), Arc::clone(&counters)),
-            admission: Arc::new(Admission::new(limits, vocabulary, chat, Arc::clone(&clock))),
-            config: Arc::new(config),
-            info,
-            counters,
-            clock,
-            executor: forward,
-            device: None,
+            requests: ActiveRequests::new(model.eos_ids, vocabulary, Arc::clone(&counters)),
+            shared: Arc::new(Shared {
+                admission: Admission::new(limits, encoder, Arc::clone(&clock)),
+                config,
+                info,
+                counters,
+                clock,
+                device,
+            }),
+            executor,
             scheduler,
             blocks,
             admitted: Vec::new(),
@@ -164,71 +174,14 @@ impl EngineCore {
         Ok(core)
     }
 
-    /// Checks a request and takes it in; it joins the next step that has room. Never runs the model.
-    pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
-        self.admission.submit(request)
-    }
+    caller_methods!();
 
     /// Whether there is nothing to do: no request waits or runs and no step is in flight, or the engine has failed.
     pub fn is_idle(&self) -> bool {
         self.failed.is_some()
-            || (self.requests.is_empty() && self.pipeline.is_empty() && !self.admission.doorbell().has_notification())
-    }
-
-    pub(super) fn with_info(mut self, info: EngineInfo) -> Self {
-        self.info = Arc::new(info);
-        self
-    }
-
-    pub(super) fn with_device(mut self, device: Arc<dyn Device>) -> Self {
-        self.device = Some(device);
-        self
-    }
-
-    pub(super) fn device(&self) -> Option<&Arc<dyn Device>> {
-        self.device.as_ref()
-    }
-
-    pub(super) fn shared_info(&self) -> &Arc<EngineInfo> {
-        &self.info
-    }
-
-    /// What the engine runs, and on what; what only a builder knows is empty without one.
-    pub fn info(&self) -> &EngineInfo {
-        &self.info
-    }
-
-    /// The configuration, with everything settled that may be left open.
-    pub fn config(&self) -> &EngineConfig {
-        &self.config
-    }
-
-    /// The counters as they stand.
-    pub fn stats(&self) -> Stats {
-        self.counters.snapshot(self.admission.queued())
-    }
-
-    /// What the device can do at most, where a builder put the engine on one that knows; see
-    /// [`Engine::peak_rates`](super::Engine::peak_rates).
-    pub fn peak_rates(&self) -> Option<PeakRates> {
-        self.device.as_ref()?.peak_rates()
-    }
-
-    /// Energy the device has used since it was first asked, in microjoules; see
-    /// [`Engine::energy_uj`](super::Engine::energy_uj).
-    pub fn energy_uj(&self) -> Option<u64> {
-        self.device.as_ref()?.energy_uj()
-    }
-
-    /// What the device says of itself now, where a builder put the engine on one; see
-    /// [`Engine::device_notes`](super::Engine::device_notes).
-    pub fn device_notes(&self) -> Vec<String> {
-        self.device.as_ref().map(|device| device.notes()).unwrap_or_default()
-    }
-
-    /// Whether the engine lives and takes requests.
-    pub fn health(&self) -> Health {
-        health(&self.admission)
+            || (self.requests.is_empty()
+                && self.pipeline.is_empty()
+                && !self.shared.admission.doorbell().has_notification())
     }
 
     /// Plans and launches what may be in flight, and takes the oldest step out. An error has ended the engine: every open handle has heard it, and each further call repeats it.
@@ -253,7 +206,7 @@ impl EngineCore {
     }
 
     fn run_step(&mut self) -> Result<StepReport, EngineError> {
-        self.poll_requests(self.clock.now());
+        self.poll_requests(self.shared.clock.now());
         let mut planned = PlanCounts::default();
         while self.pipeline.has_capacity() && self.launch(&mut planned)? {}
         let mut report = match self.pipeline.pop() {
@@ -268,19 +221,19 @@ impl EngineCore {
 
     /// Takes in what callers have asked for since the last step, and what the clock brings.
     fn poll_requests(&mut self, now: Tick) {
-        if self.admission.doorbell().take_notification() {
+        if self.shared.admission.doorbell().take_notification() {
             let mut arrivals = std::mem::take(&mut self.admitted);
-            self.admission.take_admitted(&mut arrivals);
+            self.shared.admission.take_admitted(&mut arrivals);
             for admitted in arrivals.drain(..) {
                 self.admit(admitted, now);
             }
             self.admitted = arrivals;
             while let Some(request) = self.requests.next_cancelled() {
-                self.finish_request(request, &FinishReason::Cancelled);
+                self.finish_request(request, &FinishReason::Cancelled, now);
             }
         }
         while let Some(request) = self.requests.next_expired(now) {
-            self.finish_request(request, &FinishReason::Deadline);
+            self.finish_request(request, &FinishReason::Deadline, now);
         }
     }
 
@@ -305,7 +258,7 @@ impl EngineCore {
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
             self.requests.fail(request, RequestError::Schedule(error));
-            self.admission.leave_queue();
+            self.shared.admission.leave_queue();
             self.remove_failed();
         }
     }
@@ -334,31 +287,31 @@ impl EngineCore {
     }
 
     /// Ends a request from outside, with all its choices and their blocks.
-    fn finish_request(&mut self, request: RequestId, reason: &FinishReason) {
+    fn finish_request(&mut self, request: RequestId, reason: &FinishReason, now: Tick) {
         let (open, queued) = self.requests.open_choices(request);
         if queued {
-            self.admission.leave_queue();
+            self.shared.admission.leave_queue();
         }
         for seq in open {
             self.scheduler.abort(seq, &mut self.blocks);
-            self.requests.end_choice(seq, reason.clone());
+            self.requests.end_choice(seq, reason.clone(), now);
         }
     }
 
     /// Plans a step and launches it; false if there is nothing to compute.
     fn launch(&mut self, planned: &mut PlanCounts) -> Result<bool, EngineError> {
-        let now = self.clock.now();
+        let now = self.shared.clock.now();
         self.scheduler.schedule(now, &mut self.blocks);
         let plan = self.scheduler.plan();
         planned.preempted += plan.preempted.len();
         planned.capped += plan.capped.len();
-        Counters::add(&self.counters.preemptions, plan.preempted.len() as u64);
+        Counters::add(&self.shared.counters.preemptions, plan.preempted.len() as u64);
         for &seq in &plan.capped {
-            self.requests.end_choice(seq, FinishReason::Length);
+            self.requests.end_choice(seq, FinishReason::Length, now);
         }
         for chunk in &plan.chunks {
-            if self.requests.mark_started(chunk.seq) {
-                self.admission.leave_queue();
+            if self.requests.mark_started(chunk.seq, now) {
+                self.shared.admission.leave_queue();
             }
         }
         if !plan.copies.is_empty() {
@@ -369,7 +322,7 @@ impl EngineCore {
         }
         let mut step = self.pipeline.prepare(now, &self.scheduler, &self.blocks, &self.requests);
         step.cost = self.executor.cost(&step.batch.input);
-        step.launched_at = self.clock.now();
+        step.launched_at = self.shared.clock.now();
         step.batch_id = self.executor.launch(&step.batch.input)?;
         self.pipeline.push(step);
         Ok(true)
@@ -377,17 +330,17 @@ impl EngineCore {
 
     /// Waits for the oldest step in flight, draws its tokens, publishes and commits them.
     fn complete_step(&mut self, mut step: InFlightStep) -> Result<StepReport, EngineError> {
-        let Self { scheduler, blocks, requests, sampler, executor, clock, counters, .. } = self;
+        let Self { scheduler, blocks, requests, sampler, executor, shared, .. } = self;
         step.mark_stale(scheduler);
         let ForwardOutput { logits, outcomes } = executor.collect(step.batch_id, &step.stale)?;
-        let end = clock.now();
+        let end = shared.clock.now();
         let InFlightStep { batch, chunks, output, .. } = &mut step;
         check_shape(&logits, batch.logit_requests.len())?;
         for outcome in outcomes {
             let Some(chunk) = chunks.get(outcome.sequence) else { continue };
             if outcome.outcome == RowOutcome::Retried {
                 scheduler.set_f32_from(chunk.seq, outcome.position);
-                Counters::add(&counters.retried_sequences, 1);
+                Counters::add(&shared.counters.retried_sequences, 1);
             } else {
                 requests.fail_sequence(chunk.seq, outcome);
             }
@@ -410,9 +363,9 @@ impl EngineCore {
         };
         self.fork_choices(step.planned_at);
         self.remove_failed();
-        Counters::add(&self.counters.computed_rows, u64::from(report.rows));
-        Counters::add(&self.counters.steps, 1);
-        self.counters.step_time.record(elapsed_us(step.planned_at, self.clock.now()));
+        Counters::add(&self.shared.counters.computed_rows, u64::from(report.rows));
+        Counters::add(&self.shared.counters.steps, 1);
+        self.shared.counters.step_time.record(elapsed_us(step.planned_at, self.shared.clock.now()));
         self.pipeline.reuse(step);
         Ok(report)
     }
@@ -437,7 +390,7 @@ impl EngineCore {
     }
 
     fn publish_metrics(&mut self) {
-        let (stats, counters) = (self.blocks.stats(), &self.counters);
+        let (stats, counters) = (self.blocks.stats(), &self.shared.counters);
         Counters::set(&counters.running, self.scheduler.running() as u64);
         Counters::set(&counters.waiting, self.scheduler.waiting() as u64);
         Counters::set(&counters.live_blocks, u64::from(stats.live_blocks));
@@ -456,28 +409,20 @@ impl EngineCore {
     /// Ends the engine: no more requests are taken, and every open handle hears the error.
     pub(crate) fn fail(&mut self, error: &EngineError) {
         self.failed = Some(error.clone());
-        self.admission.advance(Lifecycle::Ended(Some(error.clone())));
+        self.shared.admission.advance(Lifecycle::Ended(Some(error.clone())));
         self.fail_all(&RequestError::Engine(error.clone()));
     }
 
-    pub(crate) fn admission(&self) -> &Arc<Admission> {
-        &self.admission
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
-    pub(crate) fn counters(&self) -> &Arc<Counters> {
-        &self.counters
-    }
-
-    pub(crate) fn shared_config(&self) -> &Arc<EngineConfig> {
-        &self.config
-    }
-
-    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
-        &self.clock
+    fn shared(&self) -> &Shared {
+        &self.shared
     }
 
     fn fail_all(&mut self, error: &RequestError) {
-        self.admission.take_admitted(&mut self.admitted);
+        self.shared.admission.take_admitted(&mut self.admitted);
         for admitted in self.admitted.drain(..) {
             admitted.mailbox.fail(error.clone());
         }
@@ -488,7 +433,7 @@ impl EngineCore {
 /// Handles that are still open hear that the engine is gone.
 impl Drop for EngineCore {
     fn drop(&mut self) {
-        self.admission.advance(Lifecycle::Ended(None));
+        self.shared.admission.advance(Lifecycle::Ended(None));
         self.fail_all(&RequestError::Closed);
     }
 }
@@ -496,7 +441,7 @@ impl Drop for EngineCore {
 impl std::fmt::Debug for EngineCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("EngineCore")
-            .field("config", &self.config)
+            .field("config", &self.shared.config)
             .field("running", &self.scheduler.running())
             .field("waiting", &self.scheduler.waiting())
             .field("failed", &self.failed)
@@ -527,14 +472,6 @@ fn resolve_config(
     }
     config.block_size = Some(config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE));
     Ok(config)
-}
-
-pub(crate) fn health(admission: &Admission) -> Health {
-    match admission.lifecycle() {
-        Lifecycle::Open if !admission.is_full() => Health::Ready,
-        Lifecycle::Open | Lifecycle::Draining(_) | Lifecycle::Stopping => Health::NotAccepting,
-        Lifecycle::Ended(_) => Health::Stopped,
-    }
 }
 
 fn check_shape(logits: &LogitRows<'_>, wanted: usize) -> Result<(), EngineError> {

@@ -1,7 +1,10 @@
-//! What can go wrong, one enum for each thing a caller does: build, submit, read a request, run the engine.
+//! Errors: one enum for each thing a caller does (build, submit, read a request, run the engine).
+//!
+//! `Display` is the whole sentence, causes included; `source()` goes on below it where an error of the system or of another
+//! crate is the cause. [`ErrorKind`] sorts all of them for hosts that map errors to answers of their own, such as HTTP's.
 //!
 //! A request's failure is a [`RequestError`] and never ends the engine; an [`EngineError`] ends it, and every open handle
-//! hears it as [`RequestError::Engine`].
+//! gets it as [`RequestError::Engine`].
 
 use crate::device::DeviceError;
 use crate::graph::CompileError;
@@ -13,13 +16,99 @@ use crate::weights::WeightError;
 
 use super::request::Request;
 
+/// Kind of an error, for hosts that map errors to answers of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// A field of the request is out of range, or its prompt cannot be encoded or rendered.
+    InvalidRequest,
+    /// The prompt is longer than the engine can serve.
+    PromptTooLong,
+    /// The queue is full; the same request may pass later.
+    QueueFull,
+    /// The engine is shutting down or has stopped.
+    ShuttingDown,
+    /// The model's arithmetic overflowed or gave values that are not finite.
+    Numeric,
+    /// A custom operation of the host failed.
+    CustomOp,
+    /// A device failed.
+    Device,
+    /// A setting of the engine is out of range or contradicts another.
+    InvalidConfig,
+    /// The model's files cannot be used.
+    InvalidModel,
+    /// Memory does not suffice.
+    OutOfMemory,
+    /// A defect of the engine or of code that the host gave it.
+    Internal,
+}
+
+impl ErrorKind {
+    /// Whether the caller has to change the request: sending it again unchanged fails again.
+    #[must_use]
+    pub const fn is_client_error(self) -> bool {
+        matches!(self, Self::InvalidRequest | Self::PromptTooLong)
+    }
+
+    /// Whether the same request may pass later.
+    #[must_use]
+    pub const fn is_retryable(self) -> bool {
+        matches!(self, Self::QueueFull | Self::ShuttingDown)
+    }
+
+    /// The HTTP status that a service would answer with: 400 for errors of the client, 429 for a full queue, 503 for an
+    /// engine that shuts down, 500 for everything else.
+    #[must_use]
+    pub const fn http_status(self) -> u16 {
+        match self {
+            Self::InvalidRequest | Self::PromptTooLong => 400,
+            Self::QueueFull => 429,
+            Self::ShuttingDown => 503,
+            _ => 500,
+        }
+    }
+
+    /// The kind as one word, as it is serialized.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "invalid_request",
+            Self::PromptTooLong => "prompt_too_long",
+            Self::QueueFull => "queue_full",
+            Self::ShuttingDown => "shutting_down",
+            Self::Numeric => "numeric",
+            Self::CustomOp => "custom_op",
+            Self::Device => "device",
+            Self::InvalidConfig => "invalid_config",
+            Self::InvalidModel => "invalid_model",
+            Self::OutOfMemory => "out_of_memory",
+            Self::Internal => "internal",
+        }
+    }
+
+    const fn of_device(error: &DeviceError) -> Self {
+        match error {
+            DeviceError::OutOfMemory { .. } => Self::OutOfMemory,
+            _ => Self::Device,
+        }
+    }
+}
+
+impl std::fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
 /// Why an engine could not be built.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
     /// A field of the configuration is out of its range or contradicts another.
-    #[error("bad configuration")]
-    Config(#[from] ParamError),
+    #[error("configuration: {0}")]
+    Config(ParamError),
     /// The model and the runner disagree on the width of a row of logits.
     #[error("the model has a vocabulary of {model}, but its runner gives rows of {runner} logits")]
     VocabSize {
@@ -28,13 +117,13 @@ pub enum BuildError {
         /// Width of a row as the runner states it.
         runner: usize,
     },
-    /// The memory budget leaves no room for keys and values.
+    /// The memory budget leaves too little for keys and values.
     #[error(
-        "no room for the KV cache: the budget is {budget_bytes} bytes, weights and buffers take {taken_bytes}, one block \
+        "the KV cache does not fit: the budget is {budget_bytes} bytes, weights and buffers take {taken_bytes}, one block \
          takes {block_bytes}, and at least {needed_bytes} bytes of blocks are needed; {fitting_tokens} tokens would fit"
     )]
-    NoRoomForCache {
-        /// Bytes that may be used for it: what the configuration says, or what a device had free when the pool was asked for.
+    CacheDoesNotFit {
+        /// Bytes that may be used for it: by the configuration, or by the device's free memory when the pool was allocated.
         budget_bytes: u64,
         /// Bytes that weights and plans take beside it.
         taken_bytes: u64,
@@ -46,26 +135,41 @@ pub enum BuildError {
         fitting_tokens: u64,
     },
     /// The model's weight files cannot be used.
-    #[error("cannot open the model")]
+    #[error(transparent)]
     Weights(#[from] WeightError),
     /// The model cannot be run.
-    #[error("cannot run the model")]
+    #[error(transparent)]
     Model(#[from] ModelError),
     /// The model's tokenizer or chat template cannot be used.
-    #[error("cannot use the model's tokenizer or chat template")]
-    Text(#[from] TextError),
+    #[error("tokenizer or chat template: {0}")]
+    Text(TextError),
     /// The plan could not be made.
-    #[error("cannot compile the model")]
-    Compile(#[from] CompileError),
+    #[error("cannot compile the model: {0}")]
+    Compile(CompileError),
     /// The scheduler refused its configuration.
-    #[error("bad scheduler configuration")]
-    Schedule(#[from] ScheduleError),
+    #[error("scheduler: {0}")]
+    Schedule(ScheduleError),
     /// The device failed.
-    #[error("device failed")]
-    Device(#[from] DeviceError),
+    #[error("device: {0}")]
+    Device(DeviceError),
     /// The engine's thread could not be started.
-    #[error("cannot start the engine's thread")]
-    Thread(#[source] std::io::Error),
+    #[error("cannot start the engine's thread: {0}")]
+    Thread(std::io::Error),
+}
+
+impl BuildError {
+    /// The kind of trouble.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Config(_) | Self::Schedule(_) | Self::Compile(CompileError::Option { .. }) => {
+                ErrorKind::InvalidConfig
+            }
+            Self::CacheDoesNotFit { .. } | Self::Compile(CompileError::Memory(_)) => ErrorKind::OutOfMemory,
+            Self::Weights(_) | Self::Model(_) | Self::Text(_) | Self::Compile(_) => ErrorKind::InvalidModel,
+            Self::Device(error) => ErrorKind::of_device(error),
+            Self::VocabSize { .. } | Self::Thread(_) => ErrorKind::Internal,
+        }
+    }
 }
 
 /// Why a request was not taken. Nothing of it is left in the engine.
@@ -73,10 +177,10 @@ pub enum BuildError {
 #[non_exhaustive]
 pub enum SubmitError {
     /// A field of the request is out of its range.
-    #[error("bad parameter")]
+    #[error(transparent)]
     Param(#[from] ParamError),
-    /// The prompt leaves no room for one token of output.
-    #[error("prompt of {prompt_tokens} tokens leaves no room for output, expected at most {limit_tokens}")]
+    /// The prompt leaves no space for one token of output.
+    #[error("the prompt has {prompt_tokens} tokens, expected at most {limit_tokens}, so that a token of output fits")]
     TooLong {
         /// Tokens of the prompt.
         prompt_tokens: usize,
@@ -85,7 +189,8 @@ pub enum SubmitError {
     },
     /// The whole pool of KV blocks is too small for the prompt.
     #[error(
-        "prompt of {prompt_tokens} tokens needs {needed_blocks} KV blocks of {block_size} tokens, the pool has {pool_blocks}"
+        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} KV blocks of {block_size} tokens, the whole pool \
+         has {pool_blocks}"
     )]
     NeverFits {
         /// Tokens of the prompt.
@@ -109,25 +214,50 @@ pub enum SubmitError {
         /// The template's own words.
         reason: String,
     },
-    /// As many requests wait as may wait; here is the request back, try again later.
-    #[error("queue is full")]
+    /// The queue is full. The request comes back, to be submitted later.
+    #[error("the queue is full")]
     QueueFull(Box<Request>),
-    /// The engine takes no more requests; here is the request back.
-    #[error("engine is shut down")]
+    /// The engine is shut down. The request comes back.
+    #[error("the engine is shut down")]
     Closed(Box<Request>),
-    /// The engine has failed; here is the request back.
-    #[error("engine has failed")]
+    /// The engine has failed. The request comes back.
+    #[error("the engine has failed: {cause}")]
     Failed {
         /// The request.
         request: Box<Request>,
-        /// What ended the engine.
-        #[source]
-        source: EngineError,
+        /// The error that ended the engine.
+        cause: EngineError,
     },
 }
 
+impl SubmitError {
+    /// The kind of trouble.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Param(_) | Self::Encode { .. } | Self::Render { .. } => ErrorKind::InvalidRequest,
+            Self::TooLong { .. } | Self::NeverFits { .. } => ErrorKind::PromptTooLong,
+            Self::QueueFull(_) => ErrorKind::QueueFull,
+            Self::Closed(_) => ErrorKind::ShuttingDown,
+            Self::Failed { cause, .. } => cause.kind(),
+        }
+    }
+
+    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    pub fn is_client_error(&self) -> bool {
+        self.kind().is_client_error()
+    }
+
+    /// The request, where the error hands it back.
+    pub fn into_request(self) -> Option<Request> {
+        match self {
+            Self::QueueFull(request) | Self::Closed(request) | Self::Failed { request, .. } => Some(*request),
+            _ => None,
+        }
+    }
+}
+
 /// Why a request that was taken did not come to its end.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
     /// A row of this request has infinite or NaN values, in the last layer's sums or in its logits: the model's arithmetic
@@ -159,40 +289,61 @@ pub enum RequestError {
         position: u32,
         /// The operation.
         name: String,
-        /// What it or its panic said.
+        /// The message of its error or panic.
         reason: String,
     },
-    /// No token could be drawn.
-    #[error("cannot draw token {generated_tokens} of choice {choice}")]
+    /// No token could be sampled.
+    #[error("cannot sample token {generated_tokens} of choice {choice}: {cause}")]
     Sample {
         /// The choice.
         choice: u32,
         /// Tokens the choice had generated before.
         generated_tokens: u32,
-        /// Why.
-        #[source]
-        source: SampleError,
+        /// The sampler's error.
+        cause: SampleError,
     },
     /// The scheduler refused the request.
-    #[error("cannot schedule the request")]
-    Schedule(#[from] ScheduleError),
+    #[error("cannot schedule the request: {0}")]
+    Schedule(ScheduleError),
     /// The engine failed.
-    #[error("engine failed")]
-    Engine(#[from] EngineError),
+    #[error("the engine failed: {0}")]
+    Engine(EngineError),
     /// The engine was shut down or dropped before the request was done.
-    #[error("engine was shut down before the request was done")]
+    #[error("the engine was shut down before the request was done")]
     Closed,
 }
 
-/// What ends an engine.
+impl RequestError {
+    /// The kind of trouble.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::NonFinite { .. }
+            | Self::Overflow { .. }
+            | Self::Sample { cause: SampleError::NonFinite { .. }, .. } => ErrorKind::Numeric,
+            Self::CustomOp { .. } => ErrorKind::CustomOp,
+            // Bias, allowed ids and bad words can leave a row without any token.
+            Self::Sample { .. } => ErrorKind::InvalidRequest,
+            Self::Schedule(_) => ErrorKind::Internal,
+            Self::Engine(error) => error.kind(),
+            Self::Closed => ErrorKind::ShuttingDown,
+        }
+    }
+
+    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    pub fn is_client_error(&self) -> bool {
+        self.kind().is_client_error()
+    }
+}
+
+/// The failure that ended an engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The device failed in a step; what it holds cannot be trusted any more.
-    #[error("device failed")]
-    Device(#[from] DeviceError),
+    /// The device failed in a step; its memory cannot be trusted any more.
+    #[error("device: {0}")]
+    Device(DeviceError),
     /// The runner's answer has not the shape asked for.
-    #[error("runner gave {got} of {what}, expected {expected}")]
+    #[error("the runner gave {got} {what}, expected {expected}")]
     BadAnswer {
         /// What was counted.
         what: &'static str,
@@ -210,11 +361,21 @@ pub enum EngineError {
         running: usize,
     },
     /// The step panicked (a runner, vocabulary or clock of the host's, or a defect of the engine).
-    #[error("step panicked: {message}")]
+    #[error("a step panicked: {message}")]
     Panicked {
         /// The panic's message.
         message: String,
     },
+}
+
+impl EngineError {
+    /// The kind of trouble.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Device(error) => ErrorKind::of_device(error),
+            Self::BadAnswer { .. } | Self::Stalled { .. } | Self::Panicked { .. } => ErrorKind::Internal,
+        }
+    }
 }
 
 /// Why [`Engine::generate`](super::Engine::generate) or [`chat`](super::Engine::chat) gave no text.
@@ -227,4 +388,40 @@ pub enum GenerateError {
     /// The request did not come to its end.
     #[error(transparent)]
     Request(#[from] RequestError),
+}
+
+impl GenerateError {
+    /// The kind of trouble.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Submit(error) => error.kind(),
+            Self::Request(error) => error.kind(),
+        }
+    }
+
+    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    pub fn is_client_error(&self) -> bool {
+        self.kind().is_client_error()
+    }
+}
+
+macro_rules! from_causes {
+    ($($error:ident::$variant:ident($cause:ty)),* $(,)?) => {$(
+        impl From<$cause> for $error {
+            fn from(cause: $cause) -> Self {
+                Self::$variant(cause)
+            }
+        }
+    )*};
+}
+
+from_causes! {
+    BuildError::Config(ParamError),
+    BuildError::Text(TextError),
+    BuildError::Compile(CompileError),
+    BuildError::Schedule(ScheduleError),
+    BuildError::Device(DeviceError),
+    RequestError::Schedule(ScheduleError),
+    RequestError::Engine(EngineError),
+    EngineError::Device(DeviceError),
 }

@@ -1,7 +1,11 @@
 //! What an engine says of itself: what it runs and on what, its limits, its health, and what a step did.
 
-use crate::graph::{Cost, OverflowPolicy, Plan};
-use crate::kv_cache::KvGeometry;
+use serde::Serialize;
+
+use crate::graph::{Cost, Numerics, OverflowPolicy, Plan};
+use crate::kv_cache::{KvDType, KvGeometry};
+use crate::model::Architecture;
+use crate::weights::DType;
 
 /// How far loading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,30 +21,38 @@ pub struct LoadProgress {
     pub total_buckets: u32,
 }
 
-/// What an engine runs, and on what.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The model, the device and the sizes in force.
+///
+/// Facts that only a builder knows are `None`, 0 or empty for an [`EngineCore`](super::EngineCore) made of parts.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineInfo {
-    /// Architecture of the model.
-    pub architecture: String,
+    /// Version of this crate.
+    pub version: &'static str,
+    /// Family of the model.
+    pub architecture: Option<Architecture>,
     /// Parameters of the model.
     pub parameters: u64,
-    /// Type most of its weights are stored in.
-    pub weight_dtype: String,
+    /// Type that most elements of its matrices are stored in.
+    pub weight_dtype: Option<DType>,
     /// Ids the model knows.
     pub vocab_size: u32,
     /// Longest sequence, prompt and output together.
     pub max_model_len: u32,
-    /// The device in words.
-    pub device: String,
-    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. What the device
-    /// says of itself is in [`Engine::device_notes`](super::Engine::device_notes).
+    /// Short name of the device (`cpu`, `ascend`).
+    pub device: Option<&'static str>,
+    /// Description of the device for people: processor, instruction set, threads.
+    pub device_description: String,
+    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. The device's own
+    /// notes are in [`Engine::device_notes`](super::Engine::device_notes).
     pub notes: Vec<String>,
+    /// Arithmetic of the device.
+    pub numerics: Option<Numerics>,
     /// Tokens a KV block.
     pub block_size: u32,
     /// Type of stored keys and values.
-    pub kv_dtype: String,
-    /// What happens to rows that overflow; none if no builder made the engine.
+    pub kv_dtype: Option<KvDType>,
+    /// Policy for rows that overflow.
     pub overflow: Option<OverflowPolicy>,
     /// Blocks in the KV pool.
     pub pool_blocks: u32,
@@ -50,20 +62,35 @@ pub struct EngineInfo {
     pub pool_bytes: u64,
     /// Bytes of all plans' arenas.
     pub arena_bytes: u64,
-    /// Steps of the plan for the largest batches: what is launched for each.
+    /// Steps of the plan for the largest batches: as many launches a batch.
     pub plan_steps: u32,
     /// Groups of steps that may run side by side: as many barriers a batch meets.
     pub plan_groups: u32,
-    /// One token of one sequence of `max_model_len` tokens.
+    /// Cost of one token of one sequence of `max_model_len` tokens.
     pub decode_cost: Cost,
-    /// `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
+    /// Cost of `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
     pub prefill_cost: Cost,
     /// The plans by the rows they are made for, ascending.
     pub buckets: Vec<BucketInfo>,
 }
 
+impl EngineInfo {
+    /// Facts of an engine that was made of parts.
+    pub(super) fn without_device(vocab_size: u32, max_model_len: u32, block_size: u32, pool_blocks: u32) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            vocab_size,
+            max_model_len,
+            block_size,
+            pool_blocks,
+            pool_tokens: u64::from(pool_blocks) * u64::from(block_size),
+            ..Self::default()
+        }
+    }
+}
+
 /// The plan for batches of some numbers of rows.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BucketInfo {
     /// Most rows it takes. A device with fixed shapes computes as many for every batch.
@@ -118,16 +145,19 @@ impl ModelLimits {
     }
 }
 
-/// Whether an engine lives and takes requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// Whether an engine runs and takes requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Health {
     /// It runs and takes requests.
     Ready,
     /// It runs, but takes no request just now: the queue is full, or it is shutting down.
     NotAccepting,
-    /// It does not run any more: it has failed or has been shut down.
+    /// It was shut down.
     Stopped,
+    /// It failed and does not run any more.
+    Failed,
 }
 
 /// What one step did.

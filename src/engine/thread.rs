@@ -1,14 +1,13 @@
 //! The engine's thread: steps a core while there is work, sleeps while there is none.
 //!
-//! It is the only thread that touches the core. It ends when it is told to, when a drain is done, or when the engine
-//! fails; whatever way, the core is dropped and every open handle hears of it.
+//! Only this thread touches the core. It ends on request, after a drain, or when the engine fails; in each case the core is
+//! dropped and every open handle gets an error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{JoinHandle, ThreadId};
-use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::panic_message::panic_message;
 
@@ -16,64 +15,94 @@ use super::core::EngineCore;
 use super::error::EngineError;
 use super::request::admission::Lifecycle;
 
-/// Says when the thread has let go of everything it owned.
+/// Wakes the futures that wait for the thread's end.
+#[cfg(feature = "async")]
 #[derive(Debug, Default)]
 struct Finished {
-    is_done: Mutex<bool>,
-    done: Condvar,
+    is_done: bool,
+    wakers: Vec<std::task::Waker>,
+}
+
+/// Tells the waiting futures when it is dropped, which is after everything else on the thread.
+#[cfg(feature = "async")]
+struct FinishOnDrop(Arc<Mutex<Finished>>);
+
+#[cfg(feature = "async")]
+impl Drop for FinishOnDrop {
+    fn drop(&mut self) {
+        let wakers = {
+            let mut finished = self.0.lock();
+            finished.is_done = true;
+            std::mem::take(&mut finished.wakers)
+        };
+        for waker in wakers {
+            // A waker is code of the host: its panic concerns the host alone.
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+        }
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct EngineThread {
     thread: Mutex<Option<JoinHandle<()>>>,
     id: ThreadId,
-    finished: Arc<Finished>,
+    #[cfg(feature = "async")]
+    finished: Arc<Mutex<Finished>>,
 }
 
 impl EngineThread {
     /// Starts the thread.
     pub fn spawn(core: EngineCore) -> std::io::Result<Self> {
-        let finished = Arc::new(Finished::default());
-        let told = Arc::clone(&finished);
+        #[cfg(feature = "async")]
+        let finished = Arc::<Mutex<Finished>>::default();
+        #[cfg(feature = "async")]
+        let on_end = FinishOnDrop(Arc::clone(&finished));
         let thread = std::thread::Builder::new().name("ascend-llm".to_owned()).spawn(move || {
+            #[cfg(feature = "async")]
+            let _on_end = on_end;
             run(core);
-            *told.is_done.lock() = true;
-            told.done.notify_all();
         })?;
-        Ok(Self { id: thread.thread().id(), thread: Mutex::new(Some(thread)), finished })
+        Ok(Self {
+            id: thread.thread().id(),
+            thread: Mutex::new(Some(thread)),
+            #[cfg(feature = "async")]
+            finished,
+        })
     }
 
-    /// Waits for the thread, for ever or no longer than `timeout`; a thread that is not done by then is left to itself.
-    /// From the thread itself (a waker or vocabulary that held the last engine) it returns at once.
-    pub fn join(&self, timeout: Option<Duration>) {
+    /// Waits for the thread. From the thread itself (a waker or vocabulary that held the last engine) it returns at once.
+    pub fn join(&self) {
         if std::thread::current().id() == self.id {
             return;
         }
-        if let Some(timeout) = timeout {
-            let until = Instant::now() + timeout;
-            let mut flag = self.finished.is_done.lock();
-            while !*flag {
-                if self.finished.done.wait_until(&mut flag, until).timed_out() {
-                    return;
-                }
-            }
-        }
         if let Some(thread) = self.thread.lock().take() {
-            // A panic has been caught inside and told to every handle.
+            // A panic has been caught inside and given to every handle.
             let _ = thread.join();
         }
+    }
+
+    /// Ready once the thread has dropped everything it owned; until then it keeps the waker.
+    #[cfg(feature = "async")]
+    pub fn poll_finished(&self, context: &std::task::Context<'_>) -> std::task::Poll<()> {
+        let mut finished = self.finished.lock();
+        if finished.is_done {
+            return std::task::Poll::Ready(());
+        }
+        if !finished.wakers.iter().any(|waker| waker.will_wake(context.waker())) {
+            finished.wakers.push(context.waker().clone());
+        }
+        std::task::Poll::Pending
     }
 }
 
 fn run(mut core: EngineCore) {
-    let admission = Arc::clone(core.admission());
-    let clock = Arc::clone(core.clock());
+    let shared = Arc::clone(core.shared_arc());
     loop {
         let idle = core.is_idle();
-        match admission.lifecycle() {
-            Lifecycle::Open if idle => admission.doorbell().wait(),
+        match shared.admission.lifecycle() {
+            Lifecycle::Open if idle => shared.admission.doorbell().wait(),
             Lifecycle::Draining(_) if idle => break,
-            Lifecycle::Draining(Some(until)) if clock.now() >= until => break,
+            Lifecycle::Draining(Some(until)) if shared.clock.now() >= until => break,
             Lifecycle::Open | Lifecycle::Draining(_) => match catch_unwind(AssertUnwindSafe(|| core.step())) {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,

@@ -7,6 +7,8 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Display};
 
+use crate::settings::{deserialize_settings, with_methods};
+
 /// Below this a temperature means greedy, as in vLLM.
 pub const GREEDY_EPSILON: f32 = 1e-5;
 
@@ -21,8 +23,24 @@ pub const MAX_N: u32 = 16_384;
 /// has it last), each filter works on what the one before left, and `top_p` on the distribution made to sum to 1 again.
 ///
 /// Equal logits are ordered by id: greedy takes the lowest, `top_k` keeps exactly `top_k` tokens, lowest ids first.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+///
+/// JSON has the fields' names; absent fields keep their defaults, and unknown keys are refused, also where the struct is
+/// flattened into a host's own (`#[serde(flatten)]`, once a struct):
+///
+/// ```
+/// # use ascend_llm::SamplingParams;
+/// #[derive(serde::Deserialize)]
+/// struct Body {
+///     prompt: String,
+///     #[serde(flatten)]
+///     sampling: SamplingParams,
+/// }
+/// let body: Body = serde_json::from_str(r#"{"prompt": "Once", "temperature": 0.2}"#).unwrap();
+/// assert_eq!(body.sampling, SamplingParams::default().with_temperature(0.2));
+/// let error = serde_json::from_str::<Body>(r#"{"prompt": "Once", "temprature": 0.2}"#).err().unwrap();
+/// assert!(error.to_string().contains("unknown field `temprature`"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SamplingParams {
     /// `0..=2`; below [`GREEDY_EPSILON`] the best token is taken and `top_k`, `top_p`, `min_p` and `seed` do nothing.
@@ -62,7 +80,6 @@ pub struct SamplingParams {
     /// Of which distribution `logprobs` speaks.
     pub logprobs_mode: LogprobsMode,
     /// Added to the logits of ids, each `-100..=100`, an id at most once. JSON: a list of pairs or an object.
-    #[serde(deserialize_with = "pairs_or_map")]
     pub logit_bias: Vec<(u32, f32)>,
     /// The only ids that may be drawn.
     pub allowed_token_ids: Option<Vec<u32>>,
@@ -149,6 +166,39 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
+    with_methods! {
+        value {
+            temperature with_temperature: f32,
+            top_k with_top_k: i32,
+            top_p with_top_p: f32,
+            min_p with_min_p: f32,
+            repetition_penalty with_repetition_penalty: f32,
+            presence_penalty with_presence_penalty: f32,
+            frequency_penalty with_frequency_penalty: f32,
+            n with_n: u32,
+            min_tokens with_min_tokens: u32,
+            include_stop_str_in_output with_include_stop_str_in_output: bool,
+            ignore_eos with_ignore_eos: bool,
+            logprobs_mode with_logprobs_mode: LogprobsMode,
+            skip_special_tokens with_skip_special_tokens: bool,
+        }
+        option {
+            seed with_seed: u64,
+            max_tokens with_max_tokens: u32,
+            logprobs with_logprobs: u32,
+            prompt_logprobs with_prompt_logprobs: u32,
+        }
+        list {
+            stop_token_ids with_stop_token_ids: u32,
+            logit_bias with_logit_bias: (u32, f32),
+        }
+        optional_list { allowed_token_ids with_allowed_token_ids: u32 }
+        texts {
+            stop with_stop: String,
+            bad_words with_bad_words: String,
+        }
+    }
+
     /// The best token at every step; everything else as by default.
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
@@ -266,32 +316,72 @@ fn require(
 }
 
 /// Reads `[[id, bias], …]` or, as the `OpenAI` API writes it, `{"id": bias, …}`.
-fn pairs_or_map<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(u32, f32)>, D::Error> {
-    struct Pairs;
+struct PairsOrMap(Vec<(u32, f32)>);
 
-    impl<'de> Visitor<'de> for Pairs {
-        type Value = Vec<(u32, f32)>;
+impl<'de> Deserialize<'de> for PairsOrMap {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(PairsVisitor).map(Self)
+    }
+}
 
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a list of [id, bias] pairs or an object from id to bias")
-        }
+/// A key of the object: JSON writes ids as texts.
+struct IdKey(u32);
 
-        fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
-            let mut pairs = Vec::new();
-            while let Some(pair) = from.next_element()? {
-                pairs.push(pair);
-            }
-            Ok(pairs)
-        }
+impl<'de> Deserialize<'de> for IdKey {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        use serde::de::Error as _;
+        let key = std::borrow::Cow::<'_, str>::deserialize(from)?;
+        key.parse().map(Self).map_err(|_| D::Error::invalid_value(serde::de::Unexpected::Str(&key), &"a token id"))
+    }
+}
 
-        fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
-            let mut pairs = Vec::new();
-            while let Some(pair) = from.next_entry()? {
-                pairs.push(pair);
-            }
-            Ok(pairs)
-        }
+struct PairsVisitor;
+
+impl<'de> Visitor<'de> for PairsVisitor {
+    type Value = Vec<(u32, f32)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of [id, bias] pairs or an object from id to bias")
     }
 
-    from.deserialize_any(Pairs)
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+        let mut pairs = Vec::new();
+        while let Some(pair) = from.next_element()? {
+            pairs.push(pair);
+        }
+        Ok(pairs)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+        let mut pairs = Vec::new();
+        while let Some((IdKey(id), bias)) = from.next_entry()? {
+            pairs.push((id, bias));
+        }
+        Ok(pairs)
+    }
 }
+
+deserialize_settings!(SamplingParams {
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    repetition_penalty,
+    presence_penalty,
+    frequency_penalty,
+    seed,
+    n,
+    max_tokens,
+    min_tokens,
+    stop,
+    include_stop_str_in_output,
+    stop_token_ids,
+    ignore_eos,
+    logprobs,
+    prompt_logprobs,
+    logprobs_mode,
+    logit_bias as PairsOrMap,
+    allowed_token_ids,
+    bad_words,
+    skip_special_tokens,
+});

@@ -30,6 +30,14 @@ pub enum TextError {
         /// What would be accepted.
         expected: String,
     },
+    /// A value is not JSON, or has no JSON form.
+    #[error("{field}: {reason}")]
+    Json {
+        /// The message, option or variable.
+        field: &'static str,
+        /// The reason in the words of the JSON library.
+        reason: String,
+    },
     /// The text could not be tokenized.
     #[error("text cannot be tokenized: {reason}")]
     Encode {
@@ -56,4 +64,10 @@ pub enum TextError {
         /// The budget that was exceeded.
         budget: u64,
     },
+}
+
+impl TextError {
+    pub(super) fn json(field: &'static str, error: &serde_json::Error) -> Self {
+        Self::Json { field, reason: error.to_string() }
+    }
 }

@@ -19,9 +19,9 @@ mod token_bytes;
 mod tokenizer;
 mod vocabulary;
 
-pub use chat::{ChatMessage, ChatRenderer};
+pub use chat::{ChatMessage, ChatOptions, ChatPrompt, ChatRenderer};
 #[cfg(feature = "text")]
-pub use chat_template::{ChatOptions, ChatTemplate};
+pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use gguf_metadata::TokenizerMetadata;

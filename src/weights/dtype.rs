@@ -21,6 +21,13 @@ pub enum DType {
     Q6_K,
 }
 
+/// Serialized as its name.
+impl serde::Serialize for DType {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 impl DType {
     /// Elements in one block: 1 for float types, 32 or 256 for quantized ones.
     pub const fn block_len(self) -> usize {

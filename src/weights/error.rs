@@ -11,12 +11,12 @@ use super::DType;
 #[non_exhaustive]
 pub enum WeightError {
     /// The operating system refused to open, map or list something.
-    #[error("cannot read {}", path.display())]
+    #[error("cannot read {}: {error}", path.display())]
     Io {
         /// File or folder.
         path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
+        /// The system's error.
+        error: std::io::Error,
     },
     /// The path holds no model in a form that is known here.
     #[error("no model at {}: {looked_for}", path.display())]

@@ -28,7 +28,7 @@ enum Bytes {
 impl FileMap {
     /// Maps a file. Nothing of it is read yet.
     pub fn open(path: &Path) -> Result<Self, WeightError> {
-        let io = |source| WeightError::Io { path: path.to_owned(), source };
+        let io = |error| WeightError::Io { path: path.to_owned(), error };
         let file = File::open(path).map_err(io)?;
         let meta = file.metadata().map_err(io)?;
         if !meta.is_file() {

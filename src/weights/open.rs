@@ -32,7 +32,7 @@ pub enum ModelKind {
 /// exactly one `.gguf` file. Where a folder holds both forms, safetensors wins.
 pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
     let path = path.as_ref();
-    let meta = std::fs::metadata(path).map_err(|source| WeightError::Io { path: path.to_owned(), source })?;
+    let meta = std::fs::metadata(path).map_err(|error| WeightError::Io { path: path.to_owned(), error })?;
     if !meta.is_dir() {
         if !has_gguf_extension(path) {
             let looked_for = "expected a .gguf file, or a folder with config.json and model.safetensors".to_owned();
@@ -71,7 +71,7 @@ fn has_gguf_extension(path: &Path) -> bool {
 }
 
 fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>, WeightError> {
-    let io = |source| WeightError::Io { path: folder.to_owned(), source };
+    let io = |error| WeightError::Io { path: folder.to_owned(), error };
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let path = entry.map_err(io)?.path();

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::common::goldens::conformance_models;
 use crate::common::model::Model;
 use crate::steps::{config, core_on, greedy, machine, outcomes, seen};
+use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::ascend::AscendOpenError;
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
 use ascend_llm::engine::{Engine, RequestError};

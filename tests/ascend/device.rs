@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::model::{self, Model};
 use crate::common::sim_npu::Npu;
+use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
 use ascend_llm::engine::{
@@ -245,7 +246,7 @@ fn a_crash_is_told_with_its_call_code_and_words() {
     npu.sim.fail_task("aclnnFusedInferAttentionScoreV3", 1, 507_015);
     let launches = npu.sim.count("aclnnEmbedding");
     let handles: Vec<_> = (0..3u32)
-        .filter_map(|at| engine.submit(Request::tokens(vec![1, 40 + at]).sampling(params.clone())).ok())
+        .filter_map(|at| engine.submit(Request::tokens(vec![1, 40 + at]).with_sampling(params.clone())).ok())
         .collect();
     assert!(!handles.is_empty());
     for handle in handles {
@@ -257,8 +258,8 @@ fn a_crash_is_told_with_its_call_code_and_words() {
         assert!(call.starts_with("acl") && *code == 507_015, "{call} {code} {message}");
         assert!(message.contains("aclnnFusedInferAttentionScoreV3"), "{call} {code} {message}");
     }
-    assert_eq!(engine.health(), Health::Stopped);
-    let refused = engine.submit(Request::tokens(vec![1]).sampling(params)).unwrap_err();
+    assert_eq!(engine.health(), Health::Failed);
+    let refused = engine.submit(Request::tokens(vec![1]).with_sampling(params)).unwrap_err();
     assert!(matches!(refused, SubmitError::Failed { .. }), "{refused:?}");
     // Two steps may have been in flight.
     assert!(npu.sim.count("aclnnEmbedding") <= launches + 2, "nothing is tried again");
@@ -320,13 +321,13 @@ fn mixed_requests_with_preemption_end_well() {
         .collect();
     let handles: Vec<_> = requests
         .iter()
-        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).sampling(params.clone())).unwrap())
+        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).with_sampling(params.clone())).unwrap())
         .collect();
     fable::drain(&mut core);
     assert!(core.stats().preemptions > 0, "the pool is small enough");
     let together: Vec<_> = handles.into_iter().map(|handle| handle.collect_output().unwrap()).collect();
     for ((prompt, params), output) in requests.into_iter().zip(&together).take(8) {
-        let handle = core.submit(Request::tokens(prompt).sampling(params)).unwrap();
+        let handle = core.submit(Request::tokens(prompt).with_sampling(params)).unwrap();
         let alone = fable::finish(&mut core, handle);
         assert_eq!(fable::Seen::of(&alone), fable::Seen::of(output));
     }

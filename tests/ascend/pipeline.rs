@@ -39,7 +39,7 @@ fn memory_grown_kib(requests: u32) -> u64 {
     let mut core = core_on(npu.device(), config(1, 2));
     let mut run = |requests: u32| {
         for request in 0..requests {
-            let handle = core.submit(Request::tokens(vec![1, 2 + request % 700]).sampling(greedy(50))).unwrap();
+            let handle = core.submit(Request::tokens(vec![1, 2 + request % 700]).with_sampling(greedy(50))).unwrap();
             while !core.is_idle() {
                 core.step().unwrap();
             }

@@ -53,7 +53,7 @@ pub fn greedy(tokens: u32) -> SamplingParams {
 pub fn outcomes(core: &mut EngineCore, requests: &[Asked]) -> Vec<Result<Output, RequestError>> {
     let handles: Vec<_> = requests
         .iter()
-        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).sampling(params.clone())).unwrap())
+        .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).with_sampling(params.clone())).unwrap())
         .collect();
     while !core.is_idle() && core.step().is_ok() {}
     handles.into_iter().map(ascend_llm::engine::RequestHandle::collect_output).collect()
@@ -127,7 +127,7 @@ pub fn no_delay_changes_an_output(cards: u32, seeds: i64) {
 pub fn greedy_steps_in_flight_only_queue(cards: u32) {
     let npu = machine(cards);
     let mut core = core_on(npu.cards(cards), config(cards, 2));
-    let request = Request::tokens(vec![1, 40, 100, 7]).sampling(greedy(40));
+    let request = Request::tokens(vec![1, 40, 100, 7]).with_sampling(greedy(40));
     let handle = core.submit(request).unwrap();
     for _ in 0..8 {
         core.step().unwrap();

@@ -10,6 +10,7 @@ use std::time::Instant;
 use crate::common::goldens::{Prompts, cases, prompts};
 use crate::common::model::Model;
 use crate::common::sim_npu::Npu;
+use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, WeightForm, WeightTiles};
 use ascend_llm::device::{Device, DeviceError, OwnedProgram, OwnedWeights};
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Request};
@@ -304,7 +305,8 @@ fn replays_and_steps_in_flight_change_no_bit() {
             let mut params = SamplingParams::default();
             (params.temperature, params.max_tokens, params.ignore_eos) = (0.0, Some(12), true);
             let prompts = [vec![1, 40, 100, 7], vec![1, 9], vec![1, 300, 21, 5, 8, 13]];
-            let handles = prompts.map(|prompt| core.submit(Request::tokens(prompt).sampling(params.clone())).unwrap());
+            let handles =
+                prompts.map(|prompt| core.submit(Request::tokens(prompt).with_sampling(params.clone())).unwrap());
             while !core.is_idle() {
                 core.step().unwrap();
             }
@@ -384,7 +386,7 @@ fn what_the_libraries_lack_is_held_in_16_bits_and_said() {
         let device =
             open(&npu, form, |options| (options.tiles, options.library) = (tiles, Some(without(&npu, lacking))));
         assert!(trace(on(device.clone(), &story("q8_0"))) == widened, "{lacking}");
-        let notes = device.notes();
+        let notes = device.telemetry().unwrap().notes();
         // Four shapes: queries and outputs, keys and values, gates, down projections.
         let told = notes.iter().filter(|note| note.contains("held in 16 bits") && note.contains(lacking)).count();
         assert_eq!(told, 4, "{lacking}: {notes:?}");
@@ -430,7 +432,7 @@ fn shapes_the_operations_refuse_are_held_in_16_bits_and_said() {
     let taken = npu.sim.live("device_bytes") - before;
     let expected = 2 * (65_568 * 64 + 64 * 32 + 63 * 64) + 64 * 64 * 45 / 80;
     assert!((expected..expected + 16 * 512).contains(&taken), "{taken} bytes, not {expected}");
-    let notes = device.notes();
+    let notes = device.telemetry().unwrap().notes();
     for shape in ["q8_0 matrices of 65568 by 64", "q4_0 matrices of 64 by 32", "q4_0 matrices of 63 by 64"] {
         assert!(notes.iter().any(|note| note.contains(shape) && note.contains("16 bits")), "{shape}: {notes:?}");
     }

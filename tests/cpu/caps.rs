@@ -227,8 +227,9 @@ fn a_device_without_f32_plans_refuses_f32_precision() {
 fn run(core: &mut EngineCore) -> Vec<Vec<u32>> {
     let mut params = SamplingParams::greedy();
     (params.max_tokens, params.ignore_eos) = (Some(5), true);
-    let request =
-        |len: u32| Request::tokens((0..len).map(|i| 3 + i * 7 % 600).collect::<Vec<u32>>()).sampling(params.clone());
+    let request = |len: u32| {
+        Request::tokens((0..len).map(|i| 3 + i * 7 % 600).collect::<Vec<u32>>()).with_sampling(params.clone())
+    };
     let handles: Vec<_> = [30, 2, 9].map(|len| core.submit(request(len)).unwrap()).into_iter().collect();
     while !core.is_idle() {
         core.step().unwrap();

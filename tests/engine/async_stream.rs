@@ -43,7 +43,7 @@ fn poll(handle: &mut RequestHandle, waker: &Waker) -> Poll<Option<Result<ascend_
 fn request(max_tokens: u32) -> Request {
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(max_tokens);
-    Request::tokens(vec![1, 2, 3]).sampling(params)
+    Request::tokens(vec![1, 2, 3]).with_sampling(params)
 }
 
 #[test]
@@ -132,4 +132,84 @@ fn a_waker_that_panics_hurts_nobody() {
     drain(&mut core);
     assert_eq!(other.collect_output().unwrap().choices[0].token_ids.len(), 3);
     assert_eq!(broken.collect_output().unwrap().choices[0].token_ids.len(), 3);
+}
+
+/// A small executor: polls the future, and sleeps until its waker unparks the thread.
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = std::pin::pin!(future);
+    let waker = Waker::from(Bell::here());
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(value) => return value,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+#[test]
+fn deltas_and_outputs_are_awaited() {
+    let rig = Rig::new(50, 16);
+    let engine = Engine::spawn(rig.core(rig.hashed())).unwrap();
+    let mut streamed = engine.submit(request(30)).unwrap();
+    let whole = engine.submit(request(30)).unwrap();
+    let (tokens, usage) = block_on(async {
+        let (mut tokens, mut usage) = (Vec::new(), None);
+        while let Some(delta) = streamed.next_delta().await {
+            let delta = delta.unwrap();
+            tokens.extend(delta.token_ids);
+            usage = delta.usage;
+        }
+        assert!(streamed.next_delta().await.is_none());
+        (tokens, usage)
+    });
+    assert_eq!((tokens.len(), usage.unwrap().generated_tokens), (30, 30));
+    let output = block_on(whole.output()).unwrap();
+    assert_eq!(output.choices[0].token_ids, tokens);
+
+    // A future that is dropped takes nothing along.
+    let mut handle = engine.submit(request(30)).unwrap();
+    drop(handle.next_delta());
+    let rest = block_on(async { handle.output().await }).unwrap();
+    assert_eq!(rest.choices[0].token_ids, tokens);
+}
+
+#[test]
+fn a_stream_of_its_own_has_the_deltas_and_cancels_when_dropped() {
+    let rig = Rig::new(50, 16);
+    let mut core = rig.core(rig.hashed());
+    let mut stream = core.submit(request(3)).unwrap().into_stream();
+    let dropped = core.submit(request(200)).unwrap().into_stream();
+    assert_eq!(stream.handle().prompt_token_ids(), [1, 2, 3]);
+    drop(dropped);
+    drain(&mut core);
+    assert_eq!(core.stats().finished_cancelled, 1);
+    let waker = Waker::from(Bell::here());
+    let mut context = Context::from_waker(&waker);
+    let Poll::Ready(Some(Ok(delta))) = Pin::new(&mut stream).poll_next(&mut context) else { panic!("nothing there") };
+    assert_eq!(delta.token_ids.len(), 3);
+    assert!(matches!(Pin::new(&mut stream).poll_next(&mut context), Poll::Ready(None)));
+    assert!(stream.is_terminated());
+    assert!(stream.into_handle().is_ended());
+}
+
+#[test]
+fn shutdown_is_awaited_and_begins_with_the_call() {
+    let rig = Rig::new(50, 16);
+    let engine = Engine::spawn(rig.core(rig.hashed())).unwrap();
+    let clone = engine.clone();
+    let handle = engine.submit(request(50)).unwrap();
+    let shutdown = engine.shutdown_async(std::time::Duration::from_secs(600));
+    assert!(matches!(clone.submit(request(1)), Err(ascend_llm::SubmitError::Closed(_))));
+    assert_eq!(block_on(shutdown), Ok(()));
+    assert_eq!(clone.health(), ascend_llm::engine::Health::Stopped);
+    assert_eq!(handle.collect_output().unwrap().choices[0].token_ids.len(), 50);
+    // Once it has ended, waiting for it again is no wait.
+    assert_eq!(block_on(clone.shutdown_async(std::time::Duration::ZERO)), Ok(()));
+
+    let failing = rig.hashed().watched(Box::new(|_| Err(ascend_llm::device::DeviceError::Lost)));
+    let engine = Engine::spawn(rig.core(failing)).unwrap();
+    let handle = engine.submit(request(5)).unwrap();
+    assert!(block_on(handle.output()).is_err());
+    let error = block_on(engine.shutdown_async(std::time::Duration::ZERO)).unwrap_err();
+    assert_eq!(error, ascend_llm::EngineError::Device(ascend_llm::device::DeviceError::Lost));
 }

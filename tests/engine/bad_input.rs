@@ -17,9 +17,13 @@ use ascend_llm::sampler::{ParamError, SamplingParams};
 use ascend_llm::text::ChatMessage;
 
 /// The error and all its causes in one line.
-fn chain(error: &dyn Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| (*cause).source());
-    std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+/// The error as a host prints it. It must be whole, so nothing that its sources say may be missing.
+fn sentence(error: &dyn Error) -> String {
+    let text = error.to_string();
+    for cause in std::iter::successors(error.source(), |cause| (*cause).source()) {
+        assert!(text.contains(&cause.to_string()), "{text} leaves out {cause}");
+    }
+    text
 }
 
 /// A small engine: eight blocks of 16 tokens.
@@ -34,7 +38,7 @@ fn small_config() -> EngineConfig {
 fn good() -> Request {
     let mut params = SamplingParams::default();
     (params.seed, params.max_tokens, params.logprobs) = (Some(5), Some(10), Some(2));
-    Request::text("Once upon a time").sampling(params)
+    Request::text("Once upon a time").with_sampling(params)
 }
 
 /// An engine that must still be well after every refusal.
@@ -69,7 +73,7 @@ fn assert_param(error: &SubmitError, field: &str, value: &str, expected: &str) {
     let SubmitError::Param(param) = error else { panic!("{error:?} is no parameter's error") };
     assert_eq!((param.field, param.value.as_str()), (field, value), "{param}");
     assert!(param.expected.contains(expected), "{param}");
-    assert_eq!(chain(error), format!("bad parameter: {field}: got {value}, expected {}", param.expected));
+    assert_eq!(sentence(error), format!("{field}: got {value}, expected {}", param.expected));
 }
 
 #[test]
@@ -84,7 +88,7 @@ fn bad_prompts() {
 
         let error = refuse(Prompt::Tokens(vec![1; 512]));
         assert!(matches!(error, SubmitError::TooLong { prompt_tokens: 512, limit_tokens: 511 }), "{error:?}");
-        assert!(chain(&error).contains("512 tokens leaves no room for output, expected at most 511"), "{error}");
+        assert!(sentence(&error).contains("512 tokens, expected at most 511"), "{error}");
         let error = refuse(Prompt::Text("the ".repeat(5_000)));
         assert!(matches!(error, SubmitError::TooLong { prompt_tokens, .. } if prompt_tokens >= 5_000), "{error:?}");
         let error = refuse(Prompt::Tokens(vec![1; 129]));
@@ -95,7 +99,10 @@ fn bad_prompts() {
             ),
             "{error:?}"
         );
-        assert!(chain(&error).contains("129 tokens needs 9 KV blocks of 16 tokens, the pool has 8"), "{error}");
+        assert!(
+            sentence(&error).contains("129 tokens and needs 9 KV blocks of 16 tokens, the whole pool has 8"),
+            "{error}"
+        );
 
         // The longest that fits does, up to the pool's end.
         let longest = patient.engine.submit(Request::tokens(vec![1; 128])).unwrap().collect_output().unwrap();
@@ -151,9 +158,9 @@ fn bad_parameters() {
     for (field, value, expected, change) in cases {
         let mut params = SamplingParams::default();
         change(&mut params);
-        assert_param(&patient.refuse(Request::tokens(vec![4, 5]).sampling(params)), field, value, expected);
+        assert_param(&patient.refuse(Request::tokens(vec![4, 5]).with_sampling(params)), field, value, expected);
     }
-    assert_param(&patient.refuse(good().priority(-1)), "priority", "-1", "first come, first served");
+    assert_param(&patient.refuse(good().with_priority(-1)), "priority", "-1", "first come, first served");
     let Err(GenerateError::Submit(error)) = patient.engine.generate("Once", &{
         let mut params = SamplingParams::default();
         params.n = 2;
@@ -172,8 +179,9 @@ fn a_request_that_masks_everything_fails_alone() {
     let patient = Patient::new(&quantized());
     let mut params = SamplingParams::greedy();
     (params.allowed_token_ids, params.stop_token_ids, params.min_tokens) = (Some(vec![7]), vec![7], 3);
-    let error = patient.engine.submit(Request::tokens(vec![4]).sampling(params)).unwrap().collect_output().unwrap_err();
-    assert!(chain(&error).contains("cannot draw token 0 of choice 0: no token is left"), "{}", chain(&error));
+    let error =
+        patient.engine.submit(Request::tokens(vec![4]).with_sampling(params)).unwrap().collect_output().unwrap_err();
+    assert!(sentence(&error).contains("cannot sample token 0 of choice 0: no token is left"), "{}", sentence(&error));
     patient.check();
     assert_eq!(patient.engine.stats().finished_error, 1);
 }
@@ -184,7 +192,7 @@ fn a_full_queue_gives_the_request_back() {
     let handles: Vec<_> = (0..4).map(|_| core.submit(good()).unwrap()).collect();
     assert_eq!(core.health(), Health::NotAccepting);
     let error = core.submit(good()).unwrap_err();
-    assert_eq!(chain(&error), "queue is full");
+    assert_eq!(sentence(&error), "the queue is full");
     let SubmitError::QueueFull(request) = error else { panic!("{error:?}") };
     assert_eq!(*request, good());
     drain(&mut core);
@@ -215,7 +223,7 @@ fn text_and_chat_need_their_files() {
         let mut params = SamplingParams::greedy();
         params.max_tokens = Some(3);
         change(&mut params);
-        Request::tokens(vec![5, 6]).sampling(params)
+        Request::tokens(vec![5, 6]).with_sampling(params)
     };
     assert_param(&submit(with(|p| p.stop = vec!["x".to_owned()])), "stop", "\"x\"", "no tokenizer");
     assert_param(&submit(with(|p| p.bad_words = vec!["x".to_owned()])), "bad_words", "\"x\"", "no tokenizer");
@@ -279,14 +287,14 @@ fn bad_configurations() {
     for (field, value, expected, change) in cases {
         let error = build_error(change);
         let BuildError::Config(ParamError { .. }) = &error else { panic!("{field} {value}: {error:?}") };
-        let text = chain(&error);
-        assert!(text.starts_with(&format!("bad configuration: {field}: got {value}, expected ")), "{text}");
+        let text = sentence(&error);
+        assert!(text.starts_with(&format!("configuration: {field}: got {value}, expected ")), "{text}");
         assert!(text.contains(expected), "{text}");
     }
 
     let error = build_error(|c| c.kv_cache = CacheBudget::Bytes(100));
-    assert!(matches!(error, BuildError::NoRoomForCache { budget_bytes: 100, .. }), "{error:?}");
-    assert!(chain(&error).contains("the budget is 100 bytes"), "{error}");
+    assert!(matches!(error, BuildError::CacheDoesNotFit { budget_bytes: 100, .. }), "{error:?}");
+    assert!(sentence(&error).contains("the budget is 100 bytes"), "{error}");
 }
 
 /// Sizes that no machine has: an error, not an abort.
@@ -294,14 +302,14 @@ fn bad_configurations() {
 fn impossible_sizes() {
     let error = build_error(|c| c.kv_cache = CacheBudget::Blocks(1 << 27));
     assert!(matches!(error, BuildError::Device(DeviceError::OutOfMemory { .. })), "{error:?}");
-    assert!(chain(&error).contains("out of host memory: asked for "), "{}", chain(&error));
+    assert!(sentence(&error).contains("out of host memory: asked for "), "{}", sentence(&error));
 
     let error = build_error(|c| c.kv_cache = CacheBudget::Bytes(u64::MAX));
     assert!(matches!(error, BuildError::Device(DeviceError::OutOfMemory { .. })), "{error:?}");
 
     let error = build_error(|c| c.max_num_batched_tokens = u32::MAX);
     assert!(matches!(error, BuildError::Compile(CompileError::Memory(_))), "{error:?}");
-    assert!(chain(&error).contains("bytes cannot be allocated"), "{}", chain(&error));
+    assert!(sentence(&error).contains("bytes cannot be allocated"), "{}", sentence(&error));
 
     let error = build_error(|c| (c.max_num_seqs, c.max_num_batched_tokens) = (u32::MAX, u32::MAX));
     assert!(matches!(error, BuildError::Compile(CompileError::Memory(_))), "{error:?}");
@@ -309,7 +317,7 @@ fn impossible_sizes() {
     let mut options = CpuOptions::default();
     options.threads = Some(usize::MAX);
     let error = CpuDevice::new(options).unwrap_err();
-    assert!(chain(&error).contains("threads"), "{error}");
+    assert!(sentence(&error).contains("threads"), "{error}");
     let error = build_error(|c| c.threads = Some(1 << 20));
     assert!(matches!(error, BuildError::Device(DeviceError::Invalid { .. })), "{error:?}");
 }

@@ -34,7 +34,7 @@ enum Leaves {
 
 impl Script {
     fn request(&self) -> Request {
-        Request::tokens(self.prompt.clone()).sampling(self.params.clone())
+        Request::tokens(self.prompt.clone()).with_sampling(self.params.clone())
     }
 }
 

@@ -46,7 +46,7 @@ fn core_with(config: EngineConfig, sites: &[(CustomSite, Body)]) -> EngineCore {
 fn request(prompt: Vec<u32>) -> Request {
     let mut params = SamplingParams::greedy();
     (params.max_tokens, params.logprobs) = (Some(6), Some(3));
-    Request::tokens(prompt).sampling(params)
+    Request::tokens(prompt).with_sampling(params)
 }
 
 fn prompt(seed: u32, len: u32) -> Vec<u32> {
@@ -212,8 +212,8 @@ fn calls_have_one_sequences_rows() {
     let mut core = core_with(config(24), &[(CustomSite::AfterLayer(0), look)]);
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(1);
-    let requests =
-        (1..4).map(|i| Request::tokens((0..40).map(|p| 100 * i + p).collect::<Vec<u32>>()).sampling(params.clone()));
+    let requests = (1..4)
+        .map(|i| Request::tokens((0..40).map(|p| 100 * i + p).collect::<Vec<u32>>()).with_sampling(params.clone()));
     let answers = all(&mut core, requests.collect());
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     // 120 rows in steps of 24: five steps, with one sequence or two each.

@@ -47,7 +47,7 @@ fn script() -> impl Strategy<Value = Script> {
 }
 
 fn request(script: &Script) -> Request {
-    Request::tokens(script.prompt.clone()).sampling(script.params.clone())
+    Request::tokens(script.prompt.clone()).with_sampling(script.params.clone())
 }
 
 fn roomy() -> Rig {
@@ -126,7 +126,7 @@ fn a_pool_too_small_for_the_output_ends_it_with_length() {
     let mut core = rig.core(rig.hashed());
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(100);
-    let handle = core.submit(Request::tokens(vec![1; 20]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![1; 20]).with_sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!(output.choices[0].finish_reason, FinishReason::Length);
     // 32 slots hold 20 + 12 tokens; the 13th is drawn from the last slot and needs none of its own.
@@ -140,7 +140,7 @@ fn choices_differ_repeat_and_end_on_their_own() {
         let mut core = rig.core(rig.hashed());
         let mut params = SamplingParams::default();
         (params.n, params.seed, params.max_tokens) = (3, Some(7), Some(12));
-        let handle = core.submit(Request::tokens(vec![1, 2, 3]).sampling(params)).unwrap();
+        let handle = core.submit(Request::tokens(vec![1, 2, 3]).with_sampling(params)).unwrap();
         finish(&mut core, handle)
     };
     let (first, second) = (run(), run());
@@ -158,7 +158,7 @@ fn unseeded_requests_differ_within_an_engine_and_repeat_across_engines() {
         let mut core = rig.core(rig.hashed());
         let mut params = SamplingParams::default();
         params.max_tokens = Some(12);
-        let request = Request::tokens(vec![1, 2, 3]).sampling(params);
+        let request = Request::tokens(vec![1, 2, 3]).with_sampling(params);
         let handles = [core.submit(request.clone()).unwrap(), core.submit(request).unwrap()];
         drain(&mut core);
         handles.map(|handle| handle.collect_output().unwrap().choices.remove(0).token_ids)
@@ -176,7 +176,7 @@ fn prompt_logprobs_are_the_same_twice_with_the_prefix_cache_on() {
     let mut core = rig.core(rig.hashed());
     let mut params = SamplingParams::greedy();
     (params.max_tokens, params.prompt_logprobs) = (Some(2), Some(3));
-    let request = Request::tokens((0..40).collect::<Vec<u32>>()).sampling(params.clone());
+    let request = Request::tokens((0..40).collect::<Vec<u32>>()).with_sampling(params.clone());
     let handle = core.submit(request.clone()).unwrap();
     let first = finish(&mut core, handle);
     let handle = core.submit(request).unwrap();
@@ -195,7 +195,7 @@ fn prompt_logprobs_are_the_same_twice_with_the_prefix_cache_on() {
     assert_eq!((first.usage.cached_tokens, second.usage.cached_tokens), (0, 0));
 
     params.prompt_logprobs = None;
-    let handle = core.submit(Request::tokens((0..40).collect::<Vec<u32>>()).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens((0..40).collect::<Vec<u32>>()).with_sampling(params)).unwrap();
     let third = finish(&mut core, handle);
     assert_eq!(third.usage.cached_tokens, 32, "a plain request finds the blocks they left");
     assert_eq!(third.choices[0].token_ids, first.choices[0].token_ids);
@@ -208,7 +208,7 @@ fn a_salt_of_its_own_shares_nothing() {
     let mut cached = |salt: &[u8]| {
         let mut params = SamplingParams::greedy();
         params.max_tokens = Some(1);
-        let request = Request::tokens(vec![3; 40]).sampling(params).cache_salt(salt);
+        let request = Request::tokens(vec![3; 40]).with_sampling(params).with_cache_salt(salt);
         let handle = core.submit(request).unwrap();
         finish(&mut core, handle).usage.cached_tokens
     };
@@ -228,13 +228,14 @@ fn bad_logits_end_their_own_request_only() {
         let mut core = rig.core(ScriptedForward::new(VOCAB, 32, scripted_engine::BLOCK, Box::new(model)));
         let mut params = SamplingParams::default();
         (params.max_tokens, params.seed, params.n) = (Some(6), Some(1), 2);
-        let good = core.submit(Request::tokens(vec![1, 2]).sampling(params.clone())).unwrap();
+        let good = core.submit(Request::tokens(vec![1, 2]).with_sampling(params.clone())).unwrap();
         params.prompt_logprobs = prompt_logprobs;
-        let bad = core.submit(Request::tokens(vec![9; if prompt_logprobs.is_some() { 8 } else { 3 }]).sampling(params));
+        let bad =
+            core.submit(Request::tokens(vec![9; if prompt_logprobs.is_some() { 8 } else { 3 }]).with_sampling(params));
         let bad = bad.unwrap();
         drain(&mut core);
         assert!(good.collect_output().is_ok());
-        let items: Vec<_> = bad.collect();
+        let items: Vec<_> = bad.into_iter().collect();
         let (last, before) = items.split_last().unwrap();
         assert!(matches!(last, Err(RequestError::NonFinite { position: 4, .. })), "{last:?}");
         assert_eq!(before.len(), if prompt_logprobs.is_some() { 0 } else { 2 }, "what came before is still read");
@@ -248,7 +249,7 @@ fn first_delta_tells_of_the_prompt() {
     let mut core = rig.core(rig.hashed());
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
-    let mut handle = core.submit(Request::tokens(vec![1; 70]).sampling(params)).unwrap();
+    let mut handle = core.submit(Request::tokens(vec![1; 70]).with_sampling(params)).unwrap();
     core.step().unwrap();
     assert!(handle.try_recv().unwrap().is_none(), "70 rows are two chunks of at most 64");
     rig.clock.advance(std::time::Duration::from_millis(5));
@@ -256,7 +257,7 @@ fn first_delta_tells_of_the_prompt() {
     let first = handle.try_recv().unwrap().unwrap();
     let prompt = first.prompt.unwrap();
     assert_eq!((prompt.prompt_tokens, prompt.cached_tokens), (70, 0));
-    assert_eq!(prompt.time_to_first_token, std::time::Duration::from_millis(5));
+    assert_eq!(prompt.time_to_first_token_us, 5_000);
     core.step().unwrap();
     let second = handle.try_recv().unwrap().unwrap();
     assert_eq!((second.prompt, second.token_ids.len()), (None, 1));
@@ -282,7 +283,7 @@ fn parts_that_do_not_fit_are_refused() {
             Arc::new(SystemClock::new()),
         )
         .map(|core| core.config().clone())
-        .map_err(|error| std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string))
+        .map_err(|error| error.to_string().trim_start_matches("configuration: ").to_owned())
     };
     assert_eq!(build(|_| {}, VOCAB).unwrap().max_model_len, Some(256));
     assert!(build(|_| {}, VOCAB + 1).unwrap_err().contains("rows of 51 logits"));
@@ -303,7 +304,7 @@ fn choices_compute_their_prompt_once() {
         let mut core = rig.core(rig.hashed());
         let mut params = SamplingParams::default();
         (params.n, params.seed, params.max_tokens) = (3, Some(7), Some(5));
-        let handle = core.submit(Request::tokens(vec![1; 40]).sampling(params)).unwrap();
+        let handle = core.submit(Request::tokens(vec![1; 40]).with_sampling(params)).unwrap();
         core.step().unwrap();
         let stats = core.stats();
         assert_eq!((stats.computed_rows, stats.generated_tokens, stats.running), (40, 3, 3));
@@ -326,7 +327,7 @@ fn choices_go_on_when_the_first_of_them_ends_at_once() {
         let mut core = rig.core(model());
         let mut params = SamplingParams::default();
         (params.n, params.seed, params.max_tokens) = (3, Some(seed), Some(4));
-        let handle = core.submit(Request::tokens(vec![0; 20]).sampling(params)).unwrap();
+        let handle = core.submit(Request::tokens(vec![0; 20]).with_sampling(params)).unwrap();
         let output = finish(&mut core, handle);
         patterns.insert(output.choices.iter().map(|choice| choice.token_ids.is_empty()).collect::<Vec<_>>());
         assert_eq!(core.stats().finished_stop + core.stats().finished_length, 3);
@@ -347,9 +348,9 @@ fn a_step_that_wants_many_logits_is_cut_and_computes_each_row_once() {
     })));
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
-    let plain = core.submit(Request::tokens(vec![2; 10]).sampling(params.clone())).unwrap();
+    let plain = core.submit(Request::tokens(vec![2; 10]).with_sampling(params.clone())).unwrap();
     params.prompt_logprobs = Some(1);
-    let handle = core.submit(Request::tokens(vec![1; 100]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![1; 100]).with_sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!(output.prompt_logprobs.map(|logprobs| logprobs.len()), Some(99));
     assert_eq!(plain.collect_output().unwrap().choices[0].token_ids.len(), 3);

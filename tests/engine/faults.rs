@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::common::scripted_engine::Rig;
 use ascend_llm::device::DeviceError;
-use ascend_llm::engine::{Engine, EngineError, Health, Request, RequestError, SubmitError};
+use ascend_llm::engine::{Engine, EngineError, ErrorKind, Health, Request, RequestError, SubmitError};
 use ascend_llm::runner::scripted::ScriptedForward;
-use ascend_llm::sampler::SamplingParams;
+use ascend_llm::sampler::{ParamError, SamplingParams};
 
 const VOCAB: u32 = 50;
 const LONG: Duration = Duration::from_secs(60);
@@ -30,7 +30,7 @@ fn failing(rig: &Rig, at_call: usize, fault: DeviceError) -> ScriptedForward {
 fn request(prompt_tokens: usize) -> Request {
     let mut params = SamplingParams::default();
     (params.max_tokens, params.seed, params.n) = (Some(4), Some(1), 2);
-    Request::tokens(vec![1; prompt_tokens]).sampling(params)
+    Request::tokens(vec![1; prompt_tokens]).with_sampling(params)
 }
 
 #[test]
@@ -51,13 +51,13 @@ fn every_handle_hears_of_a_failure_at_any_call() {
             };
             assert_eq!(error, EngineError::Device(fault.clone()));
             let late = core.submit(request(3));
-            assert!(matches!(&late, Err(SubmitError::Failed { source, .. }) if *source == error), "{late:?}");
+            assert!(matches!(&late, Err(SubmitError::Failed { cause, .. }) if *cause == error), "{late:?}");
             assert_eq!(core.step(), Err(error.clone()), "each further step repeats it");
-            assert_eq!(core.health(), Health::Stopped);
+            assert_eq!(core.health(), Health::Failed);
             assert!(core.is_idle());
             let mut heard = 0;
             for handle in handles {
-                let items: Vec<_> = handle.collect();
+                let items: Vec<_> = handle.into_iter().collect();
                 let errors = items.iter().filter(|item| item.is_err()).count();
                 let finished = items.iter().flatten().filter(|delta| delta.finish_reason.is_some()).count();
                 match items.last() {
@@ -78,9 +78,12 @@ fn the_thread_tells_of_a_failure_and_ends() {
     let handles: Vec<_> = (1..4).filter_map(|at| engine.submit(request(at * 40)).ok()).collect();
     assert!(!handles.is_empty());
     for handle in handles {
-        assert!(matches!(handle.last(), Some(Err(RequestError::Engine(EngineError::Device(DeviceError::Lost))))));
+        assert!(matches!(
+            handle.into_iter().last(),
+            Some(Err(RequestError::Engine(EngineError::Device(DeviceError::Lost))))
+        ));
     }
-    assert_eq!(engine.health(), Health::Stopped);
+    assert_eq!(engine.health(), Health::Failed);
     assert_eq!(engine.shutdown(LONG), Err(EngineError::Device(DeviceError::Lost)));
 }
 
@@ -93,7 +96,7 @@ fn a_panic_in_the_model_is_a_failure_like_any_other() {
     }));
     let engine = Engine::spawn(rig.core(forward)).unwrap();
     let handle = engine.submit(request(3)).unwrap();
-    let Some(Err(RequestError::Engine(EngineError::Panicked { message }))) = handle.last() else {
+    let Some(Err(RequestError::Engine(EngineError::Panicked { message }))) = handle.into_iter().last() else {
         panic!("no word of the panic")
     };
     assert_eq!(message, "five tokens are too many");
@@ -102,9 +105,21 @@ fn a_panic_in_the_model_is_a_failure_like_any_other() {
 }
 
 #[test]
-fn errors_name_their_cause() {
-    let error = RequestError::Engine(EngineError::Device(DeviceError::Lost));
-    let source = std::error::Error::source(&error).unwrap();
-    assert_eq!(source.to_string(), "device failed");
-    assert_eq!(source.source().unwrap().to_string(), "device lost");
+fn errors_are_whole_sentences_with_a_kind() {
+    let lost = RequestError::Engine(EngineError::Device(DeviceError::Lost));
+    assert_eq!(lost.to_string(), "the engine failed: device: device lost");
+    assert_eq!((lost.kind(), lost.is_client_error()), (ErrorKind::Device, false));
+    let memory = DeviceError::OutOfMemory { kind: "host", asked_bytes: 2, free_bytes: 1 };
+    assert_eq!(EngineError::Device(memory).kind(), ErrorKind::OutOfMemory);
+    let param = SubmitError::from(ParamError::new("top_p", 2, "at most 1"));
+    assert_eq!(
+        (param.to_string().as_str(), param.kind()),
+        ("top_p: got 2, expected at most 1", ErrorKind::InvalidRequest)
+    );
+    assert!(param.is_client_error() && param.into_request().is_none());
+    let full = SubmitError::QueueFull(Box::new(request(3)));
+    assert!(!full.is_client_error() && full.kind().is_retryable());
+    assert_eq!(full.into_request(), Some(request(3)));
+    assert_eq!(RequestError::Overflow { choice: 0, position: 1 }.kind(), ErrorKind::Numeric);
+    assert_eq!(serde_json::to_value(ErrorKind::PromptTooLong).unwrap(), ErrorKind::PromptTooLong.as_str());
 }

@@ -24,7 +24,7 @@ fn greedy(max_tokens: u32) -> SamplingParams {
 }
 
 fn request(prompt_tokens: usize, max_tokens: u32) -> Request {
-    Request::tokens(vec![1; prompt_tokens]).sampling(greedy(max_tokens))
+    Request::tokens(vec![1; prompt_tokens]).with_sampling(greedy(max_tokens))
 }
 
 fn next_one_works(core: &mut EngineCore) {
@@ -130,9 +130,9 @@ fn f04_cancelling_twice_or_too_late_does_nothing() {
     drain(&mut core);
     handle.cancel();
     core.step().unwrap();
-    let delta = handle.next().unwrap().unwrap();
+    let delta = handle.recv().unwrap().unwrap();
     assert_eq!((delta.token_ids.len(), delta.finish_reason), (2, Some(FinishReason::Length)));
-    assert!(handle.next().is_none() && handle.next().is_none() && handle.is_ended());
+    assert!(handle.recv().is_none() && handle.recv().is_none() && handle.is_ended());
     handle.cancel();
     drop(handle);
     assert_eq!(core.stats().finished_cancelled, 1);
@@ -155,7 +155,7 @@ fn f06_who_never_reads_gets_one_merged_delta() {
     let mut core = rig.core(rig.hashed());
     let handle = core.submit(request(3, 200)).unwrap();
     drain(&mut core);
-    let deltas: Vec<_> = handle.map(Result::unwrap).collect();
+    let deltas: Vec<_> = handle.into_iter().map(Result::unwrap).collect();
     assert_eq!(deltas.len(), 1);
     assert_eq!(deltas[0].token_ids.len(), 200);
 }
@@ -202,7 +202,7 @@ fn f07_dropping_the_engine_ends_every_handle_with_an_error() {
     drop(permit);
     drop(clone);
     for handle in handles {
-        let items: Vec<_> = handle.collect();
+        let items: Vec<_> = handle.into_iter().collect();
         assert!(matches!(items.last(), Some(Err(RequestError::Closed))), "{items:?}");
     }
     while steps.recv_timeout(LONG).is_ok() {}
@@ -226,8 +226,8 @@ fn an_error_that_was_read_comes_again_when_collecting() {
     let core = rig.core(rig.hashed());
     let mut handle = core.submit(request(3, 2)).unwrap();
     drop(core);
-    assert!(matches!(handle.next(), Some(Err(RequestError::Closed))));
-    assert!(handle.next().is_none());
+    assert!(matches!(handle.recv(), Some(Err(RequestError::Closed))));
+    assert!(handle.recv().is_none());
     assert!(matches!(handle.collect_output(), Err(RequestError::Closed)));
 }
 
@@ -286,7 +286,7 @@ fn sch08_ready_busy_and_failed_are_three_answers() {
     let engine = Engine::spawn(rig.core(lost)).unwrap();
     let handle = engine.submit(request(3, 2)).unwrap();
     assert!(matches!(handle.collect_output(), Err(RequestError::Engine(EngineError::Device(DeviceError::Lost)))));
-    assert_eq!(engine.health(), Health::Stopped);
+    assert_eq!(engine.health(), Health::Failed);
     assert!(matches!(engine.submit(request(3, 2)), Err(SubmitError::Failed { .. })));
     assert_eq!(engine.shutdown(LONG), Err(EngineError::Device(DeviceError::Lost)));
 }
@@ -318,7 +318,7 @@ fn shutdown_without_grace_ends_what_runs() {
     steps.recv_timeout(LONG).unwrap();
     drop(permit);
     assert_eq!(engine.shutdown(Duration::ZERO), Ok(()));
-    assert!(matches!(handle.last(), Some(Err(RequestError::Closed))));
+    assert!(matches!(handle.into_iter().last(), Some(Err(RequestError::Closed))));
 }
 
 #[test]
@@ -327,9 +327,9 @@ fn deadlines_end_waiting_and_running_requests() {
     rig.config.max_num_seqs = 1;
     let mut core = rig.core(rig.hashed());
     let second = Duration::from_secs(1);
-    let running = core.submit(request(3, 100).deadline(second * 3)).unwrap();
+    let running = core.submit(request(3, 100).with_deadline(second * 3)).unwrap();
     core.step().unwrap();
-    let waiting = core.submit(request(3, 100).deadline(second)).unwrap();
+    let waiting = core.submit(request(3, 100).with_deadline(second)).unwrap();
     let patient = core.submit(request(3, 2)).unwrap();
     rig.clock.advance(Duration::from_micros(999_999));
     core.step().unwrap();
@@ -351,13 +351,13 @@ fn priorities_act_under_their_policy_and_are_refused_under_another() {
     let mut rig = Rig::new(VOCAB, 32);
     rig.config.max_num_seqs = 1;
     let core = rig.core(rig.hashed());
-    let Err(SubmitError::Param(error)) = core.submit(request(3, 2).priority(1)) else { panic!("priority taken") };
+    let Err(SubmitError::Param(error)) = core.submit(request(3, 2).with_priority(1)) else { panic!("priority taken") };
     assert_eq!(error.field, "priority");
 
     rig.config.policy = ascend_llm::scheduler::SchedulePolicy::Priority;
     let mut core = rig.core(rig.hashed());
     let mut low = core.submit(request(3, 2)).unwrap();
-    let mut high = core.submit(request(3, 2).priority(1)).unwrap();
+    let mut high = core.submit(request(3, 2).with_priority(1)).unwrap();
     core.step().unwrap();
     core.step().unwrap();
     assert!(high.try_recv().unwrap().is_some_and(|delta| delta.finish_reason.is_some()));

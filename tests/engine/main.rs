@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod api;
 mod async_stream;
 mod bad_input;
 mod batch_invariance;

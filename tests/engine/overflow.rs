@@ -78,7 +78,7 @@ fn config(overflow: OverflowPolicy) -> EngineConfig {
 fn request(prompt: &[u32], n: u32) -> Request {
     let mut params = SamplingParams::default();
     (params.max_tokens, params.logprobs, params.seed, params.n) = (Some(24), Some(3), Some(5), n);
-    Request::tokens(prompt.to_vec()).sampling(params)
+    Request::tokens(prompt.to_vec()).with_sampling(params)
 }
 
 fn prompts() -> Vec<Vec<u32>> {
@@ -160,7 +160,7 @@ fn rows_fed_by_one_that_overflowed_are_computed_again() {
             let mut params = SamplingParams::greedy();
             (params.max_tokens, params.stop_token_ids) = (Some(10 + at), vec![10 + at, 300 + at, 500 + at]);
             params.ignore_eos = at % 2 == 0;
-            handles.push(core.submit(Request::tokens(author.prompt(3 + 5 * at)).sampling(params)).unwrap());
+            handles.push(core.submit(Request::tokens(author.prompt(3 + 5 * at)).with_sampling(params)).unwrap());
             core.step().unwrap();
             core.check().unwrap();
         }

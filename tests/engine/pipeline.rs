@@ -110,7 +110,7 @@ impl Setting {
 }
 
 fn request(script: &Script) -> Request {
-    Request::tokens(script.prompt.clone()).sampling(script.params.clone())
+    Request::tokens(script.prompt.clone()).with_sampling(script.params.clone())
 }
 
 /// What a run gave each request, and how many of its choices stopped before their length.
@@ -223,7 +223,7 @@ fn logged(depth: u32, params: SamplingParams, prompt: usize) -> (Vec<Call>, asce
     rig.config.pipeline_depth = Some(depth);
     let log = Arc::new(Mutex::new(Vec::new()));
     let mut core = rig.core(Logged { model: rig.hashed().deferred(), log: Arc::clone(&log) });
-    let handle = core.submit(Request::tokens(vec![1; prompt]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![1; prompt]).with_sampling(params)).unwrap();
     drain(&mut core);
     handle.collect_output().unwrap();
     let calls = log.lock().clone();
@@ -260,7 +260,7 @@ fn what_stops_wastes_the_steps_behind_it_and_no_more() {
         let script = vec![1, 2, 3, 7, 9, 9, 9];
         let model = ScriptedForward::new(VOCAB, 32, BLOCK, ascend_llm::runner::scripted::reciting(5, script));
         let mut core = rig.core(model.deferred());
-        let handle = core.submit(Request::tokens(vec![1; 5]).sampling(greedy(30))).unwrap();
+        let handle = core.submit(Request::tokens(vec![1; 5]).with_sampling(greedy(30))).unwrap();
         drain(&mut core);
         let output = handle.collect_output().unwrap();
         assert_eq!(output.choices[0].token_ids, [1, 2, 3]);
@@ -283,7 +283,7 @@ fn an_error_in_one_step_ends_those_behind_it_unheard() {
             }));
             let mut core = rig.core(model);
             let handles: Vec<_> = (1..8u32)
-                .map(|at| core.submit(Request::tokens(vec![at; at as usize * 13]).sampling(greedy(6))).unwrap())
+                .map(|at| core.submit(Request::tokens(vec![at; at as usize * 13]).with_sampling(greedy(6))).unwrap())
                 .collect();
             let mut steps = 0;
             let error = loop {
@@ -298,7 +298,7 @@ fn an_error_in_one_step_ends_those_behind_it_unheard() {
             assert!(core.is_idle());
             assert_eq!(core.step(), Err(error.clone()));
             for handle in handles {
-                let items: Vec<_> = handle.collect();
+                let items: Vec<_> = handle.into_iter().collect();
                 let errors = items.iter().filter(|item| item.is_err()).count();
                 match items.last() {
                     Some(Err(RequestError::Engine(got))) => assert_eq!((got, errors), (&error, 1)),
@@ -322,11 +322,11 @@ fn bad_logits_end_their_request_and_waste_what_was_fed_by_them() {
         };
         let model = ScriptedForward::new(VOCAB, 32, BLOCK, Box::new(model)).deferred();
         let mut core = rig.core(model);
-        let good = core.submit(Request::tokens(vec![1, 2]).sampling(greedy(9))).unwrap();
-        let bad = core.submit(Request::tokens(vec![9; 3]).sampling(greedy(9))).unwrap();
+        let good = core.submit(Request::tokens(vec![1, 2]).with_sampling(greedy(9))).unwrap();
+        let bad = core.submit(Request::tokens(vec![9; 3]).with_sampling(greedy(9))).unwrap();
         drain(&mut core);
         assert_eq!(good.collect_output().unwrap().choices[0].token_ids.len(), 9);
-        let items: Vec<_> = bad.collect();
+        let items: Vec<_> = bad.into_iter().collect();
         assert!(matches!(items.last(), Some(Err(RequestError::NonFinite { position: 5, .. }))), "{items:?}");
         assert_eq!(core.stats().wasted_rows, u64::from(depth - 1));
     }
@@ -339,16 +339,16 @@ fn whoever_leaves_gives_its_blocks_back_at_once() {
         rig.config.pipeline_depth = Some(depth);
         let mut core = rig.core(rig.hashed().deferred());
         // Half of the pool each; the third has room when the first leaves, while its rows are in flight.
-        let first = core.submit(Request::tokens(vec![1; 60]).sampling(greedy(60))).unwrap();
+        let first = core.submit(Request::tokens(vec![1; 60]).with_sampling(greedy(60))).unwrap();
         core.step().unwrap();
         core.step().unwrap();
         drop(first);
-        let next = core.submit(Request::tokens(vec![2; 120]).sampling(greedy(4))).unwrap();
+        let next = core.submit(Request::tokens(vec![2; 120]).with_sampling(greedy(4))).unwrap();
         core.step().unwrap();
         assert_eq!(core.stats().running, 1, "depth {depth}");
         drain(&mut core);
         let mut alone = rig.core(rig.hashed());
-        let same = alone.submit(Request::tokens(vec![2; 120]).sampling(greedy(4))).unwrap();
+        let same = alone.submit(Request::tokens(vec![2; 120]).with_sampling(greedy(4))).unwrap();
         drain(&mut alone);
         assert_eq!(next.collect_output().unwrap().choices, same.collect_output().unwrap().choices);
         assert_eq!(core.stats().finished_cancelled, 1);
@@ -399,7 +399,7 @@ fn a_cancelled_request_hears_what_was_published_and_nothing_of_what_is_in_flight
         let mut rig = Rig::new(VOCAB, 32);
         rig.config.pipeline_depth = Some(depth);
         let mut core = rig.core(rig.hashed().deferred());
-        let handle = core.submit(Request::tokens(vec![1; 5]).sampling(greedy(50))).unwrap();
+        let handle = core.submit(Request::tokens(vec![1; 5]).with_sampling(greedy(50))).unwrap();
         for _ in 0..4 {
             core.step().unwrap();
         }

@@ -40,7 +40,7 @@ fn scripts(seed: u64, count: usize) -> Vec<Script> {
         let dice = author.dice();
         let submit_at = dice.from(0, 40);
         let cancels_at = dice.chance(15).then(|| submit_at + dice.from(0, 30));
-        Script { request: Request::tokens(prompt).sampling(params), submit_at, cancels_at }
+        Script { request: Request::tokens(prompt).with_sampling(params), submit_at, cancels_at }
     };
     (0..count).map(script).collect()
 }
@@ -141,7 +141,7 @@ fn a_row_without_a_largest_logit_ends_its_own_request() {
         config.pipeline_depth = Some(depth);
         config
     };
-    let request = |prompt: &Vec<u32>| Request::tokens(prompt.clone()).sampling(greedy(12));
+    let request = |prompt: &Vec<u32>| Request::tokens(prompt.clone()).with_sampling(greedy(12));
     let alone: Vec<Seen> =
         prompts.iter().map(|prompt| fable::alone(&quantized(), &config(1), request(prompt))).collect();
     for depth in 1..=3 {
@@ -184,7 +184,7 @@ fn the_host_waits_for_one_step_a_step() {
     config.pipeline_depth = None;
     let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
     assert_eq!(core.config().pipeline_depth, Some(2), "the device's preference");
-    let _handles = [7, 8].map(|id| core.submit(Request::tokens(vec![id; 20]).sampling(greedy(40))).unwrap());
+    let _handles = [7, 8].map(|id| core.submit(Request::tokens(vec![id; 20]).with_sampling(greedy(40))).unwrap());
     for _ in 0..5 {
         core.step().unwrap();
     }
@@ -203,14 +203,14 @@ fn dropping_an_engine_waits_for_what_is_in_flight() {
         let mut config = plain_config();
         config.pipeline_depth = Some(3);
         let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
-        let handle = core.submit(Request::tokens(vec![7; 20]).sampling(greedy(40))).unwrap();
+        let handle = core.submit(Request::tokens(vec![7; 20]).with_sampling(greedy(40))).unwrap();
         for _ in 0..steps {
             core.step().unwrap();
         }
         // The device panics if a buffer goes under queued work.
         drop(core);
         assert!(device.is_drained());
-        assert!(matches!(handle.last(), Some(Err(RequestError::Closed))));
+        assert!(matches!(handle.into_iter().last(), Some(Err(RequestError::Closed))));
     }
 }
 
@@ -220,7 +220,7 @@ fn a_fault_at_any_call_is_heard() {
     let requests = || {
         let mut sampled = SamplingParams::default();
         (sampled.max_tokens, sampled.seed, sampled.n) = (Some(5), Some(3), 2);
-        [Request::tokens(vec![7; 20]).sampling(greedy(6)), Request::tokens(vec![9; 40]).sampling(sampled)]
+        [Request::tokens(vec![7; 20]).with_sampling(greedy(6)), Request::tokens(vec![9; 40]).with_sampling(sampled)]
     };
     for depth in 1..=3 {
         let device = LateDevice::new();

@@ -21,7 +21,7 @@ fn requests(seed: u64) -> Vec<Request> {
     let mut author = Author::new(seed);
     let mut request = |&len: &u32| {
         let prompt = author.prompt(len);
-        Request::tokens(prompt).sampling(author.params(12))
+        Request::tokens(prompt).with_sampling(author.params(12))
     };
     PROMPT_TOKENS.iter().map(&mut request).collect()
 }
@@ -165,11 +165,11 @@ fn a_budget_in_bytes_counts_the_scales() {
         (config.kv_dtype, config.block_size, config.kv_cache) = (Some(dtype), Some(16), CacheBudget::Bytes(2_457_600));
         let core = builder(&float(), config).build_core().unwrap();
         let info = core.info();
-        (info.kv_dtype.clone(), info.pool_blocks, info.pool_bytes)
+        (info.kv_dtype, info.pool_blocks, info.pool_bytes)
     };
     // A token has 2 heads of keys and values in each of 3 layers.
-    assert_eq!(blocks(KvDType::F16), ("f16".to_owned(), 100, 100 * 16 * 2 * 3 * 2 * 128));
-    assert_eq!(blocks(KvDType::I8), ("i8".to_owned(), 188, 188 * 16 * 2 * 3 * 2 * 68));
+    assert_eq!(blocks(KvDType::F16), (Some(KvDType::F16), 100, 100 * 16 * 2 * 3 * 2 * 128));
+    assert_eq!(blocks(KvDType::I8), (Some(KvDType::I8), 188, 188 * 16 * 2 * 3 * 2 * 68));
 }
 
 /// Were the comparison blind, it would also find these equal.
@@ -178,7 +178,8 @@ fn numeric_modes_and_seeds_do_show() {
     let model = quantized();
     let mut params = ascend_llm::sampler::SamplingParams::default();
     (params.max_tokens, params.logprobs, params.seed) = (Some(12), Some(2), Some(1));
-    let request = |params: &ascend_llm::sampler::SamplingParams| Request::tokens(vec![5; 40]).sampling(params.clone());
+    let request =
+        |params: &ascend_llm::sampler::SamplingParams| Request::tokens(vec![5; 40]).with_sampling(params.clone());
     let exact = alone(&model, &plain(Numerics::Exact), request(&params));
     let fast = alone(&model, &plain(Numerics::Fast), request(&params));
     let int8 = alone(&model, &plain_int8(), request(&params));

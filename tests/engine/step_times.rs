@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::common::scripted_engine::{Rig, drain};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
-use ascend_llm::device::{Device as _, DeviceError, PeakRates, ProgramId};
+use ascend_llm::device::{DeviceError, PeakRates, ProgramId, Telemetry as _};
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, ManualClock, Request, Utilization};
 use ascend_llm::graph::Cost;
 use ascend_llm::kv_cache::BlockId;
@@ -135,7 +135,7 @@ fn a_window_has_the_shares_that_one_counts_by_hand() {
 
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
-    let handle = core.submit(Request::tokens(vec![3; 20]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![3; 20]).with_sampling(params)).unwrap();
     core.step().unwrap();
     let prefill = core.stats().utilization;
     assert_eq!((prefill.steps, prefill.elapsed_us, prefill.bytes), (1, 2_000, 1_000));
@@ -162,7 +162,7 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
     assert_eq!(core.peak_rates(), Some(PEAKS));
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(5);
-    let handle = core.submit(Request::tokens(vec![5; 10]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![5; 10]).with_sampling(params)).unwrap();
     let info = core.info().clone();
     while !core.is_idle() {
         core.step().unwrap();

@@ -80,7 +80,7 @@ fn stop_strings_in_every_mode_and_behind_any_prompt() {
         let case = case(value);
         for prompt_tokens in [1, 100, 5000] {
             let prompt = vec![u32::try_from(case.pieces.len()).unwrap() + 1; prompt_tokens];
-            let request = || Request::tokens(prompt.clone()).sampling(case.params.clone());
+            let request = || Request::tokens(prompt.clone()).with_sampling(case.params.clone());
 
             let mut core = speaker(&case.pieces, &case.prompt, case.script.clone(), prompt_tokens);
             let handle = core.submit(request()).unwrap();
@@ -113,7 +113,7 @@ fn held_text_is_flushed_when_the_request_is_cancelled() {
     let mut core = speaker(&pieces, "p", vec![1, 2], 1);
     let mut params = SamplingParams::greedy();
     params.stop = vec!["<END>".to_owned()];
-    let handle = core.submit(Request::text("p").sampling(params)).unwrap();
+    let handle = core.submit(Request::text("p").with_sampling(params)).unwrap();
     core.step().unwrap();
     core.step().unwrap();
     handle.cancel();
@@ -130,7 +130,7 @@ fn stop_text_is_found_in_whatever_tokens_it_comes() {
         let mut core = speaker(&pieces, "p", vec![id], 1);
         let mut params = SamplingParams::greedy();
         (params.stop, params.max_tokens) = (vec!["T".to_owned()], Some(5));
-        let handle = core.submit(Request::text("p").sampling(params)).unwrap();
+        let handle = core.submit(Request::text("p").with_sampling(params)).unwrap();
         let output = finish(&mut core, handle);
         let piece = &pieces[id as usize - 1];
         assert_eq!(output.choices[0].text, piece[..piece.len() - 1]);
@@ -144,7 +144,7 @@ fn stop_strings_wait_for_min_tokens() {
     let mut core = speaker(&pieces, "p", vec![1, 2, 3], 1);
     let mut params = SamplingParams::greedy();
     (params.stop, params.min_tokens) = (vec!["stop".to_owned()], 2);
-    let handle = core.submit(Request::text("p").sampling(params)).unwrap();
+    let handle = core.submit(Request::text("p").with_sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!(output.choices[0].text, "stopa");
     assert_eq!(output.usage.generated_tokens, 3);
@@ -182,7 +182,7 @@ fn every_listed_id_ends_and_no_other() {
             params.ignore_eos = case["request"]["ignore_eos"].as_bool().unwrap_or(false);
             params.stop_token_ids = id_list(&case["request"]["stop_token_ids"]);
             let user = params.stop_token_ids.contains(&id);
-            let handle = core.submit(Request::tokens(vec![0]).sampling(params)).unwrap();
+            let handle = core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap();
             let choice = finish(&mut core, handle).choices.remove(0);
             if stops.contains(&id) {
                 let matched = if user { StopMatch::Token(id) } else { StopMatch::Eos(id) };
@@ -208,7 +208,7 @@ fn e05_exactly_min_tokens_others_come_before_eos() {
         let mut core = rig.core(rig.hashed());
         let mut params = params.clone();
         params.seed = Some(seed);
-        let handle = core.submit(Request::tokens(vec![0]).sampling(params)).unwrap();
+        let handle = core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap();
         let choice = finish(&mut core, handle).choices.remove(0);
         assert_eq!(choice.token_ids.len(), 3, "{choice:?}");
         assert!(!choice.token_ids.iter().any(|id| [7, 9].contains(id)), "{choice:?}");
@@ -222,7 +222,7 @@ fn a_stop_token_stays_in_the_output_if_asked() {
     let mut core = rig.core(ScriptedForward::new(12, 16, BLOCK, reciting(1, vec![1, 2, 4, 3])));
     let mut params = SamplingParams::greedy();
     (params.stop_token_ids, params.include_stop_str_in_output, params.logprobs) = (vec![4], true, Some(1));
-    let handle = core.submit(Request::tokens(vec![0]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap();
     let choice = finish(&mut core, handle).choices.remove(0);
     assert_eq!((choice.text.as_str(), choice.token_ids.as_slice()), ("bce", [1, 2, 4].as_slice()));
     assert_eq!(choice.logprobs.map(|logprobs| logprobs.len()), Some(3), "one entry a token");
@@ -234,10 +234,10 @@ fn an_answer_may_be_empty() {
     let mut core = rig.core(ScriptedForward::new(12, 16, BLOCK, reciting(1, vec![7])));
     let mut params = SamplingParams::greedy();
     params.logprobs = Some(0);
-    let handle = core.submit(Request::tokens(vec![0]).sampling(params)).unwrap();
+    let handle = core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!((output.choices[0].text.as_str(), output.usage.generated_tokens), ("", 0));
     assert_eq!(output.choices[0].logprobs.as_ref().map(Logprobs::len), Some(0));
-    assert!(output.usage.time_to_first_token.is_some());
+    assert!(output.usage.time_to_first_token_us.is_some());
     drain(&mut core);
 }

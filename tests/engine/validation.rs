@@ -46,7 +46,7 @@ fn cases_of_the_file() {
             both => panic!("{id}: {both:?}"),
         };
         let params: SamplingParams = serde_json::from_value(Value::Object(fields)).unwrap();
-        match run(&mut core, request.sampling(params)) {
+        match run(&mut core, request.with_sampling(params)) {
             Ok(output) => {
                 assert!(expect.contains("ok"), "{id} was taken");
                 assert!(!output.choices[0].token_ids.is_empty(), "{id}");
@@ -74,7 +74,7 @@ fn cases_of_the_file() {
 fn v05_finishes_with_length_after_one_token() {
     let mut params = SamplingParams::default();
     params.max_tokens = Some(10);
-    let output = run(&mut core(), Request::tokens(vec![1; 63]).sampling(params)).unwrap();
+    let output = run(&mut core(), Request::tokens(vec![1; 63]).with_sampling(params)).unwrap();
     assert_eq!(output.choices[0].token_ids.len(), 1);
     assert_eq!(output.choices[0].finish_reason, FinishReason::Length);
 }
@@ -96,10 +96,10 @@ fn min_tokens_must_fit_behind_the_prompt() {
     let mut params = SamplingParams::default();
     params.min_tokens = 4;
     let core = core();
-    let error = core.submit(Request::tokens(vec![1; 61]).sampling(params.clone())).unwrap_err();
+    let error = core.submit(Request::tokens(vec![1; 61]).with_sampling(params.clone())).unwrap_err();
     let SubmitError::Param(error) = error else { panic!("{error}") };
     assert_eq!(error.to_string(), "min_tokens: got 4, expected at most 3, the room behind a prompt of 61 tokens");
-    assert!(core.submit(Request::tokens(vec![1; 60]).sampling(params)).is_ok());
+    assert!(core.submit(Request::tokens(vec![1; 60]).with_sampling(params)).is_ok());
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn without_a_vocabulary_texts_are_refused() {
     let with = |change: fn(&mut SamplingParams)| {
         let mut params = SamplingParams::default();
         change(&mut params);
-        Request::tokens(vec![1]).sampling(params)
+        Request::tokens(vec![1]).with_sampling(params)
     };
     let chat = vec![ChatMessage::new("user", "hello")];
     for (field, request) in [

@@ -310,11 +310,11 @@ fn try_to_serve(path: &Path) -> Result<(), BuildError> {
     for prompt in ["Once upon", "a"] {
         let mut params = SamplingParams::default();
         (params.seed, params.max_tokens, params.logprobs) = (Some(1), Some(3), Some(1));
-        let handle = match core.submit(Request::text(prompt).sampling(params.clone())) {
+        let handle = match core.submit(Request::text(prompt).with_sampling(params.clone())) {
             Ok(handle) => handle,
             // A model without a tokenizer, or one whose ids are not the model's.
             Err(SubmitError::Param(_) | SubmitError::Encode { .. }) => {
-                core.submit(Request::tokens(vec![0]).sampling(params)).unwrap()
+                core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap()
             }
             Err(error) => panic!("{error:?}"),
         };
@@ -477,7 +477,7 @@ fn a_model_with_a_bad_row_fails_only_the_requests_that_meet_it() {
         let mut params = SamplingParams::default();
         (params.seed, params.max_tokens, params.logprobs) = (Some(3), Some(20), Some(2));
         params.logit_bias = vec![(token as u32, -100.0)];
-        Request::tokens(tokens).sampling(params)
+        Request::tokens(tokens).with_sampling(params)
     };
     let answer = |engine: &Engine, tokens: Vec<u32>| engine.submit(request(tokens)).unwrap();
     let good: Vec<_> = (0..6).map(|id| answer(&engine, vec![id + 3; 5])).collect();

@@ -16,14 +16,8 @@ fn json_file(name: &str) -> Value {
     serde_json::from_slice(&std::fs::read(data(name)).unwrap()).unwrap()
 }
 
-fn options(change: impl FnOnce(&mut ChatOptions)) -> ChatOptions {
-    let mut options = ChatOptions::default();
-    change(&mut options);
-    options
-}
-
 fn messages_of(list: &Value) -> Vec<ChatMessage> {
-    list.as_array().unwrap().iter().map(|message| ChatMessage::from_json(message.clone()).unwrap()).collect()
+    list.as_array().unwrap().iter().map(|message| ChatMessage::from_json(&message.to_string()).unwrap()).collect()
 }
 
 /// 29 November 2026, noon: the day the golden renderings were made.
@@ -41,11 +35,12 @@ fn check_golden(name: &str, source: &str) -> (usize, Vec<String>) {
         }
         seen += 1;
         let conversation = &conversations[row["conversation"].as_str().unwrap()];
-        let options = options(|options| {
-            options.add_generation_prompt = row["add_generation_prompt"] == true;
-            options.tools = conversation.get("tools").cloned();
-            options.now_unix_s = Some(GOLDEN_DAY_UNIX_S);
-        });
+        let mut options = ChatOptions::default()
+            .with_generation_prompt(row["add_generation_prompt"] == true)
+            .with_now_unix_s(GOLDEN_DAY_UNIX_S);
+        if let Some(tools) = conversation.get("tools") {
+            options = options.with_tools(tools).unwrap();
+        }
         let rendered = match &template {
             Ok(template) => template.render(&messages_of(&conversation["messages"]), &options),
             Err(error) => Err(TextError::Encode { reason: error.to_string() }),
@@ -117,13 +112,16 @@ fn jinja_cases_render_as_the_reference_does() {
         let id = &case["id"];
         let mut variables: Map<String, Value> = case["vars"].as_object().unwrap().clone();
         let messages = messages_of(&variables.remove("messages").unwrap_or(json!([])));
-        let options = options(|options| {
-            options.tools = variables.remove("tools");
-            options.add_generation_prompt = variables.remove("add_generation_prompt") == Some(json!(true));
-            options.extra = variables;
-            // 2031-02-03 04:05:06
-            options.now_unix_s = Some(1_927_857_906);
-        });
+        // 2031-02-03 04:05:06
+        let mut options = ChatOptions::default()
+            .with_generation_prompt(variables.remove("add_generation_prompt") == Some(json!(true)))
+            .with_now_unix_s(1_927_857_906);
+        if let Some(tools) = variables.remove("tools") {
+            options = options.with_tools(tools).unwrap();
+        }
+        for (name, value) in variables {
+            options = options.with_variable(name, value).unwrap();
+        }
         let template = ChatTemplate::new(case["template"].as_str().unwrap(), None, None).unwrap();
         let rendered = template.render(&messages, &options);
         if let Some(wanted) = case["expect"]["render"].as_str() {
@@ -166,7 +164,7 @@ fn a_template_that_would_run_forever_or_fill_memory_is_stopped() {
     for bomb in bombs {
         let started = Instant::now();
         let result = ChatTemplate::new(&bomb, None, None)
-            .and_then(|template| template.render(&[ChatMessage::user("hi")], &ChatOptions::answer()));
+            .and_then(|template| template.render(&[ChatMessage::user("hi")], &ChatOptions::default()));
         // The bound is the promise itself: a second on any machine for what takes milliseconds.
         assert!(started.elapsed() < Duration::from_secs(1), "{bomb}: {:?}", started.elapsed());
         if let Ok(text) = &result {
@@ -184,7 +182,7 @@ fn a_long_conversation_is_not_taken_for_a_bomb() {
     let source = std::fs::read_to_string(data("chat/smollm2.jinja")).unwrap();
     let template = ChatTemplate::new(&source, None, None).unwrap();
     let messages: Vec<ChatMessage> = (0..20_000).map(|turn| ChatMessage::user(format!("turn {turn}"))).collect();
-    let text = template.render(&messages, &ChatOptions::answer()).unwrap();
+    let text = template.render(&messages, &ChatOptions::default()).unwrap();
     assert!(text.ends_with("turn 19999<|im_end|>\n<|im_start|>assistant\n"));
     let megabyte = ChatMessage::user("word ".repeat(2_000_000));
     assert!(template.render(&[megabyte], &ChatOptions::default()).unwrap().len() > 10_000_000);
@@ -198,7 +196,7 @@ fn the_story_model_chats_with_one_turn_marker_a_message() {
     let source = tokenizer.chat_template().unwrap();
     let template = ChatTemplate::new(source, tokenizer.bos_token(), tokenizer.eos_token()).unwrap();
     let messages = [ChatMessage::user("What does the duck say?"), ChatMessage::assistant("The duck says quack!")];
-    let text = template.render(&messages, &ChatOptions::answer()).unwrap();
+    let text = template.render(&messages, &ChatOptions::default()).unwrap();
     assert_eq!(
         text,
         "<|im_start|>user\nWhat does the duck say?<|im_end|>\n<|im_start|>assistant\nThe duck says quack!<|im_end|>\n\
@@ -217,12 +215,15 @@ fn errors_say_where_and_what() {
     let template = ChatTemplate::new("{{ raise_exception('only ' ~ messages[0].role) }}", None, None).unwrap();
     let refused = template.render(&[ChatMessage::user("x")], &ChatOptions::default()).unwrap_err();
     assert!(matches!(&refused, TextError::Refused { reason } if reason == "only user"), "{refused:?}");
-    let extra = options(|options| {
-        options.extra.insert("messages".to_owned(), json!([]));
-    });
-    assert!(template.render(&[], &extra).unwrap_err().to_string().contains("messages"));
+    for name in ["messages", "tools", "documents", "add_generation_prompt"] {
+        let refused = ChatOptions::default().with_variable(name, json!([])).unwrap_err();
+        assert!(refused.to_string().contains(name), "{refused}");
+    }
+    let keys_of_lists = std::collections::BTreeMap::from([(vec![1], 2)]);
+    assert!(matches!(ChatOptions::default().with_tools(keys_of_lists), Err(TextError::Json { field: "tools", .. })));
+    assert!(matches!(ChatMessage::from_json("{"), Err(TextError::Json { field: "message", .. })));
     for message in [json!("hi"), json!({"content": "x"}), json!({"role": 1})] {
-        assert!(ChatMessage::from_json(message.clone()).is_err(), "{message}");
+        assert!(ChatMessage::from_json(&message.to_string()).is_err(), "{message}");
         assert!(serde_json::from_value::<ChatMessage>(message).is_err());
     }
 }

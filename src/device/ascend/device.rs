@@ -16,7 +16,7 @@ use super::memory::staging::SLOT_BYTES;
 use super::memory::{ALIGNMENT, padded};
 use super::options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
 use super::program::Program;
-use super::telemetry::Telemetry;
+use super::telemetry::CardTelemetry;
 use super::weights::pack::pack;
 use super::weights::{WeightSet, activation_elem, kv_dtype, layout, place};
 use super::worker::command::{Command, pairs_list};
@@ -24,7 +24,7 @@ use super::worker::group::WorkerGroup;
 use super::worker::{CardInfo, Worker};
 use crate::device::{
     BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, LaunchShape, MemKind,
-    PeakRates, ProgramId, Span, StreamId, WeightSetId,
+    PeakRates, ProgramId, Span, StreamId, Telemetry, WeightSetId,
 };
 use crate::graph::passes::OpSet;
 use crate::graph::{Bucket, CompileError, Plan, Target, TpRank, Weight};
@@ -59,7 +59,7 @@ pub struct AscendDevice {
     known: Mutex<Registry>,
     /// Streams get the same number on every card.
     making_stream: Mutex<()>,
-    telemetry: Telemetry,
+    telemetry: CardTelemetry,
 }
 
 /// What callers were given, as far as their calls are checked against it.
@@ -112,7 +112,7 @@ impl AscendDevice {
         }
         let (cards, info) = WorkerGroup::open(&library, &runtime, &options)?;
         let caps = caps(&info, &options.cards, &path);
-        let telemetry = Telemetry::new(options.dcmi_library, options.cards, Arc::clone(&cards.notes));
+        let telemetry = CardTelemetry::new(options.dcmi_library, options.cards, Arc::clone(&cards.notes));
         Ok(Arc::new(Self {
             caps,
             library: path,
@@ -605,12 +605,18 @@ impl Device for AscendDevice {
         })
     }
 
+    fn telemetry(&self) -> Option<&dyn Telemetry> {
+        Some(self)
+    }
+}
+
+impl Telemetry for AscendDevice {
     fn notes(&self) -> Vec<String> {
         self.workers.notes.all()
     }
 
     fn peak_rates(&self) -> Option<PeakRates> {
-        Telemetry::peak_rates(&self.caps.description, self.workers.count())
+        CardTelemetry::peak_rates(&self.caps.description, self.workers.count())
     }
 
     fn free_bytes(&self) -> Option<u64> {

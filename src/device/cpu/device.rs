@@ -18,7 +18,7 @@ use super::thread_pool::ThreadPool;
 use super::weights::WeightSet;
 use crate::device::{
     Bindings, BufferId, CustomFailure, Device, DeviceCaps, DeviceError, EventId, KvLayout, LaunchArgs, MemKind,
-    PeakRates, ProgramId, Span, StreamId, WeightSetId,
+    PeakRates, ProgramId, Span, StreamId, Telemetry, WeightSetId,
 };
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
@@ -352,15 +352,6 @@ impl Device for CpuDevice {
         program.launch(&self.threads, self.isa, args, io)
     }
 
-    fn energy_uj(&self) -> Option<u64> {
-        self.energy.get_or_init(PackageEnergy::from_system).used_uj()
-    }
-
-    fn peak_rates(&self) -> Option<PeakRates> {
-        // Without memory to read there is nothing to say.
-        self.peaks.or_else(|| super::measure::peak_rates::peak_rates(&self.threads, self.isa).ok())
-    }
-
     fn copy_blocks(
         &self,
         layout: &KvLayout,
@@ -388,6 +379,21 @@ impl Device for CpuDevice {
             copy_between(&mut state.buffers, dst_pool.buffer, src_pool.buffer, places, bytes)?;
         }
         Ok(())
+    }
+
+    fn telemetry(&self) -> Option<&dyn Telemetry> {
+        Some(self)
+    }
+}
+
+impl Telemetry for CpuDevice {
+    fn peak_rates(&self) -> Option<PeakRates> {
+        // Without memory to read there is nothing to say.
+        self.peaks.or_else(|| super::measure::peak_rates::peak_rates(&self.threads, self.isa).ok())
+    }
+
+    fn energy_uj(&self) -> Option<u64> {
+        self.energy.get_or_init(PackageEnergy::from_system).used_uj()
     }
 }
 

@@ -14,7 +14,7 @@ use crate::sampler::ParamError;
 use std::sync::Arc;
 
 use super::programs::Plans;
-use crate::device::{Device, DeviceError, KvLayout, OwnedWeights};
+use crate::device::{Device, DeviceError, KvLayout, OwnedWeights, Telemetry};
 use crate::engine::config::{CacheBudget, EngineConfig};
 use crate::engine::error::BuildError;
 use crate::graph::{Bucket, CompileError, Graph};
@@ -184,14 +184,18 @@ impl MemoryFit<'_> {
     /// Bytes that the KV cache may take where nobody says, with the weights and programs in place.
     fn auto_bytes(&self) -> u64 {
         let Some(memory_bytes) = self.device.caps().memory_bytes else { return u64::MAX };
-        let left = self.device.free_bytes().map(|free| free.saturating_sub(memory_bytes / RESERVED_SHARE));
+        let left = self
+            .device
+            .telemetry()
+            .and_then(Telemetry::free_bytes)
+            .map(|free| free.saturating_sub(memory_bytes / RESERVED_SHARE));
         left.unwrap_or(memory_bytes / AUTO_CACHE_SHARE)
     }
 
     fn out_of_memory(&self, budget_bytes: u64, plans: &Plans, needed_bytes: u64) -> BuildError {
         let block_bytes = self.layout.bytes_per_block.max(1);
         let fitting_blocks = (budget_bytes / block_bytes).saturating_sub(self.layout.reserved_blocks);
-        BuildError::NoRoomForCache {
+        BuildError::CacheDoesNotFit {
             budget_bytes,
             // Of each card: the ranks' shares are as good as equal.
             taken_bytes: (self.weight_bytes + plans.arena_bytes()) / u64::from(self.device.caps().cards.max(1)),

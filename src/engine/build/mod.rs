@@ -6,9 +6,11 @@ pub(super) mod text_assets;
 pub(super) mod warm_up;
 
 use crate::engine::info::prompt_cost;
+use crate::engine::request::encoding::PromptEncoder;
 use crate::engine::{EngineInfo, LoadProgress};
 use crate::num::to_u32;
 use crate::sampler::ParamError;
+use crate::weights::DType;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,11 +29,11 @@ use crate::graph::{CostShape, CustomOp, CustomSite, Graph, Numerics, RegisteredO
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::runner::ModelRunner;
-use crate::text::Vocabulary;
+use crate::text::{ChatRenderer, Vocabulary};
 use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
 use memory_fit::{FittedModel, MemoryFit};
 use programs::{resolve_overflow, shard_graphs, stored_heads};
-use text_assets::TextAssets;
+use text_assets::{TextAssets, TextOverrides};
 use warm_up::warm_up;
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
@@ -42,7 +44,7 @@ pub struct EngineBuilder {
     model: PathBuf,
     config: EngineConfig,
     device: Option<Arc<dyn Device>>,
-    vocabulary: Option<Arc<dyn Vocabulary>>,
+    text: TextOverrides,
     clock: Arc<dyn Clock>,
     custom_ops: Vec<RegisteredOp>,
     on_progress: Option<Arc<OnProgress>>,
@@ -66,7 +68,7 @@ impl Engine {
             model: model.as_ref().to_owned(),
             config: EngineConfig::default(),
             device: None,
-            vocabulary: None,
+            text: TextOverrides::default(),
             clock: Arc::new(SystemClock::default()),
             custom_ops: Vec::new(),
             on_progress: None,
@@ -90,7 +92,20 @@ impl EngineBuilder {
 
     /// Uses this vocabulary instead of the model's own.
     pub fn vocabulary(mut self, vocabulary: Arc<dyn Vocabulary>) -> Self {
-        self.vocabulary = Some(vocabulary);
+        self.text.vocabulary = Some(vocabulary);
+        self
+    }
+
+    /// Renders chats with this Jinja template instead of the model's own.
+    #[cfg(feature = "text")]
+    pub fn chat_template(mut self, source: impl Into<String>) -> Self {
+        self.text.chat_template = Some(source.into());
+        self
+    }
+
+    /// Renders chats with this renderer instead of a template.
+    pub fn chat_renderer(mut self, renderer: Arc<dyn ChatRenderer>) -> Self {
+        self.text.chat_renderer = Some(renderer);
         self
     }
 
@@ -130,8 +145,8 @@ impl EngineBuilder {
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
         let clock = Arc::clone(&self.clock);
         let EngineParts { config, device, runner, limits, text, info } = self.assemble()?;
-        let core = EngineCore::from_parts(config, Box::new(runner), limits, text.vocabulary, text.chat, clock)?;
-        Ok(core.with_info(info).with_device(device))
+        let encoder = PromptEncoder::new(text.vocabulary, text.chat);
+        EngineCore::assemble(config, Box::new(runner), limits, encoder, clock, Some((device, info)))
     }
 
     /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
@@ -144,7 +159,7 @@ impl EngineBuilder {
         config.validate()?;
         let files = weights::open(&self.model)?;
         let model = read_config(&files)?;
-        let text = TextAssets::read(&files, self.vocabulary)?;
+        let text = TextAssets::read(&files, self.text)?;
         let graph = decoder_graph_with(&model, files.source.as_ref(), &self.custom_ops)?;
 
         let device = if let Some(device) = self.device {
@@ -176,7 +191,7 @@ impl EngineBuilder {
         let upload =
             |graph: &Graph| OwnedWeights::upload(&device, &source, &graph.weights, graph.rank.index).map(Arc::new);
         let weights = graphs.iter().map(upload).collect::<Result<Vec<_>, _>>()?;
-        let FittedModel { config, plans, pool_blocks, mut runner, notes } = fitting.fit(config, plans, &weights)?;
+        let FittedModel { config, plans, pool_blocks, mut runner, mut notes } = fitting.fit(config, plans, &weights)?;
         let can_warm_up = device.caps().static_shapes && self.custom_ops.is_empty();
         if let Some(budget) = self.warm_up.filter(|_| can_warm_up) {
             let most = config.max_num_seqs.min(pool_blocks);
@@ -189,16 +204,20 @@ impl EngineBuilder {
         limits.eos_ids = default_stop_ids(&text.generation_eos_ids, &model.eos_ids, &text.tokenizer_eos_ids);
         limits.fingerprint = fingerprint(&graph, &layout, &config);
         limits.max_logit_rows = config.max_num_seqs;
+        notes.extend(text.note.clone());
         let info = EngineInfo {
-            architecture: model.architecture.name().to_owned(),
+            version: env!("CARGO_PKG_VERSION"),
+            architecture: Some(model.architecture),
             parameters: model.parameters(),
             weight_dtype: main_dtype(&graph),
             vocab_size: limits.vocab_size,
             max_model_len,
-            device: device.caps().description.clone(),
+            device: Some(device.caps().name),
+            device_description: device.caps().description.clone(),
+            numerics: Some(config.numerics),
             notes,
             block_size: to_u32(geometry.block_size),
-            kv_dtype: format!("{:?}", geometry.dtype).to_lowercase(),
+            kv_dtype: Some(geometry.dtype),
             overflow: Some(overflow),
             pool_blocks,
             pool_tokens: u64::from(pool_blocks) * geometry.block_size as u64,
@@ -228,13 +247,12 @@ struct EngineParts {
 }
 
 /// The type that most elements of the matrices are stored in.
-fn main_dtype(graph: &Graph) -> String {
+fn main_dtype(graph: &Graph) -> Option<DType> {
     let matrices = || graph.weights.iter().filter(|weight| weight.role.is_matrix());
     let elements = |weight: &Weight| weight.shape.iter().product::<usize>();
-    let most = matrices()
+    matrices()
         .map(|weight| weight.dtype)
-        .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>());
-    most.map_or(String::new(), |dtype| dtype.name().to_owned())
+        .max_by_key(|dtype| matrices().filter(|weight| weight.dtype == *dtype).map(elements).sum::<usize>())
 }
 
 fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
@@ -242,7 +260,7 @@ fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
         ModelKind::Gguf(file) => Ok(config_from_gguf(file)?),
         ModelKind::Folder(folder) => {
             let path = folder.join("config.json");
-            let json = std::fs::read(&path).map_err(|source| WeightError::Io { path, source })?;
+            let json = std::fs::read(&path).map_err(|error| WeightError::Io { path, error })?;
             Ok(config_from_hub(&json)?)
         }
     }

@@ -1,4 +1,4 @@
-//! What a model's files say of text: vocabulary, chat template, end-of-sequence ids.
+//! The text side of a model: vocabulary, chat template, end-of-sequence ids.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,20 +8,39 @@ use crate::model::eos_ids_of_generation_config;
 use crate::text::{ChatRenderer, Vocabulary};
 use crate::weights::{ModelFiles, ModelKind, WeightError};
 
-/// Text side of a model. A model without a tokenizer has none of it, and takes and gives token ids.
+/// Parts that the caller gives in place of the model's own.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TextOverrides {
+    pub vocabulary: Option<Arc<dyn Vocabulary>>,
+    pub chat_renderer: Option<Arc<dyn ChatRenderer>>,
+    #[cfg(feature = "text")]
+    pub chat_template: Option<String>,
+}
+
+/// Text side of a model. A model without a tokenizer takes and gives token ids only.
 #[derive(Debug, Default)]
 pub(crate) struct TextAssets {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
     pub chat: Option<Arc<dyn ChatRenderer>>,
     pub generation_eos_ids: Vec<u32>,
     pub tokenizer_eos_ids: Vec<u32>,
+    /// Why a part of the model was left out, for the engine's notes.
+    pub note: Option<String>,
 }
 
 impl TextAssets {
-    /// Reads what there is; a vocabulary given by the caller goes before the model's own.
-    pub(crate) fn read(files: &ModelFiles, given: Option<Arc<dyn Vocabulary>>) -> Result<Self, BuildError> {
+    /// Reads the model's own parts, except those that the caller gives.
+    ///
+    /// A tokenizer of the model that cannot be read is an error only if it is needed as the vocabulary.
+    pub(crate) fn read(files: &ModelFiles, given: TextOverrides) -> Result<Self, BuildError> {
         #[cfg(feature = "text")]
-        let mut text = Self::from_files(files)?;
+        let mut text = match Self::from_files(files, given.chat_template.as_deref()) {
+            Err(BuildError::Text(error)) if given.vocabulary.is_some() => {
+                let note = format!("the model's own tokenizer or chat template is left out: {error}");
+                Self { note: Some(note), ..Self::default() }
+            }
+            text => text?,
+        };
         #[cfg(not(feature = "text"))]
         let mut text = Self::default();
         if let ModelKind::Folder(folder) = &files.kind
@@ -29,9 +48,8 @@ impl TextAssets {
         {
             text.generation_eos_ids = eos_ids_of_generation_config(&json)?;
         }
-        if given.is_some() {
-            text.vocabulary = given;
-        }
+        text.vocabulary = given.vocabulary.or(text.vocabulary);
+        text.chat = given.chat_renderer.or(text.chat);
         if let Some(vocabulary) = &text.vocabulary {
             text.tokenizer_eos_ids = vocabulary.eos_ids().to_vec();
         }
@@ -39,39 +57,42 @@ impl TextAssets {
     }
 
     #[cfg(feature = "text")]
-    fn from_files(files: &ModelFiles) -> Result<Self, BuildError> {
+    fn from_files(files: &ModelFiles, given_template: Option<&str>) -> Result<Self, BuildError> {
         use crate::text::{ChatTemplate, Tokenizer};
         let (tokenizer, template_file) = match &files.kind {
-            ModelKind::Gguf(file) => {
-                if file.metadata().str("tokenizer.ggml.model").is_none() {
-                    return Ok(Self::default());
+            ModelKind::Gguf(file) if file.metadata().str("tokenizer.ggml.model").is_none() => (None, None),
+            ModelKind::Gguf(file) => (Some(Tokenizer::from_gguf(file.metadata())?), None),
+            ModelKind::Folder(folder) => match read_optional(&folder.join("tokenizer.json"))? {
+                Some(json) => {
+                    let config = read_optional(&folder.join("tokenizer_config.json"))?;
+                    let template = read_optional(&folder.join("chat_template.jinja"))?;
+                    (Some(Tokenizer::from_json(&json, config.as_deref())?), template)
                 }
-                (Tokenizer::from_gguf(file.metadata())?, None)
-            }
-            ModelKind::Folder(folder) => {
-                let Some(json) = read_optional(&folder.join("tokenizer.json"))? else { return Ok(Self::default()) };
-                let config = read_optional(&folder.join("tokenizer_config.json"))?;
-                let template = read_optional(&folder.join("chat_template.jinja"))?;
-                (Tokenizer::from_json(&json, config.as_deref())?, template)
-            }
+                None => (None, None),
+            },
         };
         let template_file = template_file.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        let chat = match template_file.as_deref().or(tokenizer.chat_template()) {
+        let own_template = || tokenizer.as_ref().and_then(Tokenizer::chat_template);
+        let chat = match given_template.or(template_file.as_deref()).or_else(own_template) {
             Some(source) => {
-                let template = ChatTemplate::new(source, tokenizer.bos_token(), tokenizer.eos_token())?;
-                Some(Arc::new(template) as Arc<dyn ChatRenderer>)
+                let (bos, eos) = (
+                    tokenizer.as_ref().and_then(Tokenizer::bos_token),
+                    tokenizer.as_ref().and_then(Tokenizer::eos_token),
+                );
+                Some(Arc::new(ChatTemplate::new(source, bos, eos)?) as Arc<dyn ChatRenderer>)
             }
             None => None,
         };
-        Ok(Self { vocabulary: Some(Arc::new(tokenizer)), chat, ..Self::default() })
+        let vocabulary = tokenizer.map(|tokenizer| Arc::new(tokenizer) as Arc<dyn Vocabulary>);
+        Ok(Self { vocabulary, chat, ..Self::default() })
     }
 }
 
-/// A file that may be absent.
+/// The bytes of a file that may be absent.
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, BuildError> {
     match std::fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(WeightError::Io { path: path.to_owned(), source }.into()),
+        Err(error) => Err(WeightError::Io { path: path.to_owned(), error }.into()),
     }
 }

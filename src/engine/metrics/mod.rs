@@ -5,6 +5,8 @@
 
 pub(super) mod utilization;
 
+use serde::Serialize;
+use serde::ser::SerializeStruct as _;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -193,8 +195,19 @@ impl TimeHistogram {
     }
 }
 
+/// Serialized as `count`, `sum_us` and `buckets` of `[upper bound in microseconds, times up to that bound]`.
+impl Serialize for TimeHistogram {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("TimeHistogram", 3)?;
+        fields.serialize_field("count", &self.count())?;
+        fields.serialize_field("sum_us", &self.sum_us)?;
+        fields.serialize_field("buckets", &self.buckets().collect::<Vec<_>>())?;
+        fields.end()
+    }
+}
+
 /// A copy of the engine's counters.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
     /// Requests that wait for their first step.

@@ -11,7 +11,7 @@ const STEPS: usize = 64;
 ///
 /// Scheduling and sampling are not in it: it tells how well the device is used while it is used. Time is the engine's
 /// clock's, and the work is zero for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not tell its cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Utilization {
     /// Steps in it, at most 64.

@@ -12,15 +12,14 @@ use parking_lot::Mutex;
 
 use crate::sampler::{ParamLimits, SamplingParams};
 use crate::scheduler::{SchedulePolicy, Tick};
-use crate::text::Vocabulary;
 
 use super::doorbell::Doorbell;
+use super::encoding::PromptEncoder;
 use super::handle::RequestHandle;
 use super::mailbox::Mailbox;
-use super::{Prompt, Request, RequestId};
+use super::{Request, RequestId};
 use crate::engine::clock::{Clock, micros};
 use crate::engine::error::{EngineError, SubmitError};
-use crate::text::ChatRenderer;
 
 /// Longest piece of a refused value that an error repeats, in characters.
 const QUOTED_CHARS: usize = 40;
@@ -69,8 +68,7 @@ pub(crate) struct AdmissionLimits {
 #[derive(Debug)]
 pub(crate) struct Admission {
     limits: AdmissionLimits,
-    vocabulary: Option<Arc<dyn Vocabulary>>,
-    chat: Option<Arc<dyn ChatRenderer>>,
+    encoder: PromptEncoder,
     clock: Arc<dyn Clock>,
     inbox: Mutex<Inbox>,
     doorbell: Arc<Doorbell>,
@@ -86,22 +84,21 @@ struct Inbox {
 }
 
 impl Admission {
-    pub fn new(
-        limits: AdmissionLimits,
-        vocabulary: Option<Arc<dyn Vocabulary>>,
-        chat: Option<Arc<dyn ChatRenderer>>,
-        clock: Arc<dyn Clock>,
-    ) -> Self {
+    pub fn new(limits: AdmissionLimits, encoder: PromptEncoder, clock: Arc<dyn Clock>) -> Self {
         Self {
             limits,
-            vocabulary,
-            chat,
+            encoder,
             clock,
             inbox: Mutex::new(Inbox { lifecycle: Lifecycle::Open, admitted: Vec::new() }),
             doorbell: Arc::default(),
             queued: AtomicU32::new(0),
             next_id: AtomicU64::new(0),
         }
+    }
+
+    /// The vocabulary and the chat template.
+    pub fn encoder(&self) -> &PromptEncoder {
+        &self.encoder
     }
 
     /// By which the loop is woken.
@@ -197,7 +194,7 @@ impl Admission {
             let expected = "0: the engine's policy is first come, first served".to_owned();
             return Err(ParamError::new("priority", request.priority, expected).into());
         }
-        let prompt = self.encode(&request.prompt)?;
+        let prompt = self.encoder.encode(&request.prompt)?;
         let prompt_tokens = self.check_prompt(&prompt, params)?;
         let space = limits.params.max_model_len - prompt_tokens;
         Ok(CheckedRequest {
@@ -205,29 +202,6 @@ impl Admission {
             bad_words: self.bad_words(&params.bad_words)?,
             prompt: prompt.into(),
         })
-    }
-
-    fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, SubmitError> {
-        let vocabulary = || {
-            let expected = "token ids: the engine has no vocabulary".to_owned();
-            self.vocabulary.as_deref().ok_or_else(|| ParamError::new("prompt", "text", expected))
-        };
-        let encode = |text: &str, add_special| {
-            let failed = |reason| SubmitError::Encode { reason };
-            vocabulary()?.encode(text, add_special).map_err(failed)
-        };
-        match prompt {
-            Prompt::Tokens(tokens) => Ok(tokens.clone()),
-            Prompt::Text(text) => encode(text, true),
-            Prompt::Chat(messages) => {
-                let expected = "token ids or text: the engine has no chat template".to_owned();
-                let chat = self.chat.as_deref().ok_or_else(|| ParamError::new("prompt", "chat messages", expected))?;
-                let text = chat.render(messages).map_err(|reason| SubmitError::Render { reason })?;
-                // The template spells out the special tokens itself.
-                let failed = |reason| SubmitError::Encode { reason };
-                vocabulary()?.encode_chat(&text).map_err(failed)
-            }
-        }
     }
 
     /// The prompt's length, if it can be served at all.
@@ -261,7 +235,7 @@ impl Admission {
 
     /// Each bad word as it reads at the start of a text and, if the vocabulary can write that, behind a blank.
     fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, SubmitError> {
-        let Some(vocabulary) = self.vocabulary.as_deref() else { return Ok(Vec::new()) };
+        let Some(vocabulary) = self.encoder.vocabulary() else { return Ok(Vec::new()) };
         let mut sequences = Vec::new();
         for word in words {
             let bare = vocabulary.encode(word, false).map_err(|reason| SubmitError::Encode { reason })?;
@@ -296,7 +270,7 @@ impl Rejection {
         let request = Box::new(request);
         match self {
             Self::Closed => SubmitError::Closed(request),
-            Self::Failed(source) => SubmitError::Failed { request, source },
+            Self::Failed(cause) => SubmitError::Failed { request, cause },
         }
     }
 }

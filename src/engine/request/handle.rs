@@ -1,17 +1,17 @@
 //! The reader's end of a request.
 //!
-//! A [`RequestHandle`] yields deltas as an iterator, by [`recv_timeout`](RequestHandle::recv_timeout) or, with the feature
-//! `async`, as a stream. Dropping it cancels the request: it is gone, with its blocks, before the next step is planned.
+//! A [`RequestHandle`] gives deltas to blocking code (`for`, [`recv`](RequestHandle::recv) and its kin) and, with the
+//! feature `async`, to any executor ([`next_delta`](RequestHandle::next_delta), [`output`](RequestHandle::output), or as a
+//! `futures_core::Stream`). Dropping it cancels the request: it is gone, with its blocks, before the next step is planned.
 //! The handle does not keep the engine alive; when the engine ends, its last item is an error.
 
-use crate::num::to_u32;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::RequestId;
 use super::doorbell::Doorbell;
 use super::mailbox::{Mailbox, Poll, deadline_after};
-use super::output::{Choice, Delta, FinishReason, Output, Usage};
+use super::output::{Delta, FinishReason, Output, OutputBuilder, Usage};
 use crate::engine::error::RequestError;
 
 /// One running request, seen from its reader. Dropping it cancels the request; [`detach`](Self::detach) opts out.
@@ -23,8 +23,9 @@ pub struct RequestHandle {
     mailbox: Arc<Mailbox>,
     doorbell: Arc<Doorbell>,
     ended: bool,
-    /// What has been read of how it ended, for a collection that begins late.
+    /// Ends that have been read already, for a collection that begins late.
     reasons: Vec<Option<FinishReason>>,
+    usage: Option<Usage>,
     failure: Option<RequestError>,
 }
 
@@ -37,7 +38,7 @@ impl RequestHandle {
         doorbell: Arc<Doorbell>,
     ) -> Self {
         let reasons = vec![None; choices as usize];
-        Self { id, prompt, mailbox, doorbell, ended: false, reasons, failure: None }
+        Self { id, prompt, mailbox, doorbell, ended: false, reasons, usage: None, failure: None }
     }
 
     /// The request's number.
@@ -55,6 +56,11 @@ impl RequestHandle {
         self.ended
     }
 
+    /// An empty [`OutputBuilder`] for this request.
+    pub fn output_builder(&self) -> OutputBuilder {
+        OutputBuilder::new(self.id, self.prompt.to_vec(), self.reasons.len())
+    }
+
     /// Waits for the next delta; `None` after the last one. An error is the last item.
     ///
     /// Under an `EngineCore` it waits for ever unless another thread steps the core; see [`try_recv`](Self::try_recv).
@@ -66,8 +72,16 @@ impl RequestHandle {
         self.item(found)
     }
 
+    /// Blocking iterator over the deltas that keeps the handle: [`recv`](Self::recv) until it gives `None`.
+    pub fn deltas(&mut self) -> impl Iterator<Item = Result<Delta, RequestError>> + '_ {
+        std::iter::from_fn(|| self.recv())
+    }
+
     /// The delta that is there now, `Ok(None)` if there is none or the request has ended
     /// (see [`is_ended`](Self::is_ended)).
+    ///
+    /// # Errors
+    /// The request's failure, as the last item.
     pub fn try_recv(&mut self) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -78,6 +92,9 @@ impl RequestHandle {
 
     /// Waits for the next delta no longer than `timeout`; `Ok(None)` if none came or the request has ended
     /// (see [`is_ended`](Self::is_ended)).
+    ///
+    /// # Errors
+    /// The request's failure, as the last item.
     pub fn recv_timeout(&mut self, timeout: Duration) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -86,8 +103,8 @@ impl RequestHandle {
         self.item(found).transpose()
     }
 
-    /// Asks the engine to end the request before its next step; what has come until then can still be read, and the last
-    /// delta of each open choice says [`FinishReason::Cancelled`]. No effect on a request that has ended.
+    /// Asks the engine to end the request before its next step. Output up to then can still be read, and the last delta of
+    /// each open choice says [`FinishReason::Cancelled`]. No effect on a request that has ended.
     pub fn cancel(&self) {
         self.mailbox.cancel();
         self.doorbell.notify();
@@ -99,27 +116,40 @@ impl RequestHandle {
         self.ended = true;
     }
 
-    /// Waits for the whole request. Deltas that have been read before are not part of the output;
-    /// an error that has been read before comes again.
+    /// Waits for the whole request. Deltas that have been read before are not part of the output.
+    ///
+    /// # Errors
+    /// The request's failure, also one that has been read before.
     pub fn collect_output(mut self) -> Result<Output, RequestError> {
-        let mut gathered = Gathered::new(self.reasons.len());
+        let mut output = self.output_builder();
         while let Some(delta) = self.recv() {
-            gathered.add(delta?);
+            output.push(&delta?);
         }
-        match self.failure.take() {
-            Some(error) => Err(error),
-            None => Ok(gathered.finish(self.id, self.prompt.to_vec(), &mut self.reasons)),
+        self.finish(output)
+    }
+
+    /// The output, with the ends that had been read before it was collected.
+    fn finish(&mut self, output: OutputBuilder) -> Result<Output, RequestError> {
+        if let Some(error) = self.failure.take() {
+            return Err(error);
         }
+        let mut output = output.finish();
+        for (choice, reason) in output.choices.iter_mut().zip(&mut self.reasons) {
+            if let Some(reason) = reason.take() {
+                choice.finish_reason = reason;
+            }
+        }
+        output.usage = self.usage.unwrap_or(output.usage);
+        Ok(output)
     }
 
     fn item(&mut self, found: Poll) -> Option<Result<Delta, RequestError>> {
         match found {
             Poll::Delta(delta) => {
-                if let (Some(mailbox), Some(reason)) =
-                    (self.reasons.get_mut(delta.index as usize), &delta.finish_reason)
-                {
-                    *mailbox = Some(reason.clone());
+                if let (Some(kept), Some(reason)) = (self.reasons.get_mut(delta.index as usize), &delta.finish_reason) {
+                    *kept = Some(reason.clone());
                 }
+                self.usage = delta.usage.or(self.usage);
                 Some(Ok(delta))
             }
             Poll::Nothing => None,
@@ -136,15 +166,32 @@ impl RequestHandle {
     }
 }
 
-impl Iterator for RequestHandle {
+/// Reads deltas with a blocking `for`.
+impl IntoIterator for RequestHandle {
     type Item = Result<Delta, RequestError>;
+    type IntoIter = Deltas;
 
-    fn next(&mut self) -> Option<Self::Item> {
-        self.recv()
+    fn into_iter(self) -> Deltas {
+        Deltas { handle: self }
     }
 }
 
-impl std::iter::FusedIterator for RequestHandle {}
+/// Blocking iterator over the deltas of a request; an error is its last item. Dropping it cancels the request.
+#[derive(Debug)]
+#[must_use = "dropping the iterator cancels the request"]
+pub struct Deltas {
+    handle: RequestHandle,
+}
+
+impl Iterator for Deltas {
+    type Item = Result<Delta, RequestError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.handle.recv()
+    }
+}
+
+impl std::iter::FusedIterator for Deltas {}
 
 impl Drop for RequestHandle {
     fn drop(&mut self) {
@@ -156,76 +203,101 @@ impl Drop for RequestHandle {
 }
 
 #[cfg(feature = "async")]
-impl futures_core::Stream for RequestHandle {
+mod stream {
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use futures_core::{FusedStream, Stream};
+
+    use super::super::mailbox;
+    use super::{Delta, Output, RequestError, RequestHandle};
+
     type Item = Result<Delta, RequestError>;
 
-    fn poll_next(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Self::Item>> {
-        if self.ended {
-            return std::task::Poll::Ready(None);
+    impl RequestHandle {
+        /// Waits for the next delta without blocking the executor; `None` after the last one. An error is the last item.
+        ///
+        /// Dropping the future loses nothing: the next call gives what has come since.
+        pub async fn next_delta(&mut self) -> Option<Item> {
+            std::future::poll_fn(|context| self.poll_delta(context)).await
         }
-        match self.mailbox.poll(context) {
-            Poll::Nothing => std::task::Poll::Pending,
-            found => std::task::Poll::Ready(self.item(found)),
+
+        /// Waits for the whole request without blocking the executor. Deltas that have been read before are not part of
+        /// the output. Dropping the future cancels the request.
+        ///
+        /// # Errors
+        /// The request's failure, also one that has been read before.
+        pub async fn output(mut self) -> Result<Output, RequestError> {
+            let mut output = self.output_builder();
+            while let Some(delta) = self.next_delta().await {
+                output.push(&delta?);
+            }
+            self.finish(output)
+        }
+
+        /// The handle as a stream of deltas only, without its blocking methods.
+        pub fn into_stream(self) -> DeltaStream {
+            DeltaStream { handle: self }
+        }
+
+        fn poll_delta(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+            if self.ended {
+                return Poll::Ready(None);
+            }
+            match self.mailbox.poll(context) {
+                mailbox::Poll::Nothing => Poll::Pending,
+                found => Poll::Ready(self.item(found)),
+            }
+        }
+    }
+
+    impl Stream for RequestHandle {
+        type Item = Item;
+
+        fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Item>> {
+            self.poll_delta(context)
+        }
+    }
+
+    impl FusedStream for RequestHandle {
+        fn is_terminated(&self) -> bool {
+            self.ended
+        }
+    }
+
+    /// Stream of the deltas of a request; an error is its last item. Dropping it cancels the request.
+    #[derive(Debug)]
+    #[must_use = "dropping the stream cancels the request"]
+    pub struct DeltaStream {
+        handle: RequestHandle,
+    }
+
+    impl DeltaStream {
+        /// The handle of the request: its id, its prompt, and the way to cancel it.
+        pub fn handle(&self) -> &RequestHandle {
+            &self.handle
+        }
+
+        /// The handle, with the deltas that have not been read.
+        pub fn into_handle(self) -> RequestHandle {
+            self.handle
+        }
+    }
+
+    impl Stream for DeltaStream {
+        type Item = Item;
+
+        fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Item>> {
+            self.handle.poll_delta(context)
+        }
+    }
+
+    impl FusedStream for DeltaStream {
+        fn is_terminated(&self) -> bool {
+            self.handle.ended
         }
     }
 }
 
 #[cfg(feature = "async")]
-impl futures_core::FusedStream for RequestHandle {
-    fn is_terminated(&self) -> bool {
-        self.ended
-    }
-}
-
-/// Deltas on their way to an [`Output`].
-#[derive(Debug)]
-struct Gathered {
-    choices: Vec<Delta>,
-}
-
-impl Gathered {
-    fn new(choices: usize) -> Self {
-        Self { choices: (0u32..).take(choices).map(|index| Delta { index, ..Delta::default() }).collect() }
-    }
-
-    fn add(&mut self, delta: Delta) {
-        let whole = &mut self.choices[delta.index as usize];
-        whole.text.push_str(&delta.text);
-        whole.token_ids.extend_from_slice(&delta.token_ids);
-        if let Some(logprobs) = &delta.logprobs {
-            whole.logprobs.get_or_insert_default().append(logprobs);
-        }
-        if delta.prompt.is_some() {
-            whole.prompt = delta.prompt;
-        }
-    }
-
-    fn finish(mut self, id: RequestId, prompt_token_ids: Vec<u32>, reasons: &mut [Option<FinishReason>]) -> Output {
-        let prompt = self.choices.first_mut().and_then(|choice| choice.prompt.take());
-        let mut usage = Usage {
-            prompt_tokens: to_u32(prompt_token_ids.len()),
-            cached_tokens: prompt.as_ref().map_or(0, |prompt| prompt.cached_tokens),
-            generated_tokens: 0,
-            time_to_first_token: prompt.as_ref().map(|prompt| prompt.time_to_first_token),
-        };
-        let choices = self
-            .choices
-            .into_iter()
-            .map(|whole| {
-                usage.generated_tokens += to_u32(whole.token_ids.len());
-                Choice {
-                    index: whole.index,
-                    text: whole.text,
-                    token_ids: whole.token_ids,
-                    logprobs: whole.logprobs,
-                    // A mailbox says `Ended` without an error only when each choice has published its reason.
-                    finish_reason: reasons[whole.index as usize].take().unwrap_or(FinishReason::Cancelled),
-                }
-            })
-            .collect();
-        Output { id, prompt_token_ids, prompt_logprobs: prompt.and_then(|prompt| prompt.logprobs), choices, usage }
-    }
-}
+pub use stream::DeltaStream;

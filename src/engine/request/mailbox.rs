@@ -1,9 +1,9 @@
-//! The one place where a request's news wait for their reader.
+//! The one place where a request's update wait for their reader.
 //!
 //! The engine *merges* what it publishes into the mailbox, the reader takes all that has gathered. So a slow reader costs
 //! memory bounded by its own output (reserved at admission) and never holds up a step, and a quick one sees every token.
 //!
-//! State of a choice: open → (news)* → finished. An error ends all choices of the request; news that came before it are
+//! State of a choice: open → (update)* → finished. An error ends all choices of the request; update that came before it are
 //! read before it.
 
 use crate::num::to_u32;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::output::{Delta, FinishReason, Logprobs, PromptInfo};
+use super::output::{Delta, FinishReason, Logprobs, PromptInfo, Usage};
 use crate::engine::error::RequestError;
 
 /// Bytes of unread text that a choice has room for, a token. Byte-level vocabularies average 4 bytes a token on English
@@ -28,6 +28,8 @@ pub(crate) struct Update<'a> {
     pub logprobs: Option<&'a Logprobs>,
     pub finish: Option<FinishReason>,
     pub prompt: Option<PromptInfo>,
+    /// Set with the end of the request's last choice.
+    pub usage: Option<Usage>,
 }
 
 /// What a reader finds.
@@ -55,6 +57,8 @@ struct State {
     next_choice: usize,
     open: usize,
     prompt: Option<PromptInfo>,
+    /// Goes out with the last delta that is read.
+    usage: Option<Usage>,
     error: Option<RequestError>,
     #[cfg(feature = "async")]
     waker: Option<std::task::Waker>,
@@ -80,6 +84,7 @@ impl Mailbox {
                 choices,
                 next_choice: 0,
                 prompt: None,
+                usage: None,
                 error: None,
                 #[cfg(feature = "async")]
                 waker: None,
@@ -120,27 +125,30 @@ impl Mailbox {
         self.is_detached.store(true, Ordering::Release);
     }
 
-    /// Merges news into a choice. News for a choice that has ended are dropped.
-    pub fn publish(&self, choice: u32, news: Update<'_>) {
+    /// Merges update into a choice. News for a choice that has ended are dropped.
+    pub fn publish(&self, choice: u32, update: Update<'_>) {
         if self.is_detached.load(Ordering::Acquire) {
             return;
         }
         let mut state = self.state.lock();
-        if news.prompt.is_some() {
-            state.prompt = news.prompt;
+        if update.prompt.is_some() {
+            state.prompt = update.prompt;
+        }
+        if update.usage.is_some() {
+            state.usage = update.usage;
         }
         let pending = &mut state.choices[choice as usize];
         if pending.closed {
             return;
         }
-        pending.text.push_str(news.text);
-        pending.token_ids.extend(news.token);
-        if let Some(logprobs) = news.logprobs {
+        pending.text.push_str(update.text);
+        pending.token_ids.extend(update.token);
+        if let Some(logprobs) = update.logprobs {
             pending.logprobs.append(logprobs);
         }
         pending.has_unread = true;
-        if news.finish.is_some() {
-            pending.finish = news.finish;
+        if update.finish.is_some() {
+            pending.finish = update.finish;
             pending.closed = true;
             state.open -= 1;
         }
@@ -222,7 +230,11 @@ impl State {
             if self.choices[index].has_unread {
                 self.next_choice = (index + 1) % count;
                 let prompt = if index == 0 { self.prompt.take() } else { None };
-                return Poll::Delta(self.choices[index].take(index, prompt));
+                let mut delta = self.choices[index].take(index, prompt);
+                if self.open == 0 && !self.choices.iter().any(|choice| choice.has_unread) {
+                    delta.usage = self.usage.take();
+                }
+                return Poll::Delta(delta);
             }
         }
         match self.error.take() {
@@ -243,6 +255,7 @@ impl Buffered {
             logprobs: self.wants_logprobs.then(|| self.logprobs.clone()),
             finish_reason: self.finish.take(),
             prompt,
+            usage: None,
         };
         self.text.clear();
         self.token_ids.clear();

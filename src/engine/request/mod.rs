@@ -1,9 +1,10 @@
-//! What a caller asks for: a prompt and how to go on from it.
+//! What a caller asks for: a prompt, and how to continue it.
 //!
 //! A [`Request`] is plain data and may be built anywhere; it is checked when it is submitted.
 
 pub(super) mod admission;
 pub(super) mod doorbell;
+pub(super) mod encoding;
 pub(super) mod handle;
 pub(super) mod mailbox;
 pub(super) mod output;
@@ -11,11 +12,10 @@ pub(super) mod output;
 use std::time::Duration;
 
 use crate::sampler::SamplingParams;
-
-use crate::text::ChatMessage;
+use crate::text::{ChatMessage, ChatPrompt};
 
 /// Number of a request, unique within its engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
 pub struct RequestId(pub u64);
 
 impl std::fmt::Display for RequestId {
@@ -24,16 +24,17 @@ impl std::fmt::Display for RequestId {
     }
 }
 
-/// What the model is to continue.
+/// The beginning that the model continues.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[allow(clippy::large_enum_variant, reason = "a prompt is moved a few times in its life")]
 pub enum Prompt {
     /// Token ids, taken as they are.
     Tokens(Vec<u32>),
-    /// Text; the vocabulary encodes it with its usual special tokens around it.
+    /// Text; the vocabulary encodes it and adds its usual special tokens.
     Text(String),
-    /// A conversation; the model's chat template turns it into text that opens the assistant's turn.
-    Chat(Vec<ChatMessage>),
+    /// A conversation; the chat template turns it into text, by default up to where the assistant answers.
+    Chat(ChatPrompt),
 }
 
 impl From<Vec<u32>> for Prompt {
@@ -60,20 +61,37 @@ impl From<&str> for Prompt {
     }
 }
 
+impl From<ChatPrompt> for Prompt {
+    fn from(chat: ChatPrompt) -> Self {
+        Self::Chat(chat)
+    }
+}
+
 impl From<Vec<ChatMessage>> for Prompt {
     fn from(messages: Vec<ChatMessage>) -> Self {
-        Self::Chat(messages)
+        Self::Chat(messages.into())
     }
 }
 
 /// One request: a prompt, how to sample, and how it stands among others.
+///
+/// An error of [`Engine::submit`](super::Engine::submit) that is not the request's fault hands it back.
+///
+/// ```
+/// use ascend_llm::{ChatMessage, Request, SamplingParams};
+///
+/// let request = Request::chat([ChatMessage::user("What does the duck say?")])
+///     .with_sampling(SamplingParams::greedy().with_max_tokens(32))
+///     .with_cache_salt(*b"tenant 7");
+/// assert_eq!(request.sampling().max_tokens, Some(32));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    pub(crate) prompt: Prompt,
-    pub(crate) sampling: SamplingParams,
-    pub(crate) priority: i32,
-    pub(crate) deadline: Option<Duration>,
-    pub(crate) cache_salt: Box<[u8]>,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    priority: i32,
+    deadline: Option<Duration>,
+    cache_salt: Box<[u8]>,
 }
 
 impl Request {
@@ -101,15 +119,16 @@ impl Request {
         Self::new(Prompt::Tokens(tokens.into()))
     }
 
-    /// A request to answer the last message of a conversation.
+    /// A request to answer the last message of a conversation: messages, or a [`ChatPrompt`] with tools, documents and
+    /// template variables.
     #[must_use]
-    pub fn chat(messages: impl Into<Vec<ChatMessage>>) -> Self {
-        Self::new(Prompt::Chat(messages.into()))
+    pub fn chat(chat: impl Into<ChatPrompt>) -> Self {
+        Self::new(Prompt::Chat(chat.into()))
     }
 
     /// Sets how tokens are drawn and when to stop.
     #[must_use]
-    pub fn sampling(mut self, params: SamplingParams) -> Self {
+    pub fn with_sampling(mut self, params: SamplingParams) -> Self {
         self.sampling = params;
         self
     }
@@ -117,7 +136,7 @@ impl Request {
     /// Sets the priority: higher is served first under [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy).
     /// Other policies take 0 only.
     #[must_use]
-    pub fn priority(mut self, priority: i32) -> Self {
+    pub fn with_priority(mut self, priority: i32) -> Self {
         self.priority = priority;
         self
     }
@@ -125,15 +144,40 @@ impl Request {
     /// Ends the request with [`FinishReason::Deadline`](super::FinishReason) when that long has passed since it was
     /// submitted, waiting or running.
     #[must_use]
-    pub fn deadline(mut self, after: Duration) -> Self {
+    pub fn with_deadline(mut self, after: Duration) -> Self {
         self.deadline = Some(after);
         self
     }
 
     /// Shares cached prompts only with requests of the same salt.
     #[must_use]
-    pub fn cache_salt(mut self, salt: impl Into<Box<[u8]>>) -> Self {
+    pub fn with_cache_salt(mut self, salt: impl Into<Box<[u8]>>) -> Self {
         self.cache_salt = salt.into();
         self
+    }
+
+    /// The prompt.
+    pub fn prompt(&self) -> &Prompt {
+        &self.prompt
+    }
+
+    /// How tokens are drawn and when to stop.
+    pub fn sampling(&self) -> &SamplingParams {
+        &self.sampling
+    }
+
+    /// The priority.
+    pub fn priority(&self) -> i32 {
+        self.priority
+    }
+
+    /// Time after submission at which the request ends.
+    pub fn deadline(&self) -> Option<Duration> {
+        self.deadline
+    }
+
+    /// The salt of its cached prompts; empty without one.
+    pub fn cache_salt(&self) -> &[u8] {
+        &self.cache_salt
     }
 }

@@ -1,13 +1,16 @@
 //! What a caller gets back: deltas while a request runs, and the whole of it as an [`Output`].
 
-use std::time::Duration;
+use serde::Serialize;
+use serde::ser::{SerializeSeq as _, Serializer};
 
+use crate::num::to_u32;
 use crate::sampler::TokenLogprob;
 
 use super::RequestId;
 
 /// What a choice ended on when it ended with [`FinishReason::Stop`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum StopMatch {
     /// One of the model's own end-of-sequence tokens.
@@ -19,7 +22,8 @@ pub enum StopMatch {
 }
 
 /// Why a choice ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "reason", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FinishReason {
     /// An end-of-sequence token, a stop token or a stop string.
@@ -59,7 +63,7 @@ pub struct Logprobs {
 }
 
 /// Log-probabilities in one place.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LogprobsAt<'a> {
     /// The token that stands there.
     pub chosen: TokenLogprob,
@@ -122,25 +126,36 @@ impl Logprobs {
     }
 }
 
+/// One entry a token, in order.
+impl Serialize for Logprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut list = serializer.serialize_seq(Some(self.len()))?;
+        for entry in self.iter() {
+            list.serialize_element(&entry)?;
+        }
+        list.end()
+    }
+}
+
 /// What is known once the prompt has been computed.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PromptInfo {
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Of these, tokens whose keys and values came from the prefix cache.
     pub cached_tokens: u32,
-    /// From submission to the first token of choice 0.
-    pub time_to_first_token: Duration,
+    /// From submission to the first token of choice 0, in microseconds.
+    pub time_to_first_token_us: u64,
     /// If asked for: entry `i` belongs to prompt token `i + 1`, since nothing precedes the first.
     pub logprobs: Option<Logprobs>,
 }
 
-/// What came since the last delta of the same choice.
+/// New output of one choice since its last delta.
 ///
-/// Deltas that nobody has read yet are merged, so one may hold several tokens. The text of a token may come later than
-/// its id: a character is sent with its last byte, and text that may still grow into a stop string is held back.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// Unread deltas are merged, so one may hold several tokens. The text of a token may come later than its id: a character is
+/// sent with its last byte, and text that may still grow into a stop string is held back.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Delta {
     /// The choice, 0 to `n - 1`.
@@ -156,10 +171,12 @@ pub struct Delta {
     pub finish_reason: Option<FinishReason>,
     /// Set on the first delta of choice 0 that comes of a computed prompt.
     pub prompt: Option<PromptInfo>,
+    /// Set on the last delta of the request.
+    pub usage: Option<Usage>,
 }
 
 /// One finished answer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Choice {
     /// 0 to `n - 1`.
@@ -174,8 +191,8 @@ pub struct Choice {
     pub finish_reason: FinishReason,
 }
 
-/// What a request cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Tokens and times of a request. Times are the engine clock's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Usage {
     /// Tokens of the prompt.
@@ -184,12 +201,18 @@ pub struct Usage {
     pub cached_tokens: u32,
     /// Tokens of all choices together, as many as their `token_ids` hold.
     pub generated_tokens: u32,
-    /// From submission to the first token; `None` if there was none.
-    pub time_to_first_token: Option<Duration>,
+    /// From submission to the request's first step, in microseconds; to its end if it never ran.
+    pub queue_us: u64,
+    /// From the first step to the first token, in microseconds; 0 if it never ran.
+    pub prefill_us: u64,
+    /// From the first token to the end of the last choice, in microseconds; 0 without a token.
+    pub decode_us: u64,
+    /// From submission to the first token, in microseconds; `None` if there was none.
+    pub time_to_first_token_us: Option<u64>,
 }
 
 /// A whole answered request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Output {
     /// The request.
@@ -200,6 +223,84 @@ pub struct Output {
     pub prompt_logprobs: Option<Logprobs>,
     /// The answers, by index.
     pub choices: Vec<Choice>,
-    /// What it cost.
+    /// Tokens and times.
     pub usage: Usage,
+}
+
+/// Puts an [`Output`] together from deltas, for a host that streams and wants the whole as well.
+///
+/// ```
+/// # use ascend_llm::{Engine, Request, SamplingParams};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # if cfg!(not(feature = "text")) { return Ok(()); }
+/// # let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
+/// let mut handle = engine.submit(Request::text("Once").with_sampling(SamplingParams::greedy().with_max_tokens(8)))?;
+/// let mut output = handle.output_builder();
+/// while let Some(delta) = handle.recv() {
+///     let delta = delta?;
+///     print!("{}", delta.text);
+///     output.push(&delta);
+/// }
+/// assert_eq!(output.finish().choices[0].token_ids.len(), 8);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct OutputBuilder {
+    id: RequestId,
+    prompt_token_ids: Vec<u32>,
+    choices: Vec<Delta>,
+}
+
+impl OutputBuilder {
+    pub(super) fn new(id: RequestId, prompt_token_ids: Vec<u32>, choices: usize) -> Self {
+        let choices = (0..to_u32(choices)).map(|index| Delta { index, ..Delta::default() }).collect();
+        Self { id, prompt_token_ids, choices }
+    }
+
+    /// Adds a delta. Deltas of one choice are added in the order in which they came; one of another request's choice is
+    /// ignored.
+    pub fn push(&mut self, delta: &Delta) {
+        let Some(whole) = self.choices.get_mut(delta.index as usize) else { return };
+        whole.text.push_str(&delta.text);
+        whole.token_ids.extend_from_slice(&delta.token_ids);
+        if let Some(logprobs) = &delta.logprobs {
+            whole.logprobs.get_or_insert_default().append(logprobs);
+        }
+        if delta.finish_reason.is_some() {
+            whole.finish_reason.clone_from(&delta.finish_reason);
+        }
+        if delta.prompt.is_some() {
+            whole.prompt.clone_from(&delta.prompt);
+        }
+        whole.usage = delta.usage.or(whole.usage);
+    }
+
+    /// The output so far. A choice whose last delta is missing counts as cancelled; without the request's last delta the
+    /// usage holds the counts that are known, and no times.
+    #[must_use]
+    pub fn finish(mut self) -> Output {
+        let prompt = self.choices.first_mut().and_then(|choice| choice.prompt.take());
+        let usage = self.choices.iter().find_map(|choice| choice.usage).unwrap_or_else(|| Usage {
+            prompt_tokens: to_u32(self.prompt_token_ids.len()),
+            cached_tokens: prompt.as_ref().map_or(0, |prompt| prompt.cached_tokens),
+            generated_tokens: self.choices.iter().map(|choice| to_u32(choice.token_ids.len())).sum(),
+            time_to_first_token_us: prompt.as_ref().map(|prompt| prompt.time_to_first_token_us),
+            ..Usage::default()
+        });
+        let choices = self.choices.into_iter().map(|whole| Choice {
+            index: whole.index,
+            text: whole.text,
+            token_ids: whole.token_ids,
+            logprobs: whole.logprobs,
+            finish_reason: whole.finish_reason.unwrap_or(FinishReason::Cancelled),
+        });
+        Output {
+            id: self.id,
+            prompt_token_ids: self.prompt_token_ids,
+            prompt_logprobs: prompt.and_then(|prompt| prompt.logprobs),
+            choices: choices.collect(),
+            usage,
+        }
+    }
 }

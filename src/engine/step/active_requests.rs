@@ -6,7 +6,6 @@
 use crate::num::to_u32;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::device::CustomFailure;
 use crate::graph::RowStatus;
@@ -22,7 +21,7 @@ use crate::engine::metrics::{Counters, Ending};
 use crate::engine::request::RequestId;
 use crate::engine::request::admission::AdmittedRequest;
 use crate::engine::request::mailbox::{Mailbox, Update};
-use crate::engine::request::output::{FinishReason, PromptInfo};
+use crate::engine::request::output::{FinishReason, PromptInfo, Usage};
 use crate::runner::{RowOutcome, SequenceOutcome};
 
 #[derive(Debug)]
@@ -37,8 +36,14 @@ pub(crate) struct ActiveRequest {
     pub is_argmax_only: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
-    /// Whether it still counts as waiting for its first step.
-    pub queued: bool,
+    /// When its first step was planned; `None` while it counts as waiting for it.
+    started: Option<Tick>,
+    /// When the first token of choice 0 came.
+    first_token: Option<Tick>,
+    /// Prompt tokens that the prefix cache served.
+    cached_tokens: u32,
+    /// Tokens published, of all choices.
+    generated_tokens: u32,
     /// Choices that have not ended.
     open: Vec<SeqId>,
     /// Of these, the ones the scheduler does not know yet: they fork off choice 0 at its first token, so that the prompt
@@ -48,6 +53,22 @@ pub(crate) struct ActiveRequest {
     sibling: Option<NewSequence>,
     /// Failed in this step; its choices leave once the step is committed.
     failed: bool,
+}
+
+impl ActiveRequest {
+    /// Tokens and times of the request if it ends now.
+    fn usage(&self, now: Tick) -> Usage {
+        let until_first = self.first_token.map(|first| elapsed_us(self.arrived, first));
+        Usage {
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            generated_tokens: self.generated_tokens,
+            queue_us: elapsed_us(self.arrived, self.started.unwrap_or(now)),
+            prefill_us: self.started.map_or(0, |started| elapsed_us(started, self.first_token.unwrap_or(now))),
+            decode_us: self.first_token.map_or(0, |first| elapsed_us(first, now)),
+            time_to_first_token_us: until_first,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -96,7 +117,10 @@ impl ActiveRequests {
             is_argmax_only: takes_best,
             arrived: admitted.arrived,
             deadline: admitted.deadline,
-            queued: true,
+            started: None,
+            first_token: None,
+            cached_tokens: 0,
+            generated_tokens: 0,
             open: ids.clone().map(SeqId).collect(),
             unforked: ids.clone().skip(1).map(SeqId).collect(),
             sibling,
@@ -167,7 +191,7 @@ impl ActiveRequests {
 
     /// Notes that a sequence is part of a step. At its first one its buffers are reserved; `true` if its request was
     /// waiting until then.
-    pub fn mark_started(&mut self, seq: SeqId) -> bool {
+    pub fn mark_started(&mut self, seq: SeqId, now: Tick) -> bool {
         let Some(sequence) = self.choices.get_mut(&seq).filter(|sequence| !sequence.started) else { return false };
         let Some(active) = self.requests.get_mut(&sequence.request) else { return false };
         sequence.started = true;
@@ -178,7 +202,7 @@ impl ActiveRequests {
         let with_text = self.vocabulary.is_some();
         let logprobs = top(active.params.logprobs);
         active.mailbox.reserve(sequence.choice, active.max_tokens as usize, with_text, logprobs);
-        std::mem::take(&mut active.queued)
+        active.started.replace(active.started.unwrap_or(now)).is_none()
     }
 
     /// Records the log-probability of the prompt token behind `sequence`'s last recorded one.
@@ -204,24 +228,27 @@ impl ActiveRequests {
         let accepted = sequence.accept(&rules, sampled);
         let prompt = is_first.then(|| {
             let waited_us = elapsed_us(active.arrived, now);
+            (active.first_token, active.cached_tokens) = (Some(now), cached_tokens);
             self.counters.time_to_first_token.record(waited_us);
             Counters::add(&self.counters.prompt_tokens, u64::from(active.prompt_tokens));
             Counters::add(&self.counters.cached_tokens, u64::from(cached_tokens));
             PromptInfo {
                 prompt_tokens: active.prompt_tokens,
                 cached_tokens,
-                time_to_first_token: Duration::from_micros(waited_us),
+                time_to_first_token_us: waited_us,
                 logprobs: sequence.take_prompt_logprobs(),
             }
         });
         if accepted.token.is_some() {
             Counters::add(&self.counters.generated_tokens, 1);
+            active.generated_tokens += 1;
         }
         let ended = accepted.finish.as_ref().map(Ending::from);
         let news = Update {
             text: sequence.text(),
             token: accepted.token,
             logprobs: active.params.logprobs.is_some().then_some(sequence.logprobs()),
+            usage: (ended.is_some() && active.open.len() == 1).then(|| active.usage(now)),
             finish: accepted.finish,
             prompt,
         };
@@ -234,14 +261,14 @@ impl ActiveRequests {
     }
 
     /// Ends one choice from outside and publishes what was held back.
-    pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason) {
+    pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason, now: Tick) {
         let Some(sequence) = self.choices.get_mut(&seq) else { return };
         if let Some(active) = self.requests.get(&sequence.request) {
             self.counters.finish(Ending::from(&reason));
             sequence.close();
-            active
-                .mailbox
-                .publish(sequence.choice, Update { text: sequence.text(), finish: Some(reason), ..Update::default() });
+            let usage = (active.open.len() == 1).then(|| active.usage(now));
+            let update = Update { text: sequence.text(), finish: Some(reason), usage, ..Update::default() };
+            active.mailbox.publish(sequence.choice, update);
         }
         self.remove_choice(seq);
     }
@@ -285,7 +312,7 @@ impl ActiveRequests {
 
     /// Sequences of a request that have not ended, and whether the request still waits for its first step.
     pub fn open_choices(&self, request: RequestId) -> (Vec<SeqId>, bool) {
-        self.requests.get(&request).map(|active| (active.open.clone(), active.queued)).unwrap_or_default()
+        self.requests.get(&request).map(|active| (active.open.clone(), active.started.is_none())).unwrap_or_default()
     }
 
     /// A request whose caller has cancelled it.

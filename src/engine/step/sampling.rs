@@ -192,7 +192,7 @@ fn apply_sample(
 fn request_error(error: SampleError, choice: u32, position: u32, generated_tokens: u32) -> RequestError {
     match error {
         SampleError::NonFinite { .. } => RequestError::NonFinite { choice, position },
-        source => RequestError::Sample { choice, generated_tokens, source },
+        cause => RequestError::Sample { choice, generated_tokens, cause },
     }
 }
 

@@ -270,8 +270,8 @@ pub enum CompileError {
         reason: String,
     },
     /// No room for the program's own buffers.
-    #[error("no memory for the program")]
-    Memory(#[source] ArenaTooLarge),
+    #[error("no memory for the program: {0}")]
+    Memory(ArenaTooLarge),
 }
 
 /// An arena, or other room of a program, that does not fit.

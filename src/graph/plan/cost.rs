@@ -27,7 +27,7 @@ const WORD_BYTES: u64 = 4;
 const STATUS_BYTES: u64 = 1;
 
 /// Operations and bytes of one step or of several.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct Cost {
     /// Arithmetic operations, integer ones included.
     pub flops: u64,

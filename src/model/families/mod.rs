@@ -3,7 +3,8 @@
 use super::ModelError;
 
 /// A family of models with one graph shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Architecture {
     /// Llama 1 to 3 and what is built alike (SmolLM2, `TinyLlama` …).

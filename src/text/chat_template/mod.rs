@@ -18,7 +18,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 
-use super::{ChatMessage, ChatRenderer, TextError};
+use super::{ChatMessage, ChatOptions, ChatPrompt, ChatRenderer, TextError};
 use clock::CivilTime;
 
 /// Steps of any render: an instruction or 64 bytes of data each, so at most 32 MiB besides the conversation. Real
@@ -27,27 +27,6 @@ const BASE_BUDGET: u64 = 500_000;
 /// Further steps for each byte of the conversation: 64 passes over its text.
 const BUDGET_PER_BYTE: u64 = 1;
 const NAME: &str = "chat template";
-
-/// What a render may be told besides the messages.
-#[derive(Clone, Debug, Default, PartialEq)]
-#[non_exhaustive]
-pub struct ChatOptions {
-    /// End the text where the assistant is to answer.
-    pub add_generation_prompt: bool,
-    /// Tools the model may call, usually a list of JSON schemas.
-    pub tools: Option<serde_json::Value>,
-    /// Further variables of the template (`enable_thinking`, `documents`, …).
-    pub extra: serde_json::Map<String, serde_json::Value>,
-    /// What `strftime_now` takes for now, in seconds since 1970 (UTC); the system's clock if not given.
-    pub now_unix_s: Option<i64>,
-}
-
-impl ChatOptions {
-    /// Options of an ordinary chat request: the assistant is to answer.
-    pub fn answer() -> Self {
-        Self { add_generation_prompt: true, ..Self::default() }
-    }
-}
 
 /// A compiled chat template.
 pub struct ChatTemplate {
@@ -81,31 +60,24 @@ impl ChatTemplate {
     /// Renders a conversation. The text holds the special tokens as text:
     /// [`Tokenizer::encode_chat`](super::Tokenizer::encode_chat) turns it into ids.
     pub fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
-        const GIVEN: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
-        if let Some(name) = GIVEN.into_iter().find(|name| options.extra.contains_key(*name)) {
-            return Err(TextError::Unsupported {
-                field: "extra",
-                got: format!("{name:?}"),
-                expected: "variables that are not given otherwise".to_owned(),
-            });
-        }
         let now = CivilTime::from_unix_s(options.now_unix_s.unwrap_or_else(clock::system_unix_s));
         let strftime_now = Value::from_function(move |format: &str| now.format(format));
         let mut context: Vec<(&str, Value)> = vec![
             ("strftime_now", strftime_now),
-            ("documents", Value::from(())),
+            ("documents", options.documents().map_or(Value::from(()), values::to_template)),
             ("messages", messages.iter().map(values::message).collect()),
-            ("tools", options.tools.as_ref().map_or(Value::from(()), values::to_template)),
+            ("tools", options.tools().map_or(Value::from(()), values::to_template)),
             ("add_generation_prompt", Value::from(options.add_generation_prompt)),
         ];
         for (name, token) in [("bos_token", &self.bos), ("eos_token", &self.eos)] {
             context.extend(token.as_ref().map(|token| (name, Value::from(token.as_str()))));
         }
-        context.extend(options.extra.iter().map(|(name, value)| (name.as_str(), values::to_template(value))));
+        context.extend(options.variables().iter().map(|(name, value)| (name.as_str(), values::to_template(value))));
 
         let given_bytes: usize = messages.iter().map(values::message_bytes).sum::<usize>()
-            + options.tools.as_ref().map_or(0, values::weight_bytes)
-            + options.extra.values().map(values::weight_bytes).sum::<usize>();
+            + options.tools().map_or(0, values::weight_bytes)
+            + options.documents().map_or(0, values::weight_bytes)
+            + options.variables().values().map(values::weight_bytes).sum::<usize>();
         let budget = BASE_BUDGET.saturating_add(BUDGET_PER_BYTE.saturating_mul(given_bytes as u64));
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(budget));
@@ -115,8 +87,8 @@ impl ChatTemplate {
 }
 
 impl ChatRenderer for ChatTemplate {
-    fn render(&self, messages: &[ChatMessage]) -> Result<String, String> {
-        Self::render(self, messages, &ChatOptions::answer()).map_err(|error| error.to_string())
+    fn render(&self, chat: &ChatPrompt) -> Result<String, String> {
+        Self::render(self, &chat.messages, &chat.options).map_err(|error| error.to_string())
     }
 }
 

@@ -24,7 +24,7 @@ const CHIPS: [(&str, u64, u64); 5] =
 /// The meters are the management library's (`libdcmi.so`), which containers often lack. It is opened when energy is first
 /// asked for; without it, or without the power of all cards, there is no energy, and a note says why.
 #[derive(Debug)]
-pub(super) struct Telemetry {
+pub(super) struct CardTelemetry {
     /// The management library; none = where the driver puts it.
     library: Option<PathBuf>,
     /// Cards by the runtime's numbers.
@@ -33,7 +33,7 @@ pub(super) struct Telemetry {
     meter: OnceLock<Option<Meter>>,
 }
 
-impl Telemetry {
+impl CardTelemetry {
     pub(super) fn new(library: Option<PathBuf>, cards: Vec<u32>, notes: Arc<Diagnostics>) -> Self {
         Self { library, cards, notes, meter: OnceLock::new() }
     }

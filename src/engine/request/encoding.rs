@@ -1,0 +1,73 @@
+//! Text and token ids of prompts: the vocabulary and the chat template as callers and the admission use them.
+
+use std::sync::Arc;
+
+use super::Prompt;
+use crate::engine::error::SubmitError;
+use crate::sampler::ParamError;
+use crate::text::{ChatPrompt, ChatRenderer, Detokenizer, Vocabulary};
+
+/// Encodes prompts with the vocabulary and the chat template of one engine, where it has them.
+#[derive(Clone, Debug)]
+pub(crate) struct PromptEncoder {
+    vocabulary: Option<Arc<dyn Vocabulary>>,
+    chat: Option<Arc<dyn ChatRenderer>>,
+}
+
+impl PromptEncoder {
+    pub fn new(vocabulary: Option<Arc<dyn Vocabulary>>, chat: Option<Arc<dyn ChatRenderer>>) -> Self {
+        Self { vocabulary, chat }
+    }
+
+    pub fn shared_vocabulary(&self) -> Option<Arc<dyn Vocabulary>> {
+        self.vocabulary.clone()
+    }
+
+    pub fn vocabulary(&self) -> Option<&dyn Vocabulary> {
+        self.vocabulary.as_deref()
+    }
+
+    /// The token ids of a prompt, as the model will see them.
+    pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, SubmitError> {
+        match prompt {
+            Prompt::Tokens(tokens) => Ok(tokens.clone()),
+            Prompt::Text(text) => self.tokenize(text, true),
+            Prompt::Chat(chat) => {
+                let text = self.render(chat)?;
+                // The template writes the special tokens itself.
+                let failed = |reason| SubmitError::Encode { reason };
+                self.require_vocabulary("prompt")?.encode_chat(&text).map_err(failed)
+            }
+        }
+    }
+
+    /// The token ids of a text.
+    pub fn tokenize(&self, text: &str, add_special: bool) -> Result<Vec<u32>, SubmitError> {
+        let failed = |reason| SubmitError::Encode { reason };
+        self.require_vocabulary("prompt")?.encode(text, add_special).map_err(failed)
+    }
+
+    /// The text of token ids, from the beginning of a text.
+    pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String, SubmitError> {
+        let vocabulary = self.require_vocabulary("ids")?;
+        let mut detokenizer = Detokenizer::new(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            detokenizer.push(vocabulary, id, &mut text);
+        }
+        detokenizer.flush(&mut text);
+        Ok(text)
+    }
+
+    /// The text that the chat template makes of a conversation.
+    pub fn render(&self, chat: &ChatPrompt) -> Result<String, SubmitError> {
+        let missing =
+            || ParamError::new("prompt", "chat messages", "token ids or text: the engine has no chat template");
+        let renderer = self.chat.as_deref().ok_or_else(missing)?;
+        renderer.render(chat).map_err(|reason| SubmitError::Render { reason })
+    }
+
+    fn require_vocabulary(&self, field: &'static str) -> Result<&dyn Vocabulary, ParamError> {
+        self.vocabulary().ok_or_else(|| ParamError::new(field, "text", "token ids: the engine has no vocabulary"))
+    }
+}
