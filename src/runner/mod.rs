@@ -9,7 +9,7 @@
 
 mod io_buffers;
 mod model_runner;
-#[doc(hidden)]
+#[cfg(feature = "internals")]
 pub mod scripted;
 mod shape;
 mod sub_batch;

@@ -1,17 +1,10 @@
 //! Promise: hosts get text, counts, times and serialized results from the engine itself.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use ascend_llm::device::Device as _;
-use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{Clock as _, Health, ManualClock};
-use ascend_llm::graph::Numerics;
 use ascend_llm::scheduler::Tick;
-use ascend_llm::{
-    ChatMessage, ChatPrompt, Engine, EngineConfig, FinishReason, KvDType, Request, RequestError, SamplingParams,
-    SubmitError,
-};
+use ascend_llm::{Engine, EngineConfig, FinishReason, Request, RequestError, SamplingParams, SubmitError};
 use serde_json::{Value, json};
 
 use crate::common::scripted_engine::{Rig, drain};
@@ -180,50 +173,60 @@ fn dropping_the_last_engine_does_not_wait_for_its_step() {
 }
 
 #[cfg(feature = "text")]
-#[test]
-fn text_and_chats_are_encoded_counted_and_rendered() {
-    use crate::common::fable;
-    let engine = fable::builder(&fable::float(), fable::plain_config()).build().unwrap();
-    let ids = engine.tokenize("Once upon a time", false).unwrap();
-    assert_eq!(engine.detokenize(&ids, true).unwrap(), "Once upon a time");
-    let chat = ChatPrompt::new([ChatMessage::user("What does the duck say?")]);
-    let rendered = engine.render_chat(chat.clone()).unwrap();
-    assert!(rendered.ends_with("<|im_start|>assistant\n"), "{rendered:?}");
-    let handle = engine.submit(Request::chat(chat.clone())).unwrap();
-    assert_eq!(engine.count_tokens(chat.clone()).unwrap(), handle.prompt_token_ids().len());
-    assert_eq!(
-        engine.count_tokens("Once upon a time").unwrap(),
-        engine.tokenize("Once upon a time", true).unwrap().len()
-    );
-    let options = ascend_llm::text::ChatOptions::default().with_generation_prompt(false);
-    let history = engine.render_chat(chat.clone().with_options(options)).unwrap();
-    assert_eq!(format!("{history}<|im_start|>assistant\n"), rendered);
+mod with_text {
+    use std::sync::Arc;
 
-    let template = "{% for m in messages %}[{{ m.content }}|{{ mood }}|{{ tools | length }}]{% endfor %}";
-    let own = fable::builder(&fable::float(), fable::plain_config()).chat_template(template).build().unwrap();
-    let options = ascend_llm::text::ChatOptions::default()
-        .with_tools([json!({"name": "clock"}), json!({"name": "lamp"})])
-        .and_then(|options| options.with_variable("mood", "calm"))
-        .unwrap();
-    let chat = chat.with_options(options);
-    assert_eq!(own.render_chat(chat.clone()).unwrap(), "[What does the duck say?|calm|2]");
-    assert!(!own.submit(Request::chat(chat)).unwrap().prompt_token_ids().is_empty());
-    let broken = fable::builder(&fable::float(), fable::plain_config()).chat_template("{% for %}").build().unwrap_err();
-    assert!(broken.to_string().starts_with("tokenizer or chat template: chat template, line 1"), "{broken}");
-}
+    use ascend_llm::device::Device as _;
+    use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
+    use ascend_llm::graph::Numerics;
+    use ascend_llm::{ChatMessage, ChatPrompt, KvDType, Request};
+    use serde_json::json;
 
-#[cfg(feature = "text")]
-#[test]
-fn the_engine_says_what_it_runs() {
     use crate::common::fable;
-    let device = Arc::new(CpuDevice::new(CpuOptions::default()).unwrap());
-    let description = device.caps().description.clone();
-    let core = fable::builder(&fable::quantized(), fable::plain_config()).device(device).build_core().unwrap();
-    let info = core.info();
-    assert_eq!(info.architecture.unwrap().name(), "llama");
-    assert_eq!(info.weight_dtype.unwrap().name(), "q8_0");
-    assert_eq!((info.kv_dtype, info.numerics), (Some(KvDType::F16), Some(Numerics::Fast)));
-    assert_eq!((info.device, info.device_description.as_str()), (Some("cpu"), description.as_str()));
-    let value = serde_json::to_value(info).unwrap();
-    assert_eq!((&value["architecture"], &value["weight_dtype"]), (&json!("llama"), &json!("q8_0")));
+
+    #[test]
+    fn text_and_chats_are_encoded_counted_and_rendered() {
+        let engine = fable::builder(&fable::float(), fable::plain_config()).build().unwrap();
+        let ids = engine.tokenize("Once upon a time", false).unwrap();
+        assert_eq!(engine.detokenize(&ids, true).unwrap(), "Once upon a time");
+        let chat = ChatPrompt::new([ChatMessage::user("What does the duck say?")]);
+        let rendered = engine.render_chat(chat.clone()).unwrap();
+        assert!(rendered.ends_with("<|im_start|>assistant\n"), "{rendered:?}");
+        let handle = engine.submit(Request::chat(chat.clone())).unwrap();
+        assert_eq!(engine.count_tokens(chat.clone()).unwrap(), handle.prompt_token_ids().len());
+        assert_eq!(
+            engine.count_tokens("Once upon a time").unwrap(),
+            engine.tokenize("Once upon a time", true).unwrap().len()
+        );
+        let options = ascend_llm::text::ChatOptions::default().with_generation_prompt(false);
+        let history = engine.render_chat(chat.clone().with_options(options)).unwrap();
+        assert_eq!(format!("{history}<|im_start|>assistant\n"), rendered);
+
+        let template = "{% for m in messages %}[{{ m.content }}|{{ mood }}|{{ tools | length }}]{% endfor %}";
+        let own = fable::builder(&fable::float(), fable::plain_config()).chat_template(template).build().unwrap();
+        let options = ascend_llm::text::ChatOptions::default()
+            .with_tools([json!({"name": "clock"}), json!({"name": "lamp"})])
+            .and_then(|options| options.with_variable("mood", "calm"))
+            .unwrap();
+        let chat = chat.with_options(options);
+        assert_eq!(own.render_chat(chat.clone()).unwrap(), "[What does the duck say?|calm|2]");
+        assert!(!own.submit(Request::chat(chat)).unwrap().prompt_token_ids().is_empty());
+        let broken =
+            fable::builder(&fable::float(), fable::plain_config()).chat_template("{% for %}").build().unwrap_err();
+        assert!(broken.to_string().starts_with("tokenizer or chat template: chat template, line 1"), "{broken}");
+    }
+
+    #[test]
+    fn the_engine_says_what_it_runs() {
+        let device = Arc::new(CpuDevice::new(CpuOptions::default()).unwrap());
+        let description = device.caps().description.clone();
+        let core = fable::builder(&fable::quantized(), fable::plain_config()).device(device).build_core().unwrap();
+        let info = core.info();
+        assert_eq!(info.architecture.unwrap().name(), "llama");
+        assert_eq!(info.weight_dtype.unwrap().name(), "q8_0");
+        assert_eq!((info.kv_dtype, info.numerics), (Some(KvDType::F16), Some(Numerics::Fast)));
+        assert_eq!((info.device, info.device_description.as_str()), (Some("cpu"), description.as_str()));
+        let value = serde_json::to_value(info).unwrap();
+        assert_eq!((&value["architecture"], &value["weight_dtype"]), (&json!("llama"), &json!("q8_0")));
+    }
 }

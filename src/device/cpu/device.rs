@@ -38,7 +38,7 @@ pub struct CpuOptions {
     /// instruction-set path and number of threads. See [`Device::peak_rates`].
     pub peaks: Option<PeakRates>,
     /// For tests of placement: what of the arena is filled with NaN between steps.
-    #[doc(hidden)]
+    #[cfg(feature = "internals")]
     pub poison: Poison,
 }
 
@@ -106,7 +106,11 @@ impl CpuDevice {
             memory_bytes: Some(super::memory::available_bytes()).filter(|bytes| *bytes > 0),
         };
         let tag = DEVICES.fetch_add(1, Ordering::Relaxed) << 40;
-        let CpuOptions { poison, profile, peaks, .. } = options;
+        let CpuOptions { profile, peaks, .. } = options;
+        #[cfg(feature = "internals")]
+        let poison = options.poison;
+        #[cfg(not(feature = "internals"))]
+        let poison = Poison::default();
         let energy = OnceLock::new();
         Ok(Self { caps, isa, poison, threads, profile, peaks, energy, tag, state: Mutex::default() })
     }

@@ -10,22 +10,26 @@
 mod device;
 mod executor;
 mod isa;
-#[doc(hidden)]
-pub mod kernels;
 mod measure;
-#[doc(hidden)]
-pub mod memory;
-#[doc(hidden)]
+
+/// A module that only tests and benches outside the crate see.
+macro_rules! internals {
+    ($($name:ident),*) => {$(
+        #[cfg(feature = "internals")]
+        pub mod $name;
+        #[cfg(not(feature = "internals"))]
+        #[allow(dead_code, reason = "some kernels have no caller outside the tests yet")]
+        mod $name;
+    )*};
+}
+
+internals!(kernels, memory, simd, thread_pool, weights);
+
+#[cfg(feature = "internals")]
 pub mod reference;
-#[doc(hidden)]
-pub mod simd;
-#[doc(hidden)]
-pub mod thread_pool;
-#[doc(hidden)]
-pub mod weights;
 
 pub use device::{CpuDevice, CpuOptions};
-#[doc(hidden)]
+#[cfg(feature = "internals")]
 pub use executor::Poison;
 pub use isa::Isa;
 pub use measure::profile::StepTime;

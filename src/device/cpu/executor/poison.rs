@@ -8,6 +8,7 @@ use std::ops::Range;
 use crate::graph::{Operand, Plan};
 
 /// What is filled with NaN before each step.
+#[cfg_attr(not(feature = "internals"), allow(dead_code, reason = "only tests ask for it"))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Poison {
