@@ -115,7 +115,7 @@ impl Level {
             logit_rows: vec![rows - 1],
             ..ForwardInput::default()
         };
-        self.runner.forward(&input).expect("the batch runs").logits.argmax[0]
+        self.runner.forward(input).expect("the batch runs").logits.argmax[0]
     }
 }
 

@@ -3,7 +3,7 @@
 //! `elem/s` are sequences in the step.
 
 use ascend_llm::kv_cache::{BlockAllocator, SeqId};
-use ascend_llm::scheduler::{NewSequence, SchedulePolicy, Scheduler, SchedulerConfig, SeqResult, StepOutput, Tick};
+use ascend_llm::scheduler::{NewSequence, Scheduler, SchedulerConfig, SeqResult, StepOutput, Tick};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 use ascend_llm_benches::{Noise, bench_aging};
@@ -30,14 +30,9 @@ struct Loop {
 impl Loop {
     /// `seqs` sequences that have computed their prompts.
     fn new(seqs: u32) -> Self {
-        let config = SchedulerConfig {
-            max_num_batched_tokens: STEP_TOKENS.max(SEQS * SHORT_PROMPT),
-            max_num_seqs: SEQS + 1,
-            max_model_len: MAX_MODEL_LEN,
-            watermark_blocks: 64,
-            max_logit_rows: u32::MAX,
-            policy: SchedulePolicy::Fcfs,
-        };
+        let config = SchedulerConfig::new(STEP_TOKENS.max(SEQS * SHORT_PROMPT), SEQS + 1, MAX_MODEL_LEN)
+            .with_watermark_blocks(64)
+            .with_max_logit_rows(u32::MAX);
         let pool_blocks = (SEQS + 2) * MAX_MODEL_LEN / BLOCK_SIZE;
         let mut new = Self {
             scheduler: Scheduler::new(config).expect("a configuration"),
@@ -58,7 +53,7 @@ impl Loop {
 
     fn add(&mut self, prompt_tokens: u32, max_tokens: u32) {
         let prompt = self.noise.ids(prompt_tokens as usize, 49_152);
-        let meta = NewSequence { prompt, max_tokens, ..NewSequence::default() };
+        let meta = NewSequence::new(prompt, max_tokens);
         self.scheduler.add(SeqId(self.next), meta, Tick(self.now), &self.blocks).expect("it fits");
         self.next += 1;
     }
@@ -69,10 +64,8 @@ impl Loop {
         let plan = self.scheduler.schedule(Tick(self.now), &mut self.blocks);
         assert!(plan.preempted.is_empty() && plan.capped.is_empty(), "the pool holds all");
         self.output.results.clear();
-        self.output.results.extend(plan.chunks.iter().map(|chunk| SeqResult {
-            seq: chunk.seq,
-            token: chunk.samples.then_some(7),
-            finished: chunk.samples && chunk.seq.0 >= u64::from(SEQS),
+        self.output.results.extend(plan.chunks.iter().map(|chunk| {
+            SeqResult::new(chunk.seq, chunk.samples.then_some(7), chunk.samples && chunk.seq.0 >= u64::from(SEQS))
         }));
         self.scheduler.commit(&self.output, &mut self.blocks);
     }

@@ -34,21 +34,17 @@ struct Loop {
 
 impl Loop {
     fn new(blocks: BlockAllocator, budget: u32) -> Self {
-        let config = SchedulerConfig {
-            max_num_batched_tokens: budget,
-            max_num_seqs: 8,
-            max_model_len: 4_096,
-            watermark_blocks: 1,
-            max_logit_rows: u32::MAX,
-            policy: SchedulePolicy::Priority,
-        };
-        let output = StepOutput { results: Vec::with_capacity(16) };
+        let config = SchedulerConfig::new(budget, 8, 4_096)
+            .with_watermark_blocks(1)
+            .with_max_logit_rows(u32::MAX)
+            .with_policy(SchedulePolicy::Priority);
+        let output = StepOutput::from(Vec::with_capacity(16));
         Self { scheduler: Scheduler::new(config).unwrap(), blocks, output, token: 1, step: 0 }
     }
 
     fn add(&mut self, id: u64, prompt: u32, max_tokens: u32) {
-        let prompt = (0..prompt).map(|i| id as u32 * 1_000 + i).collect();
-        let meta = NewSequence { prompt, max_tokens, salt: vec![1, 2].into(), ..NewSequence::default() };
+        let prompt: Vec<u32> = (0..prompt).map(|i| id as u32 * 1_000 + i).collect();
+        let meta = NewSequence::new(prompt, max_tokens).with_salt(vec![1, 2].into());
         self.scheduler.add(SeqId(id), meta, Tick(self.step), &self.blocks).unwrap();
     }
 
@@ -59,7 +55,7 @@ impl Loop {
         self.output.results.clear();
         for chunk in &plan.chunks {
             let token = chunk.samples.then_some(self.token);
-            self.output.results.push(SeqResult { seq: chunk.seq, token, finished: false });
+            self.output.results.push(SeqResult::new(chunk.seq, token, false));
         }
         let rows = plan.rows();
         self.scheduler.commit(&self.output, &mut self.blocks);
@@ -126,8 +122,8 @@ fn a_blocked_queue_with_growing_hits_and_evictions_allocates_nothing() {
     engine.add(0, 8, 440);
     engine.step();
     let shared = engine.scheduler.tokens(SeqId(0))[..8].iter().copied();
-    let prompt = shared.chain(std::iter::repeat_n(engine.token, 440)).collect();
-    let meta = NewSequence { prompt, max_tokens: 5, salt: vec![1, 2].into(), ..NewSequence::default() };
+    let prompt: Vec<u32> = shared.chain(std::iter::repeat_n(engine.token, 440)).collect();
+    let meta = NewSequence::new(prompt, 5).with_salt(vec![1, 2].into());
     engine.scheduler.add(SeqId(1), meta, Tick(9), &engine.blocks).unwrap();
     engine.step();
     assert_eq!(engine.scheduler.waiting(), 1);

@@ -345,7 +345,7 @@ impl Decoding {
                 logit_row: row,
             }));
         }
-        let launched = self.runner.launch(&self.input)?;
+        let launched = self.runner.launch(self.input.clone())?;
         self.in_flight.push_back(launched);
         if self.in_flight.len() >= self.depth { self.collect() } else { Ok(()) }
     }

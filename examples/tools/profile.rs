@@ -18,7 +18,7 @@ use ascend_llm::device::{Device as _, PeakRates};
 use ascend_llm::engine::{CacheBudget, EngineConfig};
 use ascend_llm::graph::{Plan, compile};
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
+use ascend_llm::runner::{ForwardInput, ForwardOutput, ModelExecutor as _, ModelRunner};
 use clap::Parser;
 use serde_json::{Value, json};
 
@@ -135,7 +135,7 @@ impl Profiled {
             logit_rows: vec![rows - 1],
             ..ForwardInput::default()
         };
-        let logits = self.runner.forward(&input)?.logits;
+        let ForwardOutput { logits, input, .. } = self.runner.forward(input)?;
         let best = logits.argmax.first().map_or(0, |&id| id as usize);
         let times = self.device.take_profile(self.runner.program());
         let costs = self.plan.batch_costs(&input.q_lens, &input.kv_lens, 1, self.kv_element_bytes);

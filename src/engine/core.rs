@@ -30,7 +30,7 @@ use super::request::handle::RequestHandle;
 use super::request::output::FinishReason;
 use super::request::{Prompt, Request, RequestId};
 use super::shared::{Shared, caller_methods};
-use super::step::active_requests::ActiveRequests;
+use super::step::active_requests::{ActiveRequests, request_of};
 use super::step::pipeline::{InFlightStep, Pipeline};
 use super::step::sampling::{Fork, StepSampler};
 use crate::runner::{ForwardOutput, LogitRows, ModelExecutor, RowOutcome};
@@ -110,14 +110,13 @@ impl EngineCore {
             return Err(ParamError::new("kv_cache.blocks", pool_blocks, expected).into());
         }
 
-        let scheduler = Scheduler::new(SchedulerConfig {
-            max_num_batched_tokens: config.max_num_batched_tokens,
-            max_num_seqs: config.max_num_seqs,
-            max_model_len,
-            watermark_blocks: pool_blocks / WATERMARK_SHARE,
-            max_logit_rows: model.max_logit_rows,
-            policy: config.policy,
-        })?;
+        let limits = SchedulerConfig::new(config.max_num_batched_tokens, config.max_num_seqs, max_model_len);
+        let scheduler = Scheduler::new(
+            limits
+                .with_watermark_blocks(pool_blocks / WATERMARK_SHARE)
+                .with_max_logit_rows(model.max_logit_rows)
+                .with_policy(config.policy),
+        )?;
         let mut blocks = BlockAllocator::new(pool_blocks, block_size);
         if config.prefix_caching {
             blocks = blocks.with_prefix_cache(model.fingerprint);
@@ -240,7 +239,7 @@ impl EngineCore {
     fn admit(&mut self, admitted: AdmittedRequest, now: Tick) {
         let request = admitted.id;
         let meta = NewSequence {
-            prompt: admitted.prompt.to_vec(),
+            prompt: Arc::clone(&admitted.prompt),
             max_tokens: admitted.max_tokens,
             priority: admitted.priority,
             salt: admitted.salt.clone(),
@@ -249,11 +248,8 @@ impl EngineCore {
             prompt_logits: admitted.params.prompt_logprobs.is_some(),
             allow_async_schedule: self.requests.is_argmax_only(&admitted),
         };
-        let sibling = (admitted.params.n > 1).then(|| NewSequence {
-            read_prefix_cache: true,
-            prompt_logits: false,
-            ..meta.clone()
-        });
+        let sibling =
+            (admitted.params.n > 1).then(|| meta.clone().with_read_prefix_cache(true).with_prompt_logits(false));
         let seq = self.requests.admit(admitted, sibling);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
             // What was checked at submission is refused all the same: say so rather than let it wait for ever.
@@ -277,11 +273,8 @@ impl EngineCore {
                     })
                 }),
             };
-            if let Err((seq, error)) = forked
-                && let Some((sequence, _)) = self.requests.get(seq)
-            {
-                let request = sequence.request;
-                self.requests.fail(request, RequestError::Schedule(error));
+            if let Err((seq, error)) = forked {
+                self.requests.fail(request_of(seq).0, RequestError::Schedule(error));
             }
         }
     }
@@ -323,7 +316,7 @@ impl EngineCore {
         let mut step = self.pipeline.prepare(now, &self.scheduler, &self.blocks, &self.requests);
         step.cost = self.executor.cost(&step.batch.input);
         step.launched_at = self.shared.clock.now();
-        step.batch_id = self.executor.launch(&step.batch.input)?;
+        step.batch_id = self.executor.launch(std::mem::take(&mut step.batch.input))?;
         self.pipeline.push(step);
         Ok(true)
     }
@@ -332,17 +325,25 @@ impl EngineCore {
     fn complete_step(&mut self, mut step: InFlightStep) -> Result<StepReport, EngineError> {
         let Self { scheduler, blocks, requests, sampler, executor, shared, .. } = self;
         step.mark_stale(scheduler);
-        let ForwardOutput { logits, outcomes } = executor.collect(step.batch_id, &step.stale)?;
+        let ForwardOutput { logits, outcomes, input } = executor.collect(step.batch_id, &step.stale)?;
+        step.batch.input = input;
         let end = shared.clock.now();
-        let InFlightStep { batch, chunks, output, .. } = &mut step;
+        let InFlightStep { plan, batch, output, .. } = &mut step;
         check_shape(&logits, batch.logit_requests.len())?;
+        let report = StepReport {
+            sequences: to_u32(scheduler.in_flight_chunks(*plan).len()),
+            rows: to_u32(batch.input.tokens.len()),
+            ..StepReport::default()
+        };
         for outcome in outcomes {
-            let Some(chunk) = chunks.get(outcome.sequence) else { continue };
+            let Some(seq) = scheduler.in_flight_chunks(*plan).get(outcome.sequence).map(|chunk| chunk.seq) else {
+                continue;
+            };
             if outcome.outcome == RowOutcome::Retried {
-                scheduler.set_f32_from(chunk.seq, outcome.position);
+                scheduler.set_f32_from(seq, outcome.position);
                 Counters::add(&shared.counters.retried_sequences, 1);
             } else {
-                requests.fail_sequence(chunk.seq, outcome);
+                requests.fail_sequence(seq, outcome);
             }
         }
         sampler.begin();
@@ -354,13 +355,7 @@ impl EngineCore {
         work.add_call(&step.cost, elapsed_us(step.launched_at.max(self.last_completed), end));
         self.utilization = self.recent_steps.push(work);
         self.last_completed = end;
-        let report = StepReport {
-            sequences: to_u32(step.chunks.len()),
-            rows: step.rows(),
-            sampled_tokens: sampler.sampled_tokens(),
-            finished: step.finished(),
-            preempted: 0,
-        };
+        let report = StepReport { sampled_tokens: self.sampler.sampled_tokens(), finished: step.finished(), ..report };
         self.fork_choices(step.planned_at);
         self.remove_failed();
         Counters::add(&self.shared.counters.computed_rows, u64::from(report.rows));

@@ -1,28 +1,29 @@
-//! The buffers of one batch in flight, and what of it has to be kept until it is collected.
+//! Device buffers and host state of one batch in flight.
 //!
 //! ```text
-//!   prepare  ─ write ids, positions, tables ─┐ staged
-//!   compute  ──────────────────── wait ──────┴─ feed ─ launch ─┐ launched
-//!   output   ──────────────────────────────────────── wait ────┴─ copy status, argmax, logits ─┐ done
-//!   host     ────────────────────────────────────────────────────────────── read ────────────┘
+//!   prepare stream ─ write ids, positions, tables ─┐ staged
+//!   compute stream ───────────────────────── wait ─┴─ copy sampled tokens ─ launch ─┐ launched
+//!   output stream  ───────────────────────────────────────────────────────── wait ──┴─ copy status, argmax, logits ─┐ done
+//!   host           ────────────────────────────────────────────────────────────────────────────────────────── read ─┘
 //! ```
-//! A set belongs to its batch from the launch until the batch is collected. Then the host has waited for `done`, so all work
-//! that names the set's buffers has ended, except feeds of later batches that read `best`: these stand before their own
-//! launches on the compute stream, and the next launch into this set behind them.
+//! The buffers belong to their batch from its launch until it is collected. By then the host has waited for `done`, so every
+//! operation that names them has ended, with one exception: copies of sampled tokens for later batches read `argmax`. Those
+//! copies precede their own launches on the compute stream, and so does the next launch that writes these buffers.
 //!
-//! Where the device's memory is the host's there is no copying out: results are read in place once `launched` is reached.
+//! On devices with unified memory nothing is copied to the host: results are read in place once `launched` is reached.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::shape::RunnerShape;
-use super::sub_batch::{SubBatch, local_row};
+use super::sub_batch::{SubBatch, consecutive_runs};
 use super::{BatchId, ForwardInput};
 use crate::device::{
     Bindings, CustomFailure, Device, DeviceError, EventId, LaunchShape, MemKind, OwnedBuffer, Span, StreamId,
 };
 use crate::graph::Bucket;
 
-/// The queues of a runner.
+/// The streams of a runner.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Streams {
     pub prepare: StreamId,
@@ -35,7 +36,7 @@ impl Streams {
         Ok(Self { prepare: device.stream()?, compute: device.stream()?, output: device.stream()? })
     }
 
-    /// Waits until nothing is queued on any of them. What fails has stopped running, which is all that is asked here.
+    /// Waits until all three streams are idle. Errors are ignored: work that failed has ended too.
     pub fn drain(&self, device: &dyn Device) {
         for stream in [self.prepare, self.compute, self.output] {
             if let Ok(end) = device.record(stream) {
@@ -45,7 +46,7 @@ impl Streams {
     }
 }
 
-/// Host memory that results are copied to behind the launch.
+/// Host memory that results are copied to after the launch.
 #[derive(Debug)]
 struct HostResults {
     logits: OwnedBuffer,
@@ -53,17 +54,17 @@ struct HostResults {
     row_status: OwnedBuffer,
 }
 
-/// What a launch queued.
+/// Where a launch leaves its results, and when.
 #[derive(Clone, Copy, Debug)]
 struct LaunchedBatch {
     io: Bindings,
-    /// Status, best and logits where the host finds them once `done` is reached.
+    /// Status, argmax and logits as the host reads them once `done` is reached.
     results: [Span; 3],
     launched_event: EventId,
     done_event: EventId,
 }
 
-/// See the head of this file.
+/// Buffers of one batch in flight; the module's head draws the order of their use.
 #[derive(Debug)]
 pub(crate) struct BatchBuffers {
     token_ids: OwnedBuffer,
@@ -74,56 +75,73 @@ pub(crate) struct BatchBuffers {
     argmax: OwnedBuffer,
     row_status: OwnedBuffer,
     host_results: Option<HostResults>,
-    /// The batch the set belongs to.
+    /// The batch in flight that owns the buffers.
     pub batch_id: Option<BatchId>,
-    /// The batch as it was launched.
+    /// That batch.
     pub input: ForwardInput,
-    /// What of it ran, if not all of it did.
-    pub sub_batch: SubBatch,
-    pub is_sub_batch: bool,
-    /// Custom operations that failed in the launch.
+    /// The rows of it that were launched; the others run in the f32 fallback plan when the batch is collected.
+    pub launched_rows: SubBatch,
+    /// Custom operations that failed in the launch, by local row.
     pub custom_failures: Vec<CustomFailure>,
-    /// Nothing if no row had to run yet.
+    /// `None` if no row was launched.
     launched: Option<LaunchedBatch>,
 }
 
-/// Lists that a launch is staged from, used again.
+/// The lists of one launch as the device takes them; reused by every launch.
 #[derive(Debug)]
 pub(crate) struct HostStaging {
+    tokens: Vec<u32>,
     positions: Vec<u32>,
     tables: Vec<u32>,
+    logit_rows: Vec<u32>,
+    pub q_lens: Vec<u32>,
+    pub kv_lens: Vec<u32>,
 }
 
 impl HostStaging {
     pub fn new(shape: &RunnerShape) -> Self {
         Self {
+            tokens: Vec::with_capacity(shape.bucket.tokens),
             positions: Vec::with_capacity(shape.bucket.tokens),
             tables: Vec::with_capacity(shape.max_seqs * shape.max_blocks_per_seq),
+            logit_rows: Vec::with_capacity(shape.bucket.logit_rows),
+            q_lens: Vec::with_capacity(shape.max_seqs),
+            kv_lens: Vec::with_capacity(shape.max_seqs),
         }
     }
 
-    /// Lays the tables out in lines of equal length; that length.
-    fn fill(&mut self, input: &ForwardInput, block_size: usize) -> usize {
-        self.positions.clear();
-        for (q, kv) in input.q_lens.iter().zip(&input.kv_lens) {
-            self.positions.extend(kv - q..*kv);
+    /// Gathers the selected rows of a batch and pads their block tables to equal length.
+    fn gather(&mut self, batch: &ForwardInput, selected: &SubBatch, block_size: usize) -> LaunchShape {
+        let Self { tokens, positions, tables, logit_rows, q_lens, kv_lens } = self;
+        for list in [&mut *tokens, positions, tables, logit_rows, q_lens, kv_lens] {
+            list.clear();
+        }
+        for (rows, first) in consecutive_runs(&selected.rows) {
+            tokens.extend_from_slice(&batch.tokens[first..first + rows.len()]);
+        }
+        for &(index, skipped) in &selected.sequences {
+            let (rows, kv_len) = (batch.q_lens[index] - skipped, batch.kv_lens[index]);
+            q_lens.push(rows);
+            kv_lens.push(kv_len);
+            positions.extend(kv_len - rows..kv_len);
         }
         let blocks_of = |kv_len: u32| (kv_len as usize).div_ceil(block_size);
-        let stride = input.kv_lens.iter().map(|kv| blocks_of(*kv)).max().unwrap_or(0);
-        self.tables.clear();
-        let mut tables = input.tables.as_slice();
-        for kv in &input.kv_lens {
-            let (table, rest) = tables.split_at(blocks_of(*kv));
-            tables = rest;
-            self.tables.extend(table.iter().map(|block| block.0));
-            self.tables.resize(self.tables.len().next_multiple_of(stride), 0);
+        let table_stride = kv_lens.iter().map(|kv_len| blocks_of(*kv_len)).max().unwrap_or(0);
+        let (mut next_sequence, mut first_block) = (0, 0);
+        for &(index, _) in &selected.sequences {
+            first_block += batch.kv_lens[next_sequence..index].iter().map(|kv_len| blocks_of(*kv_len)).sum::<usize>();
+            let blocks = blocks_of(batch.kv_lens[index]);
+            tables.extend(batch.tables[first_block..first_block + blocks].iter().map(|block| block.0));
+            tables.resize(tables.len().next_multiple_of(table_stride), 0);
+            (next_sequence, first_block) = (index + 1, first_block + blocks);
         }
-        stride
+        logit_rows.extend(selected.logit_rows.iter().filter_map(|&at| selected.local_row(batch.logit_rows[at])));
+        LaunchShape { tokens: tokens.len(), seqs: q_lens.len(), logit_rows: logit_rows.len(), table_stride }
     }
 }
 
 impl BatchBuffers {
-    /// Reserves the buffers of the largest batch.
+    /// Allocates the buffers of the largest batch.
     pub fn new(device: &Arc<dyn Device>, shape: &RunnerShape) -> Result<Self, DeviceError> {
         let buffer = |elements: usize, bytes: u64, kind| OwnedBuffer::new(device, elements as u64 * bytes, kind);
         let on_device = |elements, bytes| buffer(elements, bytes, MemKind::Device);
@@ -146,35 +164,32 @@ impl BatchBuffers {
             row_status: on_device(tokens, 1)?,
             host_results,
             batch_id: None,
-            input: ForwardInput::with_capacity(tokens, shape.max_seqs, shape.most_table_blocks(), logit_rows),
-            sub_batch: SubBatch::default(),
-            is_sub_batch: false,
+            input: ForwardInput::default(),
+            launched_rows: SubBatch::with_capacity(tokens, shape.max_seqs, logit_rows),
             custom_failures: Vec::new(),
             launched: None,
         })
     }
 
-    /// Makes the set the batch's own.
-    pub fn begin(&mut self, input: &ForwardInput) {
-        self.input.copy_from(input);
-        self.is_sub_batch = false;
+    /// Takes a batch; nothing of it is launched yet.
+    pub fn begin(&mut self, input: ForwardInput) {
+        self.input = input;
         self.custom_failures.clear();
         self.launched = None;
     }
 
-    /// Writes a batch, and orders what is computed from now on behind that.
+    /// Writes the selected rows of a batch to the device; later work on the compute stream waits for that.
     pub fn stage(
         &self,
         device: &dyn Device,
         streams: Streams,
         staging: &mut HostStaging,
-        input: &ForwardInput,
+        selected: &SubBatch,
         shape: &RunnerShape,
         kv_pool: Span,
     ) -> Result<(Bindings, LaunchShape), DeviceError> {
-        let table_stride = staging.fill(input, shape.block_size);
-        let (tokens, seqs, logit_rows) = (input.tokens.len(), input.q_lens.len(), input.logit_rows.len());
-        let launch = LaunchShape { tokens, seqs, logit_rows, table_stride };
+        let launch = staging.gather(&self.input, selected, shape.block_size);
+        let LaunchShape { tokens, seqs, logit_rows, table_stride } = launch;
         let words = |buffer: &OwnedBuffer, n: usize| buffer.prefix(4 * n as u64);
         let io = Bindings {
             token_ids: words(&self.token_ids, tokens),
@@ -187,16 +202,16 @@ impl BatchBuffers {
             kv_pool,
         };
         let write = |span: Span, data: &[u32]| device.write(span, bytemuck::cast_slice(data), streams.prepare);
-        write(io.token_ids, &input.tokens)?;
+        write(io.token_ids, &staging.tokens)?;
         write(io.positions, &staging.positions)?;
         write(io.block_tables, &staging.tables)?;
-        write(io.logit_rows, &input.logit_rows)?;
+        write(io.logit_rows, &staging.logit_rows)?;
         let staged = device.record(streams.prepare)?;
         device.wait(streams.compute, staged)?;
         Ok((io, launch))
     }
 
-    /// Queues the way out of what was just launched into the set.
+    /// Queues the copies of a launch's results to host memory.
     pub fn copy_results_to_host(
         &mut self,
         device: &dyn Device,
@@ -217,7 +232,7 @@ impl BatchBuffers {
         if io.argmax.bytes > 0 {
             device.copy(out[1], io.argmax, streams.output)?;
         }
-        for rows in self.logit_runs() {
+        for (rows, _) in self.logit_runs() {
             device.copy(row_span(out[2], &rows, vocab_size), row_span(io.logits, &rows, vocab_size), streams.output)?;
         }
         let done_event = device.record(streams.output)?;
@@ -225,74 +240,52 @@ impl BatchBuffers {
         Ok(())
     }
 
-    /// The batch's rows of logits of which more than the best is wanted, in runs.
-    pub fn logit_runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
-        let wanted = |row: &usize| !self.input.argmax_only.get(self.batch_logit_row(*row)).is_some_and(|only| *only);
-        let rows = self.launched_input().logit_rows.len();
+    /// Launched rows whose whole logits are requested: runs of local logit rows, each with its first logit row in the batch.
+    pub fn logit_runs(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let rows = self.launched_rows.logit_rows.as_slice();
+        let requested = |row: usize| !self.input.argmax_only.get(row).is_some_and(|only| *only);
         let mut next = 0;
         std::iter::from_fn(move || {
-            let start = (next..rows).find(wanted)?;
-            let end = (start..rows).find(|row| !wanted(row)).unwrap_or(rows);
-            next = end;
-            Some(start..end)
+            let start = (next..rows.len()).find(|&at| requested(rows[at]))?;
+            let first = rows[start];
+            let len = rows[start..].iter().zip(first..).take_while(|&(&row, at)| row == at && requested(row)).count();
+            next = start + len;
+            Some((start..next, first))
         })
     }
 
-    /// What of the batch is launched.
-    pub fn launched_input(&self) -> &ForwardInput {
-        if self.is_sub_batch { &self.sub_batch.input } else { &self.input }
-    }
-
-    /// Which of the batch's rows of logits stands at this place of those launched.
-    pub fn batch_logit_row(&self, launched: usize) -> usize {
-        if self.is_sub_batch {
-            self.sub_batch.logit_rows.get(launched).copied().unwrap_or(usize::MAX)
-        } else {
-            launched
-        }
-    }
-
-    /// Where one of the batch's rows of logits stands among those launched, if it was.
-    pub fn launched_logit_row(&self, whole: u32) -> Option<u32> {
-        if self.is_sub_batch {
-            local_row(&self.sub_batch.logit_rows, whole)
-        } else {
-            ((whole as usize) < self.input.logit_rows.len()).then_some(whole)
-        }
-    }
-
-    /// Where the drawn tokens are.
+    /// The argmax of each launched logit row, on the device.
     pub fn argmax(&self) -> Option<Span> {
         self.launched.map(|launched| launched.io.argmax)
     }
 
-    /// Whether anything was launched.
+    /// Whether any row was launched.
     pub fn has_results(&self) -> bool {
         self.launched.is_some()
     }
 
-    /// Reads the status of the rows launched from `first` on.
+    /// Reads the status of local rows, from `first` on.
     pub fn read_status(&self, device: &dyn Device, first: usize, into: &mut [u8]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: first as u64, bytes: into.len() as u64, ..launched.results[0] };
         device.read(span, into, Some(launched.done_event))
     }
 
-    /// Reads the best of the rows of logits launched from `first` on.
+    /// Reads the argmax of local logit rows, from `first` on.
     pub fn read_argmax(&self, device: &dyn Device, first: usize, into: &mut [u32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[1] };
         device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
-    /// Reads rows of logits that have been brought out.
+    /// Reads logits that were copied to the host, from element `first` on.
     pub fn read_logits(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[2] };
         device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
-    /// Reads logits that were left where they are.
+    /// Reads logits that were not copied to the host, from element `first` on.
     pub fn read_logits_in_place(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.io.logits };
@@ -300,8 +293,8 @@ impl BatchBuffers {
     }
 }
 
-/// Some rows of a span of logits.
-fn row_span(span: Span, rows: &std::ops::Range<usize>, vocab_size: usize) -> Span {
+/// Rows of a span of logits.
+fn row_span(span: Span, rows: &Range<usize>, vocab_size: usize) -> Span {
     let bytes = |rows: usize| (4 * rows * vocab_size) as u64;
     Span { offset: span.offset + bytes(rows.start), bytes: bytes(rows.len()), ..span }
 }

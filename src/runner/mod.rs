@@ -99,19 +99,6 @@ impl ForwardInput {
         self.argmax_only.clear();
         self.deferred.clear();
     }
-
-    /// Becomes a copy of another batch in the room there is.
-    pub(crate) fn copy_from(&mut self, other: &Self) {
-        self.clear();
-        self.tokens.extend_from_slice(&other.tokens);
-        self.q_lens.extend_from_slice(&other.q_lens);
-        self.kv_lens.extend_from_slice(&other.kv_lens);
-        self.tables.extend_from_slice(&other.tables);
-        self.logit_rows.extend_from_slice(&other.logit_rows);
-        self.f32_from.extend_from_slice(&other.f32_from);
-        self.argmax_only.extend_from_slice(&other.argmax_only);
-        self.deferred.extend_from_slice(&other.deferred);
-    }
 }
 
 /// What came of a sequence beside its logits.
@@ -141,35 +128,55 @@ pub struct SequenceOutcome {
     pub outcome: RowOutcome,
 }
 
-/// What a batch gives.
-#[derive(Clone, Copy, Debug)]
+/// Results of a batch.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ForwardOutput<'a> {
-    /// The wanted logits.
+    /// The requested logits.
     pub logits: LogitRows<'a>,
-    /// Sequences with bad rows, wanted or not; at most one of each kind a sequence, the retry first.
+    /// Sequences with bad rows, requested or not: at most one outcome of each kind a sequence, the retry first.
     pub outcomes: &'a [SequenceOutcome],
+    /// The batch as it was launched, for reuse of its lists.
+    pub input: ForwardInput,
 }
 
-impl<'a> From<LogitRows<'a>> for ForwardOutput<'a> {
-    fn from(logits: LogitRows<'a>) -> Self {
-        Self { logits, outcomes: &[] }
+impl<'a> ForwardOutput<'a> {
+    /// Results of a batch without bad rows.
+    pub fn new(logits: LogitRows<'a>, input: ForwardInput) -> Self {
+        Self { logits, outcomes: &[], input }
+    }
+
+    /// The same with outcomes of bad rows.
+    #[must_use]
+    pub fn with_outcomes(self, outcomes: &'a [SequenceOutcome]) -> Self {
+        Self { outcomes, ..self }
     }
 }
 
-/// Runs the model over batches. A batch writes the keys and values of its rows and gives logits.
+/// Runs the model over batches: writes the keys and values of a batch's rows and computes the requested logits.
 pub trait ModelExecutor: Send {
-    /// Takes one batch; it runs behind those launched before. A refused batch leaves nothing in flight.
-    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError>;
-    /// Waits for a batch in flight and for none behind it; the answer borrows buffers that the next call overwrites. After
-    /// an error the batch is in flight no more.
+    /// Launches a batch after those launched before. A refused batch leaves nothing in flight, and its lists are dropped.
     ///
-    /// `stale` tells of sequences of the batch whose results mean nothing any more (empty: none). Nothing is run a second time
-    /// for these: their blocks may belong to others by now, in batches launched since.
-    fn collect(&mut self, ticket: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError>;
-    /// Runs one batch to its end.
-    fn forward(&mut self, input: &ForwardInput) -> Result<ForwardOutput<'_>, DeviceError> {
-        let ticket = self.launch(input)?;
-        self.collect(ticket, &[])
+    /// # Errors
+    /// [`DeviceError::Invalid`] for lists that disagree, more rows or batches than the executor was made for, or ids that do
+    /// not exist; what the device failed with otherwise.
+    fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError>;
+    /// Waits for a batch in flight, but for none launched after it. The results borrow buffers that the next call overwrites.
+    ///
+    /// `stale` marks sequences of the batch whose results are no longer needed (empty: none). They are not retried in f32:
+    /// their blocks may belong to other sequences by now, in batches launched since.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] if the batch is not in flight, and what the device failed with; the batch is in flight no
+    /// more then.
+    fn collect(&mut self, batch_id: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError>;
+    /// Launches a batch and waits for it.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch) and [`collect`](Self::collect).
+    fn forward(&mut self, input: ForwardInput) -> Result<ForwardOutput<'_>, DeviceError> {
+        let batch_id = self.launch(input)?;
+        self.collect(batch_id, &[])
     }
     /// Most batches in flight.
     fn max_in_flight(&self) -> u32 {

@@ -13,7 +13,7 @@ use crate::runner::RunnerShape;
 use std::sync::Arc;
 
 use super::io_buffers::{BatchBuffers, HostStaging, Streams};
-use super::sub_batch::{SubBatch, local_row};
+use super::sub_batch::{SubBatch, consecutive_runs};
 use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor, RowOutcome, SequenceOutcome};
 use crate::device::{
     CustomFailure, Device, DeviceError, KvLayout, LaunchArgs, MemKind, OwnedBuffer, OwnedProgram, ProgramId, Span,
@@ -100,7 +100,7 @@ impl ModelRunner {
             },
             outcomes: Vec::with_capacity(shape.max_seqs),
             custom_failures: Vec::new(),
-            retry: SubBatch::default(),
+            retry: SubBatch::with_capacity(tokens, shape.max_seqs, logit_rows),
             streams: Streams::new(device.as_ref())?,
             padded_rows: 0,
             launched_batches: 0,
@@ -133,102 +133,83 @@ impl ModelRunner {
         usize::try_from(batch_id.0 % self.batches.len() as u64).unwrap_or(0)
     }
 
-    /// Launches one batch into a set, all of it or the set's part of it, and queues the way out of its results.
+    /// Launches the selected rows of the batch in these buffers and queues the copies of its results to the host.
     fn launch_batch(&mut self, index: usize) -> Result<(), DeviceError> {
-        let rows = self.batches[index].launched_input().tokens.len();
+        let rows = self.batches[index].launched_rows.rows.len();
         if rows == 0 {
             return Ok(());
         }
         let (program, bucket_rows) = self.program_of(rows);
         let pool = self.pool.span();
         let Self { device, batches, staging, shape, streams, copies, padded_rows, .. } = self;
-        let (device, streams) = (device.as_ref(), *streams);
-        let (buffers, input) = (&batches[index], batches[index].launched_input());
-        let (io, launch) = buffers.stage(device, streams, staging, input, shape, pool)?;
+        let (device, streams, buffers) = (device.as_ref(), *streams, &batches[index]);
+        let (io, launch) = buffers.stage(device, streams, staging, &buffers.launched_rows, shape, pool)?;
         for source in batches.iter().filter(|source| source.batch_id.is_some()) {
             copies.clear();
             for deferred in buffers.input.deferred.iter().filter(|deferred| source.batch_id == Some(deferred.batch_id))
             {
-                let to = if buffers.is_sub_batch {
-                    local_row(&buffers.sub_batch.rows, deferred.row)
-                } else {
-                    Some(deferred.row)
-                };
-                let from = source.launched_logit_row(deferred.logit_row);
-                // Rows that run when their batch is collected are neither fed nor feed others; `check` has seen to the rest.
+                let to = buffers.launched_rows.local_row(deferred.row);
+                let from = source.launched_rows.local_logit_row(deferred.logit_row);
+                // Rows of the f32 fallback run when their batch is collected: too late to take or give a deferred token.
                 let (Some(to), Some(from)) = (to, from) else { return Err(deferred_and_f32(deferred.row)) };
                 copies.push((to, from));
             }
-            if let (Some(best), false) = (source.argmax(), copies.is_empty()) {
-                device.copy_sampled_tokens(io.token_ids, best, copies, streams.compute)?;
+            if let (Some(argmax), false) = (source.argmax(), copies.is_empty()) {
+                device.copy_sampled_tokens(io.token_ids, argmax, copies, streams.compute)?;
             }
         }
-        let args = LaunchArgs { io, shape: launch, q_lens: &input.q_lens, kv_lens: &input.kv_lens };
+        let args = LaunchArgs { io, shape: launch, q_lens: &staging.q_lens, kv_lens: &staging.kv_lens };
         device.launch(program, &args, streams.compute)?;
         if device.caps().static_shapes {
             *padded_rows += (bucket_rows - rows) as u64;
         }
         let buffers = &mut batches[index];
         buffers.copy_results_to_host(device, streams, io, shape.vocab_size)?;
-        // A device tells of the last launch of a program only, and that may be another one when this is collected.
+        // A device reports failures of a program's last launch only, and that may be a later batch when this is collected.
         if self.programs.custom_ops && self.shape.max_in_flight > 1 {
             buffers.custom_failures.extend(device.custom_failures(program));
         }
         Ok(())
     }
 
-    /// Waits for what was launched into a set, and puts it where the whole batch has it.
+    /// Waits for the launched rows of a batch and puts their results where the batch has them.
     fn read_results(&mut self, index: usize) -> Result<(), DeviceError> {
         let device = self.device.as_ref();
         let (buffers, host, vocab) = (&self.batches[index], &mut self.host, self.shape.vocab_size);
+        host.row_status[..buffers.input.tokens.len()].fill(RowStatus::Ok as u8);
         if !buffers.has_results() {
             return Ok(());
         }
-        if buffers.is_sub_batch {
-            host.row_status[..buffers.input.tokens.len()].fill(RowStatus::Ok as u8);
-            for (at, &row) in buffers.sub_batch.rows.iter().enumerate() {
-                buffers.read_status(device, at, &mut host.row_status[row..=row])?;
-            }
-            for (at, &row) in buffers.sub_batch.logit_rows.iter().enumerate() {
-                buffers.read_argmax(device, at, &mut host.argmax[row..=row])?;
-            }
-        } else {
-            buffers.read_status(device, 0, &mut host.row_status[..buffers.input.tokens.len()])?;
-            if !buffers.input.logit_rows.is_empty() {
-                buffers.read_argmax(device, 0, &mut host.argmax[..buffers.input.logit_rows.len()])?;
-            }
+        for (local, first) in consecutive_runs(&buffers.launched_rows.rows) {
+            buffers.read_status(device, local.start, &mut host.row_status[first..first + local.len()])?;
         }
-        for rows in buffers.logit_runs() {
-            if buffers.is_sub_batch {
-                for at in rows {
-                    let row = buffers.batch_logit_row(at);
-                    buffers.read_logits(device, at * vocab, &mut host.logits[row * vocab..][..vocab])?;
-                }
-            } else {
-                let into = &mut host.logits[rows.start * vocab..rows.end * vocab];
-                buffers.read_logits(device, rows.start * vocab, into)?;
-            }
+        for (local, first) in consecutive_runs(&buffers.launched_rows.logit_rows) {
+            buffers.read_argmax(device, local.start, &mut host.argmax[first..first + local.len()])?;
         }
-        // Whoever looks for a row's largest logit and finds none wants to know why.
-        for (at, only) in buffers.input.argmax_only.iter().enumerate().filter(|(_, only)| **only) {
-            let lost = *only && host.argmax[at] == NO_TOKEN;
-            if let (true, Some(from)) = (lost, buffers.launched_logit_row(to_u32(at))) {
+        for (local, first) in buffers.logit_runs() {
+            let into = &mut host.logits[first * vocab..(first + local.len()) * vocab];
+            buffers.read_logits(device, local.start * vocab, into)?;
+        }
+        // A row without an argmax has a logit that is not finite: the sampler reports which.
+        for (at, only) in buffers.input.argmax_only.iter().enumerate() {
+            let undefined = *only && host.argmax[at] == NO_TOKEN;
+            if let (true, Some(local)) = (undefined, buffers.launched_rows.local_logit_row(to_u32(at))) {
                 let into = &mut host.logits[at * vocab..][..vocab];
-                buffers.read_logits_in_place(device, from as usize * vocab, into)?;
+                buffers.read_logits_in_place(device, local as usize * vocab, into)?;
             }
         }
         Ok(())
     }
 
-    /// Runs the rows that the retry names with f32 activations, and puts what they give in its place.
+    /// Runs the rows selected in `retry` in the f32 fallback plan and replaces their results.
     fn run_retry(&mut self, index: usize) -> Result<(), DeviceError> {
         let Self { device, batches, staging, shape, streams, host, retry, .. } = self;
         let (device, vocab) = (device.as_ref(), shape.vocab_size);
-        if retry.input.tokens.is_empty() {
+        if retry.is_empty() {
             return Ok(());
         }
-        let (io, launch) = batches[index].stage(device, *streams, staging, &retry.input, shape, self.pool.span())?;
-        let args = LaunchArgs { io, shape: launch, q_lens: &retry.input.q_lens, kv_lens: &retry.input.kv_lens };
+        let (io, launch) = batches[index].stage(device, *streams, staging, retry, shape, self.pool.span())?;
+        let args = LaunchArgs { io, shape: launch, q_lens: &staging.q_lens, kv_lens: &staging.kv_lens };
         let program = self.programs.f32.as_ref().map_or(ProgramId(0), OwnedProgram::id);
         device.launch(program, &args, streams.compute)?;
         if device.caps().static_shapes {
@@ -254,60 +235,53 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Takes a launched batch to its end.
+    /// Waits for a launched batch, runs what needs the f32 fallback plan, and collects outcomes and results.
     fn complete(&mut self, index: usize, stale: &[bool]) -> Result<(), DeviceError> {
         self.outcomes.clear();
         self.custom_failures.clear();
         self.read_results(index)?;
-        let input = std::mem::take(&mut self.batches[index].input);
-        let finished = self.resolve_rows(index, &input, stale);
-        self.batches[index].input = input;
-        finished
-    }
-
-    fn resolve_rows(&mut self, index: usize, input: &ForwardInput, stale: &[bool]) -> Result<(), DeviceError> {
-        let tokens = input.tokens.len();
-        let custom_failed = RowStatus::CustomOpFailed as u8;
-        if self.host.row_status[..tokens].contains(&custom_failed) {
-            if self.shape.max_in_flight == 1 {
-                let program = self.program_of(launched_rows(&self.batches[index], input)).0;
-                self.batches[index].custom_failures.extend(self.device.custom_failures(program));
-            }
-            let buffers = &mut self.batches[index];
-            let failures = buffers.custom_failures.drain(..);
-            if buffers.is_sub_batch {
-                self.custom_failures.extend(to_batch_rows(failures, &buffers.sub_batch.rows));
-            } else {
-                self.custom_failures.extend(failures);
-            }
+        let is_bad = |status: &u8| *status != RowStatus::Ok as u8;
+        let tokens = self.batches[index].input.tokens.len();
+        if self.host.row_status[..tokens].contains(&(RowStatus::CustomOpFailed as u8)) {
+            self.collect_custom_failures(index);
         }
-        let bad = |status: &u8| *status != RowStatus::Ok as u8;
-        let is_sub_batch = self.batches[index].is_sub_batch;
-        if self.programs.f32.is_some() && (is_sub_batch || self.host.row_status[..tokens].iter().any(bad)) {
-            self.select_retry_rows(input, stale);
+        let some_left = self.batches[index].launched_rows.rows.len() < tokens;
+        if self.programs.f32.is_some() && (some_left || self.host.row_status[..tokens].iter().any(is_bad)) {
+            self.select_retry_rows(index, stale);
             self.run_retry(index)?;
         }
-        if self.host.row_status[..tokens].iter().any(bad) {
-            self.report_failures(input, stale);
+        if self.host.row_status[..tokens].iter().any(is_bad) {
+            self.report_failures(index, stale);
         }
-        for (status, row) in self.host.logit_status.iter_mut().zip(&input.logit_rows) {
+        for (status, row) in self.host.logit_status.iter_mut().zip(&self.batches[index].input.logit_rows) {
             *status = self.host.row_status[*row as usize];
         }
         Ok(())
     }
 
-    /// What has to run with f32 activations: sequences that overflowed earlier, and others from their first bad row on.
-    fn select_retry_rows(&mut self, input: &ForwardInput, stale: &[bool]) {
-        let Self { retry, outcomes, host, shape, .. } = self;
+    /// Collects which custom operations failed in the launch of a batch.
+    fn collect_custom_failures(&mut self, index: usize) {
+        if self.shape.max_in_flight == 1 {
+            let program = self.program_of(self.batches[index].launched_rows.rows.len()).0;
+            self.batches[index].custom_failures.extend(self.device.custom_failures(program));
+        }
+        let BatchBuffers { custom_failures, launched_rows, .. } = &mut self.batches[index];
+        self.custom_failures.extend(to_batch_rows(custom_failures.drain(..), &launched_rows.rows));
+    }
+
+    /// Selects what runs in the f32 fallback plan: sequences that overflowed earlier, and others from their first bad row on.
+    fn select_retry_rows(&mut self, index: usize, stale: &[bool]) {
+        let Self { retry, outcomes, host, batches, .. } = self;
+        let batch = &batches[index].input;
         let mut first_row = 0;
-        retry.select(input, shape.block_size, |index| {
-            let (rows, kv_len) = (input.q_lens[index], input.kv_lens[index]);
+        retry.select(batch, |sequence| {
+            let (rows, kv_len) = (batch.q_lens[sequence], batch.kv_lens[sequence]);
             let statuses = &host.row_status[first_row..first_row + rows as usize];
             first_row += rows as usize;
-            if is_set(stale, index) {
+            if is_set(stale, sequence) {
                 return None;
             }
-            if input.f32_from.get(index).is_some_and(Option::is_some) {
+            if batch.f32_from.get(sequence).is_some_and(Option::is_some) {
                 return Some(0);
             }
             let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8)?;
@@ -316,15 +290,16 @@ impl ModelRunner {
             }
             let offset = to_u32(bad);
             let position = kv_len - rows + offset;
-            outcomes.push(SequenceOutcome { sequence: index, position, outcome: RowOutcome::Retried });
+            outcomes.push(SequenceOutcome { sequence, position, outcome: RowOutcome::Retried });
             Some(offset)
         });
     }
 
-    /// Tells of each sequence's first row that is still bad.
-    fn report_failures(&mut self, input: &ForwardInput, stale: &[bool]) {
+    /// Reports the first row of each sequence that is still bad.
+    fn report_failures(&mut self, index: usize, stale: &[bool]) {
+        let batch = &self.batches[index].input;
         let mut first_row = 0;
-        for (sequence, (rows, kv_len)) in input.q_lens.iter().zip(&input.kv_lens).enumerate() {
+        for (sequence, (rows, kv_len)) in batch.q_lens.iter().zip(&batch.kv_lens).enumerate() {
             let statuses = &self.host.row_status[first_row..first_row + *rows as usize];
             let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8);
             if let Some(bad) = bad.filter(|_| !is_set(stale, sequence)) {
@@ -393,13 +368,8 @@ impl ModelRunner {
     /// Whether a batch in flight has this row of logits.
     fn has_logit_row(&self, batch_id: BatchId, logit_row: u32) -> bool {
         let buffers = self.batches.iter().find(|buffers| buffers.batch_id == Some(batch_id));
-        buffers.is_some_and(|buffers| buffers.launched_logit_row(logit_row).is_some())
+        buffers.is_some_and(|buffers| buffers.launched_rows.local_logit_row(logit_row).is_some())
     }
-}
-
-/// The rows that are the main program's own.
-fn launched_rows(buffers: &BatchBuffers, input: &ForwardInput) -> usize {
-    if buffers.is_sub_batch { buffers.sub_batch.input.tokens.len() } else { input.tokens.len() }
 }
 
 /// Failures by the rows of the whole batch. A call has the rows of one sequence, which stand together there as well.
@@ -431,7 +401,7 @@ impl Drop for ModelRunner {
 }
 
 impl ModelExecutor for ModelRunner {
-    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+    fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
         let rows = input.logit_rows.len();
         let Bucket { tokens, logit_rows, .. } = self.shape.bucket;
         if input.tokens.len() > tokens || rows > logit_rows || input.q_lens.len() > self.shape.max_seqs {
@@ -440,7 +410,7 @@ impl ModelExecutor for ModelRunner {
             let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);
             return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
         }
-        self.check(input)?;
+        self.check(&input)?;
         let batch_id = BatchId(self.launched_batches);
         let index = self.buffer_index(batch_id);
         let buffers = &mut self.batches[index];
@@ -448,14 +418,12 @@ impl ModelExecutor for ModelRunner {
             let what = format!("{} batches are in flight, the runner was made for no more", self.shape.max_in_flight);
             return Err(DeviceError::Invalid { what });
         }
+        let has_fallback = self.programs.f32.is_some();
+        let needs_fallback = |sequence| has_fallback && input.f32_from.get(sequence).is_some_and(Option::is_some);
+        buffers.launched_rows.select(&input, |sequence| (!needs_fallback(sequence)).then_some(0));
         buffers.begin(input);
-        if self.programs.f32.is_some() && input.f32_from.iter().any(Option::is_some) {
-            buffers.is_sub_batch = true;
-            let stays = |index: usize| input.f32_from[index].is_none().then_some(0);
-            buffers.sub_batch.select(input, self.shape.block_size, stays);
-        }
         if let Err(error) = self.launch_batch(index) {
-            // Some of it may be queued, and names the set's buffers, which the next batch is staged in.
+            // Queued work may name these buffers, which the next batch is staged in.
             self.streams.drain(self.device.as_ref());
             return Err(error);
         }
@@ -469,17 +437,18 @@ impl ModelExecutor for ModelRunner {
         if self.batches[index].batch_id != Some(batch_id) {
             return Err(DeviceError::Invalid { what: format!("{batch_id:?} is not in flight") });
         }
-        let finished = self.complete(index, stale);
+        let completed = self.complete(index, stale);
         self.batches[index].batch_id = None;
-        finished?;
-        let (rows, vocab) = (self.batches[index].input.logit_rows.len(), self.shape.vocab_size);
+        completed?;
+        let input = std::mem::take(&mut self.batches[index].input);
+        let (rows, vocab) = (input.logit_rows.len(), self.shape.vocab_size);
         let logits = LogitRows {
             logits: &self.host.logits[..rows * vocab],
             vocab,
             status: &self.host.logit_status[..rows],
             argmax: &self.host.argmax[..rows],
         };
-        Ok(ForwardOutput { logits, outcomes: &self.outcomes })
+        Ok(ForwardOutput { logits, outcomes: &self.outcomes, input })
     }
 
     fn max_in_flight(&self) -> u32 {

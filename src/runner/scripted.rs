@@ -46,9 +46,6 @@ const MAX_IN_FLIGHT: usize = 3;
 /// flight, with others launched since.
 const KEPT: usize = 2 * MAX_IN_FLIGHT - 1;
 
-/// Rows that batches have room for from the start; larger ones make it.
-const ROOM: usize = 256;
-
 /// A batch in flight and what came of it.
 #[derive(Default)]
 struct Batch {
@@ -83,10 +80,7 @@ impl ScriptedForward {
             model,
             watch: Box::new(|_| Ok(())),
             history: Vec::with_capacity(blocks as usize * block_size as usize),
-            batches: std::array::from_fn(|_| Batch {
-                input: ForwardInput::with_capacity(ROOM, ROOM, blocks as usize + ROOM, ROOM),
-                ..Batch::default()
-            }),
+            batches: std::array::from_fn(|_| Batch::default()),
             launched: 0,
             deferred: false,
             queue: VecDeque::with_capacity(2 * MAX_IN_FLIGHT),
@@ -204,13 +198,13 @@ impl ScriptedForward {
 }
 
 impl ModelExecutor for ScriptedForward {
-    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+    fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
         let ticket = BatchId(self.launched);
         let place = usize::try_from(ticket.0 % self.batches.len() as u64).unwrap_or(0);
         if self.batches.iter().filter(|batch| batch.in_flight).count() == MAX_IN_FLIGHT {
             return Err(invalid(&"more batches are in flight than there may be"));
         }
-        self.batches[place].input.copy_from(input);
+        self.batches[place].input = input;
         self.queue.push_back(Work::Run(place));
         if !self.deferred {
             self.run_up_to(place);
@@ -235,7 +229,8 @@ impl ModelExecutor for ScriptedForward {
         if let Some(error) = batch.failed.take() {
             return Err(error);
         }
-        Ok(LogitRows { logits: &batch.logits, vocab: self.vocab_size, status: &batch.status, argmax: &[] }.into())
+        let logits = LogitRows { logits: &batch.logits, vocab: self.vocab_size, status: &batch.status, argmax: &[] };
+        Ok(ForwardOutput::new(logits, std::mem::take(&mut batch.input)))
     }
 
     fn max_in_flight(&self) -> u32 {

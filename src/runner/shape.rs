@@ -20,11 +20,3 @@ pub struct RunnerShape {
     /// Most batches in flight, at least 1; each has buffers of its own.
     pub max_in_flight: usize,
 }
-
-impl RunnerShape {
-    /// Blocks that the tables of one batch name at most; with shared prefixes they may name a block more than once.
-    pub(crate) fn most_table_blocks(&self) -> usize {
-        let longest = self.max_blocks_per_seq.min(self.pool_blocks);
-        longest.saturating_mul(self.max_seqs).min(self.bucket.tokens.saturating_add(self.pool_blocks))
-    }
-}

@@ -1,91 +1,113 @@
-//! Parts of a batch that run in another program than the rest.
+//! Which rows of a batch one launch computes: all of them, or only those of some sequences.
+
+use std::ops::Range;
 
 use super::ForwardInput;
 use crate::num::to_u32;
 
-/// Some rows of a batch as a batch of their own, and where they stand in the whole one.
+/// The sequences of a batch that one launch computes, and where their rows stand in the batch.
+///
+/// ```text
+/// batch rows    0 1 2 | 3 | 4 5        sequences 0, 1, 2
+/// sub-batch     . 1 2 | . | 4 5        sequence 0 without its first row, and sequence 2
+/// rows          [ 1, 2, 4, 5 ]         local row 2 is batch row 4
+/// ```
 #[derive(Debug, Default)]
 pub(crate) struct SubBatch {
-    pub input: ForwardInput,
-    /// The row of the whole batch behind each row.
+    /// Index in the batch of each sequence, and how many of its first rows are left out.
+    pub sequences: Vec<(usize, u32)>,
+    /// Batch row of each local row, ascending.
     pub rows: Vec<usize>,
-    /// The row of the whole batch's logits behind each row of logits.
+    /// Index in the batch's `logit_rows` of each local logit row, ascending.
     pub logit_rows: Vec<usize>,
 }
 
-/// Where a row of the whole batch stands in a part: `places` are the part's, ascending.
-pub(crate) fn local_row(places: &[usize], whole: u32) -> Option<u32> {
-    places.binary_search(&(whole as usize)).ok().and_then(|index| u32::try_from(index).ok())
-}
-
 impl SubBatch {
-    /// Takes the sequences for which `from` gives a number, without that many of their first rows. `from` is asked once for
-    /// each sequence in order. Which rows are fed stays with the whole.
-    pub fn select(&mut self, whole: &ForwardInput, block_size: usize, mut from: impl FnMut(usize) -> Option<u32>) {
-        self.input.clear();
-        self.rows.clear();
-        self.logit_rows.clear();
-        let (mut first_row, mut first_block, mut logit_row) = (0, 0, 0);
-        for (index, (&rows, &kv_len)) in whole.q_lens.iter().zip(&whole.kv_lens).enumerate() {
-            let end = first_row + rows as usize;
-            let blocks = (kv_len as usize).div_ceil(block_size);
-            let logit_end = whole.logit_rows.partition_point(|&row| (row as usize) < end);
-            if let Some(skipped) = from(index) {
-                let taken = first_row + skipped as usize..end;
-                let before = self.rows.len();
-                self.input.tokens.extend_from_slice(&whole.tokens[taken.clone()]);
-                self.input.q_lens.push(rows - skipped);
-                self.input.kv_lens.push(kv_len);
-                self.input.tables.extend_from_slice(&whole.tables[first_block..first_block + blocks]);
-                for wanted in logit_row..logit_end {
-                    let row = whole.logit_rows[wanted] as usize;
-                    if row >= taken.start {
-                        let here = before + row - taken.start;
-                        self.input.logit_rows.push(to_u32(here));
-                        self.logit_rows.push(wanted);
-                    }
-                }
-                self.rows.extend(taken);
-            }
-            first_row = end;
-            first_block += blocks;
-            logit_row = logit_end;
+    pub fn with_capacity(tokens: usize, seqs: usize, logit_rows: usize) -> Self {
+        Self {
+            sequences: Vec::with_capacity(seqs),
+            rows: Vec::with_capacity(tokens),
+            logit_rows: Vec::with_capacity(logit_rows),
         }
     }
+
+    /// Selects the sequences for which `skipped_rows` returns how many of their first rows to leave out. It is called once a
+    /// sequence, in order.
+    pub fn select(&mut self, batch: &ForwardInput, mut skipped_rows: impl FnMut(usize) -> Option<u32>) {
+        self.sequences.clear();
+        self.rows.clear();
+        self.logit_rows.clear();
+        let (mut first_row, mut first_logit_row) = (0, 0);
+        for (index, &rows) in batch.q_lens.iter().enumerate() {
+            let end = first_row + rows as usize;
+            let logit_end = batch.logit_rows.partition_point(|&row| (row as usize) < end);
+            if let Some(skipped) = skipped_rows(index) {
+                let start = first_row + skipped as usize;
+                self.sequences.push((index, skipped));
+                self.rows.extend(start..end);
+                let selected = |&logit_row: &usize| batch.logit_rows[logit_row] as usize >= start;
+                self.logit_rows.extend((first_logit_row..logit_end).filter(selected));
+            }
+            (first_row, first_logit_row) = (end, logit_end);
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// The local row of a batch row, if it is selected.
+    pub fn local_row(&self, batch_row: u32) -> Option<u32> {
+        index_of(&self.rows, batch_row)
+    }
+
+    /// The local logit row of a logit row of the batch, if it is selected.
+    pub fn local_logit_row(&self, batch_logit_row: u32) -> Option<u32> {
+        index_of(&self.logit_rows, batch_logit_row)
+    }
+}
+
+fn index_of(ascending: &[usize], value: u32) -> Option<u32> {
+    ascending.binary_search(&(value as usize)).ok().map(to_u32)
+}
+
+/// Ranges of indexes whose values are consecutive, each with its first value.
+pub(crate) fn consecutive_runs(values: &[usize]) -> impl Iterator<Item = (Range<usize>, usize)> {
+    let mut start = 0;
+    std::iter::from_fn(move || {
+        let first = *values.get(start)?;
+        let len = values[start..].iter().zip(first..).take_while(|(value, expected)| *value == expected).count();
+        let run = start..start + len;
+        start = run.end;
+        Some((run, first))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv_cache::BlockId;
 
     #[test]
     fn sub_batch_rows_map_back_to_the_batch() {
-        let whole = ForwardInput {
-            tokens: vec![10, 11, 12, 20, 30, 31],
-            q_lens: vec![3, 1, 2],
-            kv_lens: vec![3, 40, 18],
-            tables: [7, 1, 4, 9, 2, 3].map(BlockId).to_vec(),
-            logit_rows: vec![0, 2, 3, 5],
-            ..ForwardInput::default()
-        };
+        let batch = ForwardInput { q_lens: vec![3, 1, 2], logit_rows: vec![0, 2, 3, 5], ..ForwardInput::default() };
         let mut part = SubBatch::default();
-        part.select(&whole, 16, |index| [Some(1), None, Some(0)][index]);
-        assert_eq!(part.input.tokens, [11, 12, 30, 31]);
+        part.select(&batch, |index| [Some(1), None, Some(0)][index]);
+        assert_eq!(part.sequences, [(0, 1), (2, 0)]);
+        assert_eq!((part.rows.as_slice(), part.logit_rows.as_slice()), ([1, 2, 4, 5].as_slice(), [1, 3].as_slice()));
+        assert_eq!((part.local_row(4), part.local_row(3), part.local_logit_row(3)), (Some(2), None, Some(1)));
+        part.select(&batch, |_| Some(0));
         assert_eq!(
-            (part.input.q_lens.as_slice(), part.input.kv_lens.as_slice()),
-            ([2, 2].as_slice(), [3, 18].as_slice())
+            (part.rows.as_slice(), part.logit_rows.as_slice()),
+            ((0..6).collect::<Vec<_>>().as_slice(), [0, 1, 2, 3].as_slice())
         );
-        assert_eq!(part.input.tables, [7, 2, 3].map(BlockId));
-        assert_eq!(
-            (part.input.logit_rows.as_slice(), part.logit_rows.as_slice()),
-            ([1, 3].as_slice(), [1, 3].as_slice())
-        );
-        assert_eq!(part.rows, [1, 2, 4, 5]);
-        part.select(&whole, 16, |_| Some(0));
-        assert_eq!((&part.input.tokens, &part.input.tables), (&whole.tokens, &whole.tables));
-        assert_eq!(part.input.logit_rows, whole.logit_rows);
-        part.select(&whole, 16, |_| None);
-        assert!(part.input.tokens.is_empty() && part.rows.is_empty() && part.logit_rows.is_empty());
+        part.select(&batch, |_| None);
+        assert!(part.is_empty() && part.sequences.is_empty() && part.logit_rows.is_empty());
+    }
+
+    #[test]
+    fn runs_are_cut_where_values_jump() {
+        let runs: Vec<_> = consecutive_runs(&[1, 2, 4, 5, 6, 9]).collect();
+        assert_eq!(runs, [(0..2, 1), (2..5, 4), (5..6, 9)]);
+        assert_eq!(consecutive_runs(&[]).count(), 0);
     }
 }

@@ -29,6 +29,11 @@ impl InFlightPlans {
         self.plans.is_empty()
     }
 
+    /// Chunks of a plan that has not been committed.
+    pub fn chunks(&self, plan: u64) -> &[Chunk] {
+        self.plans.iter().find(|in_flight| in_flight.plan == plan).map_or(&[], |in_flight| &in_flight.chunks)
+    }
+
     /// Makes room for plans of so many chunks.
     pub fn reserve(&mut self, chunks: usize) {
         let plans = self.plans.iter_mut().map(|in_flight_plan| &mut in_flight_plan.chunks);

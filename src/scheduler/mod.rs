@@ -45,7 +45,10 @@ mod queue;
 mod schedule;
 mod sequence;
 
+use std::sync::Arc;
+
 use crate::num::to_u32;
+use crate::settings::with_methods;
 pub use plan::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
 
@@ -57,6 +60,7 @@ use sequence::{SeqState, SeqStatus, max_tokens_held};
 
 /// Limits of a scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SchedulerConfig {
     /// Rows a step may hold, over all sequences. At least `max_num_seqs`, so that every running sequence can decode in
     /// every step.
@@ -73,11 +77,37 @@ pub struct SchedulerConfig {
     pub policy: SchedulePolicy,
 }
 
-/// What the scheduler knows of a sequence when it arrives.
+impl SchedulerConfig {
+    /// First come, first served, without a watermark; as many logit rows as sequences run at once.
+    pub const fn new(max_num_batched_tokens: u32, max_num_seqs: u32, max_model_len: u32) -> Self {
+        Self {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+            watermark_blocks: 0,
+            max_logit_rows: max_num_seqs,
+            policy: SchedulePolicy::Fcfs,
+        }
+    }
+
+    with_methods! {
+        value {
+            max_num_batched_tokens with_max_num_batched_tokens: u32,
+            max_num_seqs with_max_num_seqs: u32,
+            max_model_len with_max_model_len: u32,
+            watermark_blocks with_watermark_blocks: u32,
+            max_logit_rows with_max_logit_rows: u32,
+            policy with_policy: SchedulePolicy,
+        }
+    }
+}
+
+/// A sequence to schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NewSequence {
     /// Token ids of the prompt.
-    pub prompt: Vec<u32>,
+    pub prompt: Arc<[u32]>,
     /// Tokens it may generate.
     pub max_tokens: u32,
     /// Higher goes first under [`SchedulePolicy::Priority`].
@@ -93,17 +123,28 @@ pub struct NewSequence {
     pub allow_async_schedule: bool,
 }
 
-impl Default for NewSequence {
-    /// No prompt and no output yet, priority 0, no salt, cached prefixes welcome, nothing ahead of what is known.
-    fn default() -> Self {
+impl NewSequence {
+    /// A sequence of priority 0, without salt, that reads the prefix cache, needs no logits of its prompt and is not
+    /// scheduled ahead.
+    pub fn new(prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
         Self {
-            prompt: Vec::new(),
-            max_tokens: 0,
+            prompt: prompt.into(),
+            max_tokens,
             priority: 0,
             salt: Box::default(),
             read_prefix_cache: true,
             prompt_logits: false,
             allow_async_schedule: false,
+        }
+    }
+
+    with_methods! {
+        value {
+            priority with_priority: i32,
+            salt with_salt: Box<[u8]>,
+            read_prefix_cache with_read_prefix_cache: bool,
+            prompt_logits with_prompt_logits: bool,
+            allow_async_schedule with_allow_async_schedule: bool,
         }
     }
 }
@@ -169,6 +210,20 @@ pub enum ScheduleError {
         /// The configured limit.
         max_num_batched_tokens: u32,
     },
+}
+
+/// What the scheduler knows of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SequenceView<'a> {
+    /// Prompt and output so far.
+    pub tokens: &'a [u32],
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Prompt tokens that the prefix cache served when the sequence was last admitted.
+    pub cached_tokens: u32,
+    /// Position from which on the sequence runs in the f32 fallback plan.
+    pub f32_from: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -263,7 +318,7 @@ impl Scheduler {
         self.clock = self.clock.max(now);
         let key = QueueKey::new(self.config.policy, priority, self.clock, self.arrivals);
         let sequence = SeqState {
-            tokens: prompt,
+            tokens: prompt.to_vec(),
             prompt_len,
             limit_tokens: prompt_len.saturating_add(max_tokens).min(max_model_len),
             key,
@@ -347,9 +402,15 @@ impl Scheduler {
         self.sequences.get(&seq).map_or(&[], |sequence| &sequence.tokens)
     }
 
-    /// Tokens of the prompt; 0 for a sequence that is not known.
-    pub fn prompt_len(&self, seq: SeqId) -> u32 {
-        self.sequences.get(&seq).map_or(0, |sequence| sequence.prompt_len)
+    /// A sequence in here.
+    pub fn sequence(&self, seq: SeqId) -> Option<SequenceView<'_>> {
+        let SeqState { tokens, prompt_len, cached_tokens, f32_from, .. } = self.sequences.get(&seq)?;
+        Some(SequenceView { tokens, prompt_tokens: *prompt_len, cached_tokens: *cached_tokens, f32_from: *f32_from })
+    }
+
+    /// Chunks of a plan that has not been committed; empty for any other number.
+    pub fn in_flight_chunks(&self, plan: u64) -> &[Chunk] {
+        self.in_flight.chunks(plan)
     }
 
     /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual, as it turned out
@@ -360,16 +421,6 @@ impl Scheduler {
             sequence.f32_from = Some(sequence.f32_from.map_or(position, |known| known.min(position)));
             sequence.recompute = sequence.in_flight > 0;
         }
-    }
-
-    /// The position from which on a sequence is computed in another arithmetic, if there is one.
-    pub fn f32_from(&self, seq: SeqId) -> Option<u32> {
-        self.sequences.get(&seq)?.f32_from
-    }
-
-    /// Prompt tokens that the prefix cache served when the sequence was last admitted.
-    pub fn cached_tokens(&self, seq: SeqId) -> u32 {
-        self.sequences.get(&seq).map_or(0, |sequence| sequence.cached_tokens)
     }
 
     /// Sequences that hold blocks.

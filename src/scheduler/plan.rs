@@ -5,6 +5,7 @@ use crate::scheduler::SeqId;
 
 /// What one step computes. The vectors are used again by the next plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StepPlan {
     /// Counts plans, empty ones included.
     pub number: u64,
@@ -35,6 +36,7 @@ impl StepPlan {
 
 /// Rows `start..start + len` of one sequence's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Chunk {
     /// The sequence.
     pub seq: SeqId,
@@ -59,6 +61,7 @@ pub struct Placeholder {
 
 /// What came out of a plan: a result a chunk, in the same order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StepOutput {
     /// Results. A chunk without one counts as not run and is planned again.
     pub results: Vec<SeqResult>,
@@ -66,6 +69,7 @@ pub struct StepOutput {
 
 /// What came out of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SeqResult {
     /// The sequence.
     pub seq: SeqId,
@@ -75,4 +79,17 @@ pub struct SeqResult {
     /// The sequence ends: its blocks go back and it is forgotten. Without a token its rows count as failed and are not
     /// published to the prefix cache.
     pub finished: bool,
+}
+
+impl SeqResult {
+    /// Outcome of one chunk.
+    pub const fn new(seq: SeqId, token: Option<u32>, finished: bool) -> Self {
+        Self { seq, token, finished }
+    }
+}
+
+impl From<Vec<SeqResult>> for StepOutput {
+    fn from(results: Vec<SeqResult>) -> Self {
+        Self { results }
+    }
 }

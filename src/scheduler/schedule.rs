@@ -5,7 +5,7 @@
 
 use super::in_flight::InFlightPlan;
 use super::preempt::PreemptOutcome;
-use super::{Scheduler, SeqStatus, Tick, max_tokens_held};
+use super::{Scheduler, SeqState, SeqStatus, Tick, max_tokens_held};
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::scheduler::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 
@@ -58,7 +58,7 @@ impl Scheduler {
 
     /// Whether rows of the sequence in a plan in `in_flight_plan` are void by now: their results mean nothing.
     pub fn is_stale(&self, plan: u64, seq: SeqId) -> bool {
-        self.sequences.get(&seq).is_none_or(|sequence| sequence.first_valid_plan > plan)
+        self.sequences.get(&seq).is_none_or(|sequence| sequence.is_stale(plan))
     }
 
     /// Takes the results of the oldest plan in `in_flight_plan`. Those of void chunks are ignored.
@@ -72,16 +72,15 @@ impl Scheduler {
                 results = &results[at + 1..];
                 result
             });
-            if !self.is_stale(plan, chunk.seq) {
-                self.commit_chunk(chunk, result, blocks);
-            }
+            self.commit_chunk(plan, chunk, result, blocks);
         }
         self.in_flight.reuse(chunks);
     }
 
-    fn commit_chunk(&mut self, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
+    fn commit_chunk(&mut self, plan: u64, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
         let next_plan = self.in_flight.next_plan();
-        let Some(sequence) = self.sequences.get_mut(&chunk.seq) else { return };
+        let counts = |sequence: &&mut SeqState| !sequence.is_stale(plan);
+        let Some(sequence) = self.sequences.get_mut(&chunk.seq).filter(counts) else { return };
         sequence.in_flight -= chunk.len;
         sequence.pending -= u32::from(chunk.samples);
         let recompute = std::mem::take(&mut sequence.recompute);
@@ -119,7 +118,7 @@ impl Scheduler {
         let mut at = 0;
         while at < self.running.len() && budget.rows > 0 {
             let seq = self.running[at].seq;
-            let Some(sequence) = self.sequences.get(&seq) else { break };
+            let Some(sequence) = self.sequences.get_mut(&seq) else { break };
             let (start, left) = (sequence.next_row(), sequence.rows_left());
             if left == 0 || (left == 1) != (phase == Phase::Decode) {
                 at += 1;
@@ -139,7 +138,7 @@ impl Scheduler {
                 continue;
             }
             if blocks.prepare_rows(seq, start, start + rows, &mut self.plan.copies).is_ok() {
-                self.plan_chunk(seq, rows, budget);
+                sequence.plan_rows(seq, rows, &mut self.plan, budget);
                 at += 1;
                 continue;
             }
@@ -184,23 +183,25 @@ impl Scheduler {
             sequence.status = SeqStatus::Running;
             sequence.computed = start;
             sequence.cached_tokens = start.min(sequence.prompt_len);
+            sequence.plan_rows(seq, rows, &mut self.plan, budget);
             self.waiting.remove(key);
             self.start_running(seq, key);
-            self.plan_chunk(seq, rows, budget);
         }
     }
+}
 
-    fn plan_chunk(&mut self, seq: SeqId, rows: u32, budget: &mut Budget) {
-        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
-        let start = sequence.next_row();
-        let samples = start + rows == sequence.schedulable_len();
-        let placeholder = (start >= sequence.len()).then_some(sequence.newest_placeholder);
-        budget.take(rows, sequence.prompt_logits(start, start + rows) + u32::from(samples));
-        sequence.in_flight += rows;
+impl SeqState {
+    /// Adds the sequence's next rows to the plan.
+    fn plan_rows(&mut self, seq: SeqId, rows: u32, plan: &mut StepPlan, budget: &mut Budget) {
+        let start = self.next_row();
+        let samples = start + rows == self.schedulable_len();
+        let placeholder = (start >= self.len()).then_some(self.newest_placeholder);
+        budget.take(rows, self.prompt_logits(start, start + rows) + u32::from(samples));
+        self.in_flight += rows;
         if samples {
-            sequence.pending += 1;
-            sequence.newest_placeholder = Placeholder { plan: self.plan.number, chunk: self.plan.chunks.len() };
+            self.pending += 1;
+            self.newest_placeholder = Placeholder { plan: plan.number, chunk: plan.chunks.len() };
         }
-        self.plan.chunks.push(Chunk { seq, start, len: rows, samples, placeholder });
+        plan.chunks.push(Chunk { seq, start, len: rows, samples, placeholder });
     }
 }

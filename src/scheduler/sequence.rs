@@ -89,6 +89,11 @@ impl SeqState {
         rows - 1
     }
 
+    /// Whether its rows in this plan are stale.
+    pub fn is_stale(&self, plan: u64) -> bool {
+        self.first_valid_plan > plan
+    }
+
     /// Makes all rows in `in_flight_plan` void; how many there were.
     pub fn mark_stale(&mut self, next_plan: u64) -> u32 {
         self.pending = 0;

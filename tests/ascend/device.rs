@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::common::model::{self, Model};
 use crate::common::sim_npu::Npu;
-use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::ascend::{AscendDevice, AscendOpenError, AscendOptions};
-use ascend_llm::device::{Device, DeviceError, MemKind, Span};
+use ascend_llm::device::{Device, DeviceError, MemKind, Span, Telemetry as _};
 use ascend_llm::engine::{
     BuildError, CacheBudget, Engine, EngineConfig, EngineError, Health, Request, RequestError, SubmitError,
 };
@@ -86,7 +85,7 @@ fn padded_replays_give_the_eager_bits_and_disturb_no_block() {
                     input.logit_rows.push(seq);
                 }
             }
-            let out = runner.forward(&input).unwrap().logits;
+            let out = runner.forward(input).unwrap().logits;
             assert!(out.status.iter().all(|status| *status == 0));
             for (row, best) in out.logits.chunks(out.vocab).zip(out.argmax) {
                 assert_eq!(*best, model::argmax(row), "step {step}");
@@ -224,10 +223,10 @@ fn a_hung_kernel_is_noticed_within_the_limit() {
     input.tables.push(BlockId(0));
     input.logit_rows.push(0);
     let start = Instant::now();
-    let error = runner.forward(&input).unwrap_err();
+    let error = runner.forward(input.clone()).unwrap_err();
     assert!(error.is_lost(), "{error}");
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
-    assert!(runner.forward(&input).unwrap_err().is_lost());
+    assert!(runner.forward(input).unwrap_err().is_lost());
     drop(runner);
     drop(device);
     npu.sim.release();
@@ -374,7 +373,7 @@ fn any_call_may_fail() {
             input.kv_lens.push(kv);
             input.tables.push(BlockId(0));
             input.logit_rows.push(0);
-            runner.forward(&input)?;
+            input = runner.forward(input)?.input;
         }
         Ok(())
     };

@@ -10,9 +10,8 @@ use std::time::Instant;
 use crate::common::goldens::{Prompts, cases, prompts};
 use crate::common::model::Model;
 use crate::common::sim_npu::Npu;
-use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::ascend::{Activations, AscendDevice, AscendOptions, WeightForm, WeightTiles};
-use ascend_llm::device::{Device, DeviceError, OwnedProgram, OwnedWeights};
+use ascend_llm::device::{Device, DeviceError, OwnedProgram, OwnedWeights, Telemetry as _};
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Request};
 use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Numerics, OverflowPolicy, Weight, WeightRole, compile};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
@@ -256,7 +255,7 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
         logit_rows: (0..rows as u32).collect(),
         ..ForwardInput::default()
     };
-    runner.forward(&input).unwrap().logits.logits.to_vec()
+    runner.forward(input).unwrap().logits.logits.to_vec()
 }
 
 /// Biases are added behind a product that takes none.

@@ -78,7 +78,7 @@ impl Rig {
 
     pub fn add(&mut self, id: u64, meta: NewSequence) -> Result<(), ascend_llm::scheduler::ScheduleError> {
         let twin = Twin {
-            prompt: meta.prompt.clone(),
+            prompt: meta.prompt.to_vec(),
             max_tokens: meta.max_tokens,
             salt: meta.salt.clone(),
             output: Vec::new(),
@@ -138,11 +138,11 @@ impl Rig {
             let twin = self.live.get_mut(&chunk.seq).expect("only live sequences are planned");
             let tokens = [&twin.prompt[..], &twin.output].concat();
             assert_eq!(self.scheduler.tokens(chunk.seq), tokens);
-            assert_eq!(self.scheduler.prompt_len(chunk.seq) as usize, twin.prompt.len());
+            assert_eq!(self.scheduler.sequence(chunk.seq).unwrap().prompt_tokens as usize, twin.prompt.len());
             assert!(chunk.len > 0);
             if twin.computed == 0 {
                 twin.admissions += 1;
-                twin.cached_tokens = self.scheduler.cached_tokens(chunk.seq);
+                twin.cached_tokens = self.scheduler.sequence(chunk.seq).unwrap().cached_tokens;
                 assert_eq!(chunk.start % self.blocks.block_size(), 0, "hits are whole blocks: {chunk:?}");
                 assert_eq!(twin.cached_tokens, chunk.start.min(twin.prompt.len() as u32));
             } else {
@@ -173,7 +173,7 @@ impl Rig {
             }
             let token = chunk.samples.then(|| self.constant_token.unwrap_or(expected as u32 % 5));
             let finished = token.is_some() && twin.output.len() + 1 == twin.max_tokens as usize;
-            results.push((SeqResult { seq: chunk.seq, token, finished }, chunk.seq));
+            results.push((SeqResult::new(chunk.seq, token, finished), chunk.seq));
         }
         assert!(logit_rows <= self.scheduler.config().max_logit_rows, "{logit_rows} rows of logits: {plan:?}");
         // Nobody may read a slot that somebody else writes in the same step.
@@ -200,7 +200,7 @@ impl Rig {
             }
         }
         let rows = plan.chunks.len();
-        self.scheduler.commit(&StepOutput { results }, &mut self.blocks);
+        self.scheduler.commit(&StepOutput::from(results), &mut self.blocks);
         self.check();
         self.step += 1;
         rows

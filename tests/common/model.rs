@@ -4,7 +4,7 @@
 
 use ascend_llm::engine::{EngineBuilder, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
+use ascend_llm::runner::{ForwardInput, LogitRows, ModelExecutor as _, ModelRunner};
 
 /// One sequence on a runner of its own.
 pub struct Model {
@@ -43,15 +43,17 @@ impl Model {
     pub fn forward_unchecked(&mut self, tokens: &[u32], rows: usize) -> (Vec<Vec<f32>>, Vec<u8>) {
         self.len += tokens.len();
         let block_size = self.runner.shape().block_size;
-        let input = &mut self.input;
+        let mut input = std::mem::take(&mut self.input);
         input.clear();
         input.tokens.extend_from_slice(tokens);
         input.q_lens.push(tokens.len() as u32);
         input.kv_lens.push(self.len as u32);
         input.tables.extend((0..self.len.div_ceil(block_size)).map(|block| BlockId(block as u32)));
         input.logit_rows.extend((tokens.len() - rows..tokens.len()).map(|row| row as u32));
-        let out = self.runner.forward(&self.input).expect("the batch runs").logits;
-        (out.logits.chunks(out.vocab).map(<[f32]>::to_vec).collect(), out.status.to_vec())
+        let out = self.runner.forward(input).expect("the batch runs");
+        let LogitRows { logits, vocab, status, .. } = out.logits;
+        self.input = out.input;
+        (logits.chunks(vocab).map(<[f32]>::to_vec).collect(), status.to_vec())
     }
 
     /// Greedy continuation of a prompt, token by token.

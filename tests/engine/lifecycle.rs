@@ -408,7 +408,7 @@ fn recv_timeout_tells_waiting_from_the_end() {
 fn a_model_that_gives_the_wrong_number_of_rows_is_an_engine_error() {
     struct Short(ScriptedForward);
     impl ascend_llm::runner::ModelExecutor for Short {
-        fn launch(&mut self, input: &ascend_llm::runner::ForwardInput) -> Result<BatchId, DeviceError> {
+        fn launch(&mut self, input: ascend_llm::runner::ForwardInput) -> Result<BatchId, DeviceError> {
             self.0.launch(input)
         }
         fn collect(

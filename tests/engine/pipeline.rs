@@ -199,7 +199,7 @@ struct Logged {
 }
 
 impl ModelExecutor for Logged {
-    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+    fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
         self.log.lock().push(Call::Launch { rows: input.tokens.len(), fed: input.deferred.len() });
         self.model.launch(input)
     }
@@ -359,7 +359,7 @@ fn whoever_leaves_gives_its_blocks_back_at_once() {
 fn a_depth_that_nobody_has_is_refused_by_name() {
     struct Single(ScriptedForward);
     impl ModelExecutor for Single {
-        fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+        fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
             self.0.launch(input)
         }
         fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {

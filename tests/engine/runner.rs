@@ -27,7 +27,7 @@ fn batches_whose_lists_disagree_are_refused() {
     (config.max_num_seqs, config.max_num_batched_tokens) = (4, 16);
     config.kv_cache = CacheBudget::Blocks(4);
     let mut runner = Engine::builder(folder).config(config).build_runner().unwrap();
-    let expected = runner.forward(&good()).unwrap().logits.logits.to_vec();
+    let expected = runner.forward(good()).unwrap().logits.logits.to_vec();
 
     let broken: [fn(&mut ForwardInput); 16] = [
         |batch| batch.f32_from = vec![Some(0)],
@@ -50,8 +50,8 @@ fn batches_whose_lists_disagree_are_refused() {
     for (case, break_it) in broken.iter().enumerate() {
         let mut batch = good();
         break_it(&mut batch);
-        let outcome = runner.forward(&batch).map(|rows| rows.logits.vocab);
+        let outcome = runner.forward(batch).map(|rows| rows.logits.vocab);
         assert!(matches!(outcome, Err(DeviceError::Invalid { .. })), "case {case}: {outcome:?}");
-        assert!(runner.forward(&good()).unwrap().logits.logits == expected, "after case {case}");
+        assert!(runner.forward(good()).unwrap().logits.logits == expected, "after case {case}");
     }
 }

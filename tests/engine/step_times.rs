@@ -52,7 +52,7 @@ fn forward(runner: &mut ModelRunner, logit_rows: Vec<u32>) -> Vec<u32> {
     let (tokens, tables) = (vec![5, 6, 7, 8], vec![BlockId(3)]);
     let input =
         ForwardInput { tokens, q_lens: vec![4], kv_lens: vec![4], tables, logit_rows, ..ForwardInput::default() };
-    runner.forward(&input).unwrap().logits.logits.iter().map(|logit| logit.to_bits()).collect()
+    runner.forward(input).unwrap().logits.logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
 #[test]
@@ -102,7 +102,7 @@ struct Timed {
 }
 
 impl ModelExecutor for Timed {
-    fn launch(&mut self, input: &ForwardInput) -> Result<BatchId, DeviceError> {
+    fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
         self.clock.advance(Duration::from_micros(100 * input.tokens.len() as u64));
         self.model.launch(input)
     }

@@ -34,19 +34,11 @@ fn cases() -> Vec<Case> {
 }
 
 fn scheduler(budget: u32, max_num_seqs: u32) -> Scheduler {
-    Scheduler::new(SchedulerConfig {
-        max_num_batched_tokens: budget,
-        max_num_seqs,
-        max_model_len: 4_096,
-        watermark_blocks: 0,
-        max_logit_rows: u32::MAX,
-        policy: SchedulePolicy::Fcfs,
-    })
-    .unwrap()
+    Scheduler::new(SchedulerConfig::new(budget, max_num_seqs, 4_096).with_max_logit_rows(u32::MAX)).unwrap()
 }
 
 fn meta(prompt: &[u32], salt: &[u8], max_tokens: u32) -> NewSequence {
-    NewSequence { prompt: prompt.to_vec(), max_tokens, salt: salt.into(), ..NewSequence::default() }
+    NewSequence::new(prompt.to_vec(), max_tokens).with_salt(salt.into())
 }
 
 /// Runs one request alone and compares it with the cache-free model.
@@ -194,7 +186,7 @@ fn bypassing_reads_still_publishes() {
     let mut rig = Rig::new(scheduler(64, 1), BlockAllocator::new(32, 4).with_prefix_cache(1));
     let prompt: Vec<u32> = (0..9).collect();
     for id in 0..2 {
-        rig.add(id, NewSequence { read_prefix_cache: false, ..meta(&prompt, b"t", 1) }).unwrap();
+        rig.add(id, meta(&prompt, b"t", 1).with_read_prefix_cache(false)).unwrap();
         rig.drain();
         assert_eq!(rig.finished(id).cached_tokens, 0);
     }

@@ -103,7 +103,7 @@ fn paths_that_hold_no_model() {
     let (error, text) = refused(&place.path("nowhere"));
     assert!(matches!(error, BuildError::Weights(WeightError::Io { .. })), "{error:?}");
     let source = std::fs::read(place.path("nowhere")).unwrap_err();
-    assert_eq!(text, format!("cannot open the model: cannot read {}: {source}", place.path("nowhere").display()));
+    assert_eq!(text, format!("cannot read {}: {source}", place.path("nowhere").display()));
     assert_refused!(
         place.folder,
         BuildError::Weights(WeightError::NotAModel { .. }),
@@ -145,10 +145,7 @@ fn models_that_cannot_be_run() {
     };
     let (error, text) = spoil(|c| c["model_type"] = json!("gpt2"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedArchitecture { .. })), "{error:?}");
-    assert_eq!(
-        text,
-        "cannot run the model: model architecture \"gpt2\" is not supported; supported are llama, mistral, qwen2, qwen3"
-    );
+    assert_eq!(text, "model architecture \"gpt2\" is not supported; supported are llama, mistral, qwen2, qwen3");
     let (error, text) = spoil(|c| c["hidden_act"] = json!("relu"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedFeature { .. })), "{error:?}");
     assert!(text.contains("hidden_act = relu is not supported; silu"), "{text}");
@@ -287,7 +284,7 @@ fn text_files_that_are_no_tokenizer() {
     ] {
         let (error, text) = spoil(file, bytes);
         assert!(matches!(error, BuildError::Text(_)), "{error:?}");
-        assert!(text.starts_with("cannot use the model's tokenizer or chat template: "), "{text}");
+        assert!(text.starts_with("tokenizer or chat template: "), "{text}");
         assert!(text.contains(file), "{text}");
     }
     let (error, text) = spoil("tokenizer_config.json", br#"{"chat_template": "{% for m in messages %}"}"#);

@@ -45,26 +45,17 @@ fn scenario(id: &str) -> Scenario {
 }
 
 fn config() -> SchedulerConfig {
-    SchedulerConfig {
-        max_num_batched_tokens: 512,
-        max_num_seqs: 8,
-        max_model_len: 100_000,
-        watermark_blocks: 0,
-        max_logit_rows: u32::MAX,
-        policy: SchedulePolicy::Fcfs,
-    }
+    SchedulerConfig::new(512, 8, 100_000).with_max_logit_rows(u32::MAX)
 }
 
 impl Scenario {
     fn rig(&self, prefix_cache: bool, watermark_blocks: u32) -> Rig {
         let budget = self.max_batched_tokens.unwrap_or(512);
-        let config = SchedulerConfig {
-            max_num_batched_tokens: budget,
-            max_num_seqs: self.max_seqs.unwrap_or(16).min(budget),
-            max_model_len: self.max_model_len.unwrap_or(100_000),
-            watermark_blocks,
-            ..config()
-        };
+        let config = config()
+            .with_max_num_batched_tokens(budget)
+            .with_max_num_seqs(self.max_seqs.unwrap_or(16).min(budget))
+            .with_max_model_len(self.max_model_len.unwrap_or(100_000))
+            .with_watermark_blocks(watermark_blocks);
         let mut blocks = BlockAllocator::new(self.pool_blocks.unwrap(), self.block.unwrap());
         if prefix_cache {
             blocks = blocks.with_prefix_cache(1);
@@ -85,8 +76,8 @@ impl Scenario {
             };
             for _ in 0..if now { arrival.count.unwrap_or(1) } else { 0 } {
                 // Prompts differ from their first token on, so that no prefix is shared.
-                let prompt = (0..arrival.prompt).map(|i| (*next_id as u32) << 16 | i).collect();
-                let meta = NewSequence { prompt, max_tokens: arrival.max_tokens, ..NewSequence::default() };
+                let prompt: Vec<u32> = (0..arrival.prompt).map(|i| (*next_id as u32) << 16 | i).collect();
+                let meta = NewSequence::new(prompt, arrival.max_tokens);
                 refused.extend(rig.add(*next_id, meta).err());
                 *next_id += 1;
             }
@@ -209,7 +200,7 @@ fn d07_a_prompt_of_exactly_the_pool_fits() {
     each_setting("d07", |scenario, mut rig| {
         assert_eq!(scenario.run(&mut rig), []);
         assert_eq!((rig.finished(0).output.len(), rig.finished(1).output.len()), (1, 1));
-        let one_more = NewSequence { prompt: vec![1; 17], max_tokens: 1, ..NewSequence::default() };
+        let one_more = NewSequence::new(vec![1; 17], 1);
         assert!(matches!(rig.add(9, one_more), Err(ScheduleError::NeverFits { needed_blocks: 5, pool_blocks: 4, .. })));
     });
 }
@@ -232,23 +223,23 @@ fn rig(config: SchedulerConfig, pool: u32, block_size: u32) -> Rig {
 }
 
 fn meta(prompt: usize, max_tokens: u32) -> NewSequence {
-    NewSequence { prompt: vec![3; prompt], max_tokens, ..NewSequence::default() }
+    NewSequence::new(vec![3; prompt], max_tokens)
 }
 
 #[test]
 fn configs_that_cannot_work_are_refused() {
     let zero = |field| Err::<(), _>(ScheduleError::Zero { field });
     let try_new = |config| Scheduler::new(config).map(|_| ());
-    assert_eq!(try_new(SchedulerConfig { max_num_batched_tokens: 0, ..config() }), zero("max_num_batched_tokens"));
-    assert_eq!(try_new(SchedulerConfig { max_num_seqs: 0, ..config() }), zero("max_num_seqs"));
-    assert_eq!(try_new(SchedulerConfig { max_model_len: 0, ..config() }), zero("max_model_len"));
+    assert_eq!(try_new(config().with_max_num_batched_tokens(0)), zero("max_num_batched_tokens"));
+    assert_eq!(try_new(config().with_max_num_seqs(0)), zero("max_num_seqs"));
+    assert_eq!(try_new(config().with_max_model_len(0)), zero("max_model_len"));
     let below = ScheduleError::BudgetBelowSeqs { max_num_batched_tokens: 7, max_num_seqs: 8 };
-    assert_eq!(try_new(SchedulerConfig { max_num_batched_tokens: 7, ..config() }), Err(below));
+    assert_eq!(try_new(config().with_max_num_batched_tokens(7)), Err(below));
 }
 
 #[test]
 fn sequences_that_cannot_work_are_refused() {
-    let mut rig = rig(SchedulerConfig { max_model_len: 20, ..config() }, 64, 4);
+    let mut rig = rig(config().with_max_model_len(20), 64, 4);
     assert_eq!(rig.add(0, meta(0, 1)), Err(ScheduleError::EmptyPrompt(SeqId(0))));
     let too_long = ScheduleError::PromptTooLong { prompt_tokens: 20, max_model_len: 20 };
     assert_eq!(rig.add(0, meta(20, 1)), Err(too_long));
@@ -265,8 +256,8 @@ fn unknown_sequences_are_harmless() {
     assert!(!rig.abort(5));
     assert!(rig.scheduler.tokens(SeqId(5)).is_empty());
     rig.add(0, meta(3, 1)).unwrap();
-    let foreign = SeqResult { seq: SeqId(77), token: Some(1), finished: true };
-    rig.scheduler.commit(&StepOutput { results: vec![foreign] }, &mut rig.blocks);
+    let foreign = SeqResult::new(SeqId(77), Some(1), true);
+    rig.scheduler.commit(&StepOutput::from(vec![foreign]), &mut rig.blocks);
     rig.drain();
     assert!(!rig.abort(0), "it has finished");
 }
@@ -288,7 +279,7 @@ fn a_failed_row_runs_again_and_a_missing_result_counts_as_not_run() {
     let mut blocks = BlockAllocator::new(8, 4).with_prefix_cache(1);
     let mut scheduler = Scheduler::new(config()).unwrap();
     scheduler.add(SeqId(0), meta(8, 4), Tick(0), &blocks).unwrap();
-    let result = |token, finished| StepOutput { results: vec![SeqResult { seq: SeqId(0), token, finished }] };
+    let result = |token, finished| StepOutput::from(vec![SeqResult::new(SeqId(0), token, finished)]);
 
     let first = scheduler.schedule(Tick(0), &mut blocks).chunks.clone();
     assert_eq!((first[0].start, first[0].len, first[0].samples), (0, 8, true));
@@ -308,9 +299,9 @@ fn a_failed_row_runs_again_and_a_missing_result_counts_as_not_run() {
 #[test]
 fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
     let policy = SchedulePolicy::Priority;
-    let mut rig = rig(SchedulerConfig { policy, max_num_seqs: 3, ..config() }, 6, 4);
+    let mut rig = rig(config().with_policy(policy).with_max_num_seqs(3), 6, 4);
     for (id, priority) in [(0, 1), (1, 0), (2, 0), (3, 0)] {
-        rig.add(id, NewSequence { priority, ..meta(7, 9) }).unwrap();
+        rig.add(id, meta(7, 9).with_priority(priority)).unwrap();
     }
     // 7 rows + 1 fill two blocks each; the ninth token of each needs a third.
     while rig.preempted.is_empty() {
@@ -333,14 +324,14 @@ fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
 #[test]
 fn admission_leaves_the_watermark_unless_it_is_alone() {
     for (watermark_blocks, admitted) in [(0, 2), (2, 2), (3, 1)] {
-        let mut rig = rig(SchedulerConfig { watermark_blocks, ..config() }, 6, 4);
+        let mut rig = rig(config().with_watermark_blocks(watermark_blocks), 6, 4);
         rig.add(0, meta(8, 1)).unwrap();
         rig.add(1, meta(8, 1)).unwrap();
         rig.step();
         assert_eq!(rig.scheduler.plan().chunks.len(), admitted, "watermark {watermark_blocks}");
         rig.drain();
     }
-    let mut rig = rig(SchedulerConfig { watermark_blocks: 3, ..config() }, 6, 4);
+    let mut rig = rig(config().with_watermark_blocks(3), 6, 4);
     rig.add(0, meta(24, 1)).unwrap();
     assert_eq!(rig.step(), 1, "alone it may have the whole pool");
 }
@@ -348,11 +339,11 @@ fn admission_leaves_the_watermark_unless_it_is_alone() {
 #[test]
 fn waiting_outweighs_priority_in_bounded_time() {
     let policy = SchedulePolicy::Priority;
-    let config = SchedulerConfig { policy, max_num_seqs: 1, ..config() };
+    let config = config().with_policy(policy).with_max_num_seqs(1);
     let mut blocks = BlockAllocator::new(8, 4);
     let mut scheduler = Scheduler::new(config).unwrap();
     let add = |scheduler: &mut Scheduler, blocks: &BlockAllocator, id, priority, now| {
-        let meta = NewSequence { priority, ..meta(2, 1) };
+        let meta = meta(2, 1).with_priority(priority);
         scheduler.add(SeqId(id), meta, now, blocks).unwrap();
     };
     add(&mut scheduler, &blocks, 0, 0, Tick(0));
@@ -365,8 +356,8 @@ fn waiting_outweighs_priority_in_bounded_time() {
         if seq == SeqId(0) {
             served_at = served_at.or(Some(step));
         }
-        let results = vec![SeqResult { seq, token: Some(1), finished: true }];
-        scheduler.commit(&StepOutput { results }, &mut blocks);
+        let results = vec![SeqResult::new(seq, Some(1), true)];
+        scheduler.commit(&StepOutput::from(results), &mut blocks);
     }
     assert_eq!(served_at, Some(12), "three levels are worth three seconds");
 }
@@ -478,14 +469,10 @@ fn setting() -> impl Strategy<Value = Setting> {
 
 impl Setting {
     fn rig(&self) -> Rig {
-        let config = SchedulerConfig {
-            max_num_batched_tokens: self.max_num_seqs + self.spare_budget,
-            max_num_seqs: self.max_num_seqs,
-            max_model_len: 64,
-            watermark_blocks: self.watermark_blocks,
-            max_logit_rows: self.max_logit_rows,
-            policy: if self.priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs },
-        };
+        let config = SchedulerConfig::new(self.max_num_seqs + self.spare_budget, self.max_num_seqs, 64)
+            .with_watermark_blocks(self.watermark_blocks)
+            .with_max_logit_rows(self.max_logit_rows)
+            .with_policy(if self.priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs });
         let mut blocks = BlockAllocator::new(self.pool, self.block_size);
         if self.prefix_cache {
             blocks = blocks.with_prefix_cache(4);
@@ -515,11 +502,11 @@ proptest! {
         for event in events {
             match event {
                 Event::Add { prompt, max_tokens, priority, kind, cached, prompt_logits } => {
-                    let tokens = (0..prompt as u32).map(|i| if i < 6 { kind } else { kind + i % 2 }).collect();
+                    let tokens: Vec<u32> = (0..prompt as u32).map(|i| if i < 6 { kind } else { kind + i % 2 }).collect();
                     let salt = vec![(kind % 2) as u8].into();
                     let read_prefix_cache = cached && !prompt_logits;
                     let meta =
-                        NewSequence { prompt: tokens, max_tokens, priority, salt, read_prefix_cache, prompt_logits, ..NewSequence::default() };
+                        NewSequence::new(tokens, max_tokens).with_priority(priority).with_salt(salt).with_read_prefix_cache(read_prefix_cache).with_prompt_logits(prompt_logits);
                     let fits = (prompt as u32).div_ceil(setting.block_size) <= setting.pool;
                     let added = rig.add(next_id, meta);
                     prop_assert_eq!(added.is_ok(), fits);

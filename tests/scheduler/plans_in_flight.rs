@@ -71,12 +71,7 @@ impl Rig {
     }
 
     fn add(&mut self, id: u64, prompt: Vec<u32>, max_tokens: u32, stops_at: usize, runs_ahead: bool) -> bool {
-        let meta = NewSequence {
-            prompt: prompt.clone(),
-            max_tokens,
-            allow_async_schedule: runs_ahead,
-            ..NewSequence::default()
-        };
+        let meta = NewSequence::new(prompt.clone(), max_tokens).with_allow_async_schedule(runs_ahead);
         if self.scheduler.add(SeqId(id), meta, Tick(self.now), &self.blocks).is_err() {
             return false;
         }
@@ -198,10 +193,11 @@ impl Rig {
         let mut redo = Vec::new();
         for ((chunk, drawn), void) in flight.chunks.iter().zip(&flight.drawn).zip(&flight.void) {
             assert_eq!(self.scheduler.is_stale(flight.plan, chunk.seq), *void, "{chunk:?}");
-            let mut result = SeqResult { seq: chunk.seq, token: *drawn, finished: false };
+            let mut result = SeqResult::new(chunk.seq, *drawn, false);
             if *void {
                 // Whatever it says is ignored.
-                results.push(SeqResult { finished: true, ..result });
+                result.finished = true;
+                results.push(result);
                 continue;
             }
             let twin = self.live.get_mut(&chunk.seq).unwrap();
@@ -251,7 +247,7 @@ impl Rig {
                 self.end(result.seq, true);
             }
         }
-        self.scheduler.commit(&StepOutput { results }, &mut self.blocks);
+        self.scheduler.commit(&StepOutput::from(results), &mut self.blocks);
         self.check();
     }
 }
@@ -311,14 +307,7 @@ proptest! {
         max_logit_rows in prop_oneof![Just(u32::MAX), 1u32..6],
         events in prop::collection::vec(event(), 1..80),
     ) {
-        let config = SchedulerConfig {
-            max_num_batched_tokens: max_num_seqs + spare_rows,
-            max_num_seqs,
-            max_model_len: 64,
-            watermark_blocks,
-            max_logit_rows,
-            policy: if priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs },
-        };
+        let config = SchedulerConfig::new(max_num_seqs + spare_rows, max_num_seqs, 64).with_watermark_blocks(watermark_blocks).with_max_logit_rows(max_logit_rows).with_policy(if priority { SchedulePolicy::Priority } else { SchedulePolicy::Fcfs });
         let mut blocks = BlockAllocator::new(pool, block_size);
         if prefix_cache {
             blocks = blocks.with_prefix_cache(4);
@@ -389,14 +378,7 @@ proptest! {
 fn a_stop_wastes_a_row_a_plan_in_flight_and_a_length_none() {
     for depth in 1..=3usize {
         for (stops_at, wasted) in [(4, depth as u64 - 1), (99, 0)] {
-            let config = SchedulerConfig {
-                max_num_batched_tokens: 64,
-                max_num_seqs: 4,
-                max_model_len: 64,
-                watermark_blocks: 0,
-                max_logit_rows: u32::MAX,
-                policy: SchedulePolicy::Fcfs,
-            };
+            let config = SchedulerConfig::new(64, 4, 64).with_max_logit_rows(u32::MAX);
             let mut rig = Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(16, 4));
             assert!(rig.add(0, prompt(9, 1), 9, stops_at, true));
             while !rig.scheduler.is_idle() {
@@ -413,14 +395,7 @@ fn a_stop_wastes_a_row_a_plan_in_flight_and_a_length_none() {
 #[test]
 fn a_younger_one_in_flight_gives_way_soon() {
     for depth in 1..=3usize {
-        let config = SchedulerConfig {
-            max_num_batched_tokens: 64,
-            max_num_seqs: 4,
-            max_model_len: 64,
-            watermark_blocks: 0,
-            max_logit_rows: u32::MAX,
-            policy: SchedulePolicy::Fcfs,
-        };
+        let config = SchedulerConfig::new(64, 4, 64).with_max_logit_rows(u32::MAX);
         let mut rig = Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(2, 16));
         assert!(rig.add(0, prompt(15, 1), 9, 99, true) && rig.add(1, prompt(2, 2), 14, 99, true));
         let mut launches = 0;

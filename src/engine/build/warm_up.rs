@@ -38,7 +38,7 @@ pub(crate) fn warm_up(
             input.logit_rows.push(row);
             input.argmax_only.push(true);
         }
-        runner.forward(&input)?;
+        input = runner.forward(input)?.input;
         report(ran);
     }
     Ok(())

@@ -200,7 +200,7 @@ impl Admission {
         Ok(CheckedRequest {
             max_tokens: params.max_tokens.map_or(space, |asked| asked.min(space)),
             bad_words: self.bad_words(&params.bad_words)?,
-            prompt: prompt.into(),
+            prompt,
         })
     }
 

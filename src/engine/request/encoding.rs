@@ -28,15 +28,15 @@ impl PromptEncoder {
     }
 
     /// The token ids of a prompt, as the model will see them.
-    pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, SubmitError> {
+    pub fn encode(&self, prompt: &Prompt) -> Result<Arc<[u32]>, SubmitError> {
         match prompt {
-            Prompt::Tokens(tokens) => Ok(tokens.clone()),
-            Prompt::Text(text) => self.tokenize(text, true),
+            Prompt::Tokens(tokens) => Ok(Arc::from(tokens.as_slice())),
+            Prompt::Text(text) => self.tokenize(text, true).map(Arc::from),
             Prompt::Chat(chat) => {
                 let text = self.render(chat)?;
                 // The template writes the special tokens itself.
                 let failed = |reason| SubmitError::Encode { reason };
-                self.require_vocabulary("prompt")?.encode_chat(&text).map_err(failed)
+                self.require_vocabulary("prompt")?.encode_chat(&text).map(Arc::from).map_err(failed)
             }
         }
     }

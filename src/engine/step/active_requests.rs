@@ -1,20 +1,21 @@
-//! Who is in the engine: requests, their choices, and which choice is which sequence of the scheduler.
+//! Requests the engine works on, with their choices.
 //!
-//! Owns what the loop knows of a request and tells its mailbox what happens. A request is here from the moment the loop
-//! fetched it until its last choice has ended.
+//! Holds what the loop knows of a request and publishes results to its mailbox. A request is here from the moment the loop
+//! takes it from the inbox until its last choice has ended. Each choice is one sequence of the scheduler, and a sequence's
+//! id says which choice of which request it is, so that one lookup finds both.
 
-use crate::num::to_u32;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::device::CustomFailure;
 use crate::graph::RowStatus;
 use crate::kv_cache::SeqId;
-use crate::sampler::{Sampled, SamplingParams, TokenLogprob, is_argmax_only};
+use crate::num::to_u32;
+use crate::sampler::{MAX_N, Sampled, SamplingParams, TokenLogprob, is_argmax_only};
 use crate::scheduler::{NewSequence, Tick};
 use crate::text::Vocabulary;
 
-use super::choice::{ChoiceState, StopRules};
+use super::choice::{ChoiceState, Phase, StopRules};
 use crate::engine::clock::elapsed_us;
 use crate::engine::error::RequestError;
 use crate::engine::metrics::{Counters, Ending};
@@ -24,6 +25,17 @@ use crate::engine::request::mailbox::{Mailbox, Update};
 use crate::engine::request::output::{FinishReason, PromptInfo, Usage};
 use crate::runner::{RowOutcome, SequenceOutcome};
 
+/// The sequence of one choice.
+fn seq_of(request: RequestId, choice: u32) -> SeqId {
+    SeqId(request.0 * u64::from(MAX_N) + u64::from(choice))
+}
+
+/// The request of a sequence, and which of its choices the sequence is.
+pub(crate) fn request_of(seq: SeqId) -> (RequestId, usize) {
+    let choices = u64::from(MAX_N);
+    (RequestId(seq.0 / choices), usize::try_from(seq.0 % choices).unwrap_or(usize::MAX))
+}
+
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     pub mailbox: Arc<Mailbox>,
@@ -32,26 +44,26 @@ pub(crate) struct ActiveRequest {
     pub max_tokens: u32,
     pub bad_words: Vec<Vec<u32>>,
     pub seed: u64,
-    /// Whether all its tokens are the best of their rows, and nothing else of these is looked at.
+    /// Whether every token is the argmax of its row, so that no other logit is needed.
     pub is_argmax_only: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
-    /// When its first step was planned; `None` while it counts as waiting for it.
+    /// When its first step was planned; `None` while it waits for it.
     started: Option<Tick>,
-    /// When the first token of choice 0 came.
+    /// When the first token of choice 0 was sampled.
     first_token: Option<Tick>,
     /// Prompt tokens that the prefix cache served.
     cached_tokens: u32,
     /// Tokens published, of all choices.
     generated_tokens: u32,
+    choices: Vec<ChoiceState>,
     /// Choices that have not ended.
-    open: Vec<SeqId>,
-    /// Of these, the ones the scheduler does not know yet: they fork off choice 0 at its first token, so that the prompt
-    /// is computed once.
-    unforked: Vec<SeqId>,
-    /// What the scheduler is told of such a choice if choice 0 ends before they can fork.
+    open: u32,
+    /// Of these, the ones in [`Phase::Unforked`].
+    unforked: u32,
+    /// The sequence of such a choice if choice 0 ends before they can fork.
     sibling: Option<NewSequence>,
-    /// Failed in this step; its choices leave once the step is committed.
+    /// Whether it failed in this step; its choices are removed once the step is committed.
     failed: bool,
 }
 
@@ -69,13 +81,30 @@ impl ActiveRequest {
             time_to_first_token_us: until_first,
         }
     }
+
+    /// Sequences of the choices that have not ended.
+    fn open_seqs(&self) -> impl Iterator<Item = SeqId> {
+        self.choices.iter().filter(|choice| choice.phase != Phase::Ended).map(|choice| choice.seq)
+    }
+
+    /// Choices that wait to fork off choice 0.
+    pub fn unforked(&self) -> impl Iterator<Item = &ChoiceState> {
+        let choices = if self.unforked == 0 { &[] } else { self.choices.as_slice() };
+        choices.iter().filter(|choice| choice.phase == Phase::Unforked)
+    }
+
+    /// Moves a choice on to a later phase.
+    fn set_phase(&mut self, choice: usize, phase: Phase) {
+        let Some(state) = self.choices.get_mut(choice) else { return };
+        self.unforked -= u32::from(state.phase == Phase::Unforked);
+        self.open -= u32::from(state.phase != Phase::Ended && phase == Phase::Ended);
+        state.phase = phase;
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct ActiveRequests {
     requests: BTreeMap<RequestId, ActiveRequest>,
-    choices: BTreeMap<SeqId, ChoiceState>,
-    next_seq: u64,
     next_deadline: Option<Tick>,
     failed: Vec<RequestId>,
     eos_ids: Vec<u32>,
@@ -85,28 +114,21 @@ pub(crate) struct ActiveRequests {
 
 impl ActiveRequests {
     pub fn new(eos_ids: Vec<u32>, vocabulary: Option<Arc<dyn Vocabulary>>, counters: Arc<Counters>) -> Self {
-        Self {
-            requests: BTreeMap::new(),
-            choices: BTreeMap::new(),
-            next_seq: 0,
-            next_deadline: None,
-            failed: Vec::new(),
-            eos_ids,
-            vocabulary,
-            counters,
-        }
+        let requests = BTreeMap::new();
+        Self { requests, next_deadline: None, failed: Vec::new(), eos_ids, vocabulary, counters }
     }
 
-    /// Takes a request in; the sequence of its choice 0, which is scheduled first. `sibling` describes the others.
+    /// Adds a request and returns the sequence of its choice 0, which is scheduled first. `sibling` describes the others.
     pub fn admit(&mut self, admitted: AdmittedRequest, sibling: Option<NewSequence>) -> SeqId {
-        let ids = self.next_seq..self.next_seq + u64::from(admitted.params.n);
-        self.next_seq = ids.end;
-        for (choice, seq) in (0..).zip(ids.clone()) {
-            let sequence = ChoiceState::new(admitted.id, choice, &admitted.params, self.vocabulary.is_some());
-            self.choices.insert(SeqId(seq), sequence);
-        }
+        let n = admitted.params.n;
+        let choice = |choice| {
+            let phase = if choice == 0 { Phase::Open } else { Phase::Unforked };
+            let seq = seq_of(admitted.id, choice);
+            ChoiceState::new(seq, choice, phase, &admitted.params, self.vocabulary.is_some())
+        };
+        let choices = (0..n).map(choice).collect();
         self.next_deadline = earlier(self.next_deadline, admitted.deadline);
-        let takes_best = self.is_argmax_only(&admitted);
+        let is_argmax_only = self.is_argmax_only(&admitted);
         let active = ActiveRequest {
             mailbox: admitted.mailbox,
             params: admitted.params,
@@ -114,108 +136,115 @@ impl ActiveRequests {
             max_tokens: admitted.max_tokens,
             bad_words: admitted.bad_words,
             seed: admitted.seed,
-            is_argmax_only: takes_best,
+            is_argmax_only,
             arrived: admitted.arrived,
             deadline: admitted.deadline,
             started: None,
             first_token: None,
             cached_tokens: 0,
             generated_tokens: 0,
-            open: ids.clone().map(SeqId).collect(),
-            unforked: ids.clone().skip(1).map(SeqId).collect(),
+            choices,
+            open: n,
+            unforked: n - 1,
             sibling,
             failed: false,
         };
         self.requests.insert(admitted.id, active);
-        SeqId(ids.start)
+        seq_of(admitted.id, 0)
     }
 
-    /// Whether all tokens of a request are the best of their rows, and nothing else of these is looked at.
+    /// Whether every token of a request is the argmax of its row, so that no other logit is needed.
     pub fn is_argmax_only(&self, admitted: &AdmittedRequest) -> bool {
         is_argmax_only(&admitted.params, self.eos_ids(&admitted.params), &admitted.bad_words)
     }
 
-    /// Choices of the sequence's request that wait to fork off it.
-    pub fn unforked_siblings(&self, seq: SeqId) -> &[SeqId] {
-        self.get(seq).map_or(&[], |(_, active)| &active.unforked)
-    }
-
-    /// The request's choices that have not forked and now have to be scheduled by themselves, and as what.
+    /// The choices that have not forked and are now scheduled on their own, and the sequence they start from.
     pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, NewSequence)> {
         let active = self.requests.get_mut(&request)?;
-        let unforked = std::mem::take(&mut active.unforked);
+        let unforked: Vec<SeqId> = active.unforked().map(|choice| choice.seq).collect();
+        for &seq in &unforked {
+            active.set_phase(request_of(seq).1, Phase::Open);
+        }
         Some((unforked, active.sibling.take()?))
     }
 
     /// Whether the request has choices that the scheduler does not know.
     pub fn waits_to_fork(&self, request: RequestId) -> bool {
-        self.requests.get(&request).is_some_and(|active| !active.failed && !active.unforked.is_empty())
+        self.requests.get(&request).is_some_and(|active| !active.failed && active.unforked > 0)
     }
 
-    /// Notes that a choice is the scheduler's from the end of this step on.
+    /// Marks a choice that the scheduler takes over at the end of this step.
     pub fn mark_forked(&mut self, seq: SeqId) {
-        let request = self.choices.get(&seq).map(|sequence| sequence.request);
-        if let Some(active) = request.and_then(|request| self.requests.get_mut(&request)) {
-            active.unforked.retain(|&unforked| unforked != seq);
+        let (request, choice) = request_of(seq);
+        if let Some(active) = self.requests.get_mut(&request)
+            && active.choices.get(choice).is_some_and(|choice| choice.phase == Phase::Unforked)
+        {
+            active.set_phase(choice, Phase::Open);
         }
     }
 
-    /// Choices in here that the scheduler does not know.
+    /// Number of choices that the scheduler does not know.
     pub fn unscheduled(&self) -> usize {
-        self.requests.values().map(|active| active.unforked.len()).sum()
+        self.requests.values().map(|active| active.unforked as usize).sum()
     }
 
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
+    /// Number of choices that have not ended.
     pub fn choices(&self) -> usize {
-        self.choices.len()
+        self.requests.values().map(|active| active.open as usize).sum()
     }
 
     pub fn eos_ids(&self, params: &SamplingParams) -> &[u32] {
         if params.ignore_eos { &[] } else { &self.eos_ids }
     }
 
-    /// The choice behind a sequence and its request; `None` once either has ended or failed.
+    /// The choice and the request of a sequence; `None` once either has ended or failed.
     pub fn get(&self, seq: SeqId) -> Option<(&ChoiceState, &ActiveRequest)> {
-        let sequence = self.choices.get(&seq)?;
-        let active = self.requests.get(&sequence.request).filter(|active| !active.failed)?;
-        Some((sequence, active))
+        let (request, choice) = request_of(seq);
+        let active = self.requests.get(&request).filter(|active| !active.failed)?;
+        Some((active.choices.get(choice).filter(|choice| choice.phase != Phase::Ended)?, active))
     }
 
-    /// Position of the first prompt row whose logits the sequence still wants.
-    pub fn prompt_rows_from(&self, seq: SeqId) -> Option<u32> {
-        self.get(seq)?.0.prompt_rows_from()
+    /// The same for writing.
+    fn get_mut(&mut self, seq: SeqId) -> Option<(usize, &mut ActiveRequest)> {
+        self.get(seq)?;
+        let (request, choice) = request_of(seq);
+        Some((choice, self.requests.get_mut(&request)?))
     }
 
-    /// Notes that a sequence is part of a step. At its first one its buffers are reserved; `true` if its request was
+    /// Notes that a sequence is part of a step and reserves its buffers at its first one. Returns true if its request was
     /// waiting until then.
     pub fn mark_started(&mut self, seq: SeqId, now: Tick) -> bool {
-        let Some(sequence) = self.choices.get_mut(&seq).filter(|sequence| !sequence.started) else { return false };
-        let Some(active) = self.requests.get_mut(&sequence.request) else { return false };
-        sequence.started = true;
-        let top = |asked: Option<u32>| asked.map(|top| top as usize);
-        if let Some(top) = top(active.params.prompt_logprobs) {
-            sequence.reserve_prompt_logprobs(active.prompt_tokens.saturating_sub(1) as usize, top);
-        }
         let with_text = self.vocabulary.is_some();
-        let logprobs = top(active.params.logprobs);
-        active.mailbox.reserve(sequence.choice, active.max_tokens as usize, with_text, logprobs);
-        active.started.replace(active.started.unwrap_or(now)).is_none()
+        let (request, choice) = request_of(seq);
+        let Some(active) = self.requests.get_mut(&request) else { return false };
+        let ActiveRequest { choices, params, prompt_tokens, mailbox, max_tokens, started, .. } = active;
+        let Some(state) = choices.get_mut(choice).filter(|state| !state.started) else { return false };
+        state.started = true;
+        let top = |asked: Option<u32>| asked.map(|top| top as usize);
+        if let Some(top) = top(params.prompt_logprobs) {
+            state.reserve_prompt_logprobs(prompt_tokens.saturating_sub(1) as usize, top);
+        }
+        mailbox.reserve(state.choice, *max_tokens as usize, with_text, top(params.logprobs));
+        started.replace(started.unwrap_or(now)).is_none()
     }
 
-    /// Records the log-probability of the prompt token behind `sequence`'s last recorded one.
+    /// Records the log-probability of a sequence's next prompt token.
     pub fn prompt_logprob(&mut self, seq: SeqId, logprob: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
-        if let Some(sequence) = self.choices.get_mut(&seq) {
-            sequence.push_prompt_logprob(logprob, rank, top);
+        if let Some((choice, active)) = self.get_mut(seq) {
+            active.choices[choice].push_prompt_logprob(logprob, rank, top);
         }
     }
 
-    /// Takes a drawn token and publishes what it brings; `true` if the choice ended on it.
-    pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: u32, now: Tick) -> bool {
-        let Some(sequence) = self.choices.get_mut(&seq) else { return true };
-        let Some(active) = self.requests.get_mut(&sequence.request).filter(|active| !active.failed) else {
+    /// Takes a sampled token and publishes what follows from it; true if the choice ended on it. `cached_tokens` is called
+    /// at the request's first token.
+    pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: impl FnOnce() -> u32, now: Tick) -> bool {
+        let (request, index) = request_of(seq);
+        let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return true };
+        let Some(choice) = active.choices.get_mut(index).filter(|choice| choice.phase != Phase::Ended) else {
             return true;
         };
         let rules = StopRules {
@@ -224,10 +253,11 @@ impl ActiveRequests {
             max_tokens: active.max_tokens,
             vocabulary: self.vocabulary.as_deref(),
         };
-        let is_first = sequence.choice == 0 && sequence.is_first_token();
-        let accepted = sequence.accept(&rules, sampled);
+        let is_first = choice.choice == 0 && choice.is_first_token();
+        let accepted = choice.accept(&rules, sampled);
         let prompt = is_first.then(|| {
             let waited_us = elapsed_us(active.arrived, now);
+            let cached_tokens = cached_tokens();
             (active.first_token, active.cached_tokens) = (Some(now), cached_tokens);
             self.counters.time_to_first_token.record(waited_us);
             Counters::add(&self.counters.prompt_tokens, u64::from(active.prompt_tokens));
@@ -236,7 +266,7 @@ impl ActiveRequests {
                 prompt_tokens: active.prompt_tokens,
                 cached_tokens,
                 time_to_first_token_us: waited_us,
-                logprobs: sequence.take_prompt_logprobs(),
+                logprobs: choice.take_prompt_logprobs(),
             }
         });
         if accepted.token.is_some() {
@@ -244,15 +274,16 @@ impl ActiveRequests {
             active.generated_tokens += 1;
         }
         let ended = accepted.finish.as_ref().map(Ending::from);
-        let news = Update {
-            text: sequence.text(),
+        let choice = &active.choices[index];
+        let update = Update {
+            text: choice.text(),
             token: accepted.token,
-            logprobs: active.params.logprobs.is_some().then_some(sequence.logprobs()),
-            usage: (ended.is_some() && active.open.len() == 1).then(|| active.usage(now)),
+            logprobs: active.params.logprobs.is_some().then_some(choice.logprobs()),
+            usage: (ended.is_some() && active.open == 1).then(|| active.usage(now)),
             finish: accepted.finish,
             prompt,
         };
-        active.mailbox.publish(sequence.choice, news);
+        active.mailbox.publish(choice.choice, update);
         if let Some(ending) = ended {
             self.counters.finish(ending);
             self.remove_choice(seq);
@@ -262,14 +293,15 @@ impl ActiveRequests {
 
     /// Ends one choice from outside and publishes what was held back.
     pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason, now: Tick) {
-        let Some(sequence) = self.choices.get_mut(&seq) else { return };
-        if let Some(active) = self.requests.get(&sequence.request) {
-            self.counters.finish(Ending::from(&reason));
-            sequence.close();
-            let usage = (active.open.len() == 1).then(|| active.usage(now));
-            let update = Update { text: sequence.text(), finish: Some(reason), usage, ..Update::default() };
-            active.mailbox.publish(sequence.choice, update);
-        }
+        let (request, index) = request_of(seq);
+        let Some(active) = self.requests.get_mut(&request) else { return };
+        let Some(choice) = active.choices.get_mut(index).filter(|choice| choice.phase != Phase::Ended) else { return };
+        choice.close();
+        self.counters.finish(Ending::from(&reason));
+        let usage = (active.open == 1).then(|| active.usage(now));
+        let choice = &active.choices[index];
+        let update = Update { text: choice.text(), finish: Some(reason), usage, ..Update::default() };
+        active.mailbox.publish(choice.choice, update);
         self.remove_choice(seq);
     }
 
@@ -279,7 +311,7 @@ impl ActiveRequests {
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return };
         active.failed = true;
         active.mailbox.fail(error);
-        for _ in &active.open {
+        for _ in 0..active.open {
             self.counters.finish(Ending::Error);
         }
         self.failed.push(request);
@@ -288,8 +320,8 @@ impl ActiveRequests {
     /// Ends the request of a sequence with what a step told of one of its rows.
     pub fn fail_sequence(&mut self, seq: SeqId, found: &SequenceOutcome) {
         let RowOutcome::Failed { status, custom } = &found.outcome else { return };
-        let Some((sequence, _)) = self.get(seq) else { return };
-        let (request, choice, position) = (sequence.request, sequence.choice, found.position);
+        let Some((choice, _)) = self.get(seq) else { return };
+        let (choice, position) = (choice.choice, found.position);
         let error = match (status, custom) {
             (RowStatus::Overflow, _) => RequestError::Overflow { choice, position },
             (RowStatus::CustomOpFailed, Some(CustomFailure { name, reason, .. })) => {
@@ -297,22 +329,19 @@ impl ActiveRequests {
             }
             _ => RequestError::NonFinite { choice, position },
         };
-        self.fail(request, error);
+        self.fail(request_of(seq).0, error);
     }
 
-    /// Lets the next failed request go; the sequences it had open.
+    /// Removes the next failed request and returns the sequences it had open.
     pub fn next_failed(&mut self) -> Option<Vec<SeqId>> {
         let request = self.failed.pop()?;
-        let open = self.requests.remove(&request).map(|active| active.open).unwrap_or_default();
-        for seq in &open {
-            self.choices.remove(seq);
-        }
-        Some(open)
+        Some(self.requests.remove(&request).map(|active| active.open_seqs().collect()).unwrap_or_default())
     }
 
     /// Sequences of a request that have not ended, and whether the request still waits for its first step.
     pub fn open_choices(&self, request: RequestId) -> (Vec<SeqId>, bool) {
-        self.requests.get(&request).map(|active| (active.open.clone(), active.started.is_none())).unwrap_or_default()
+        let open = |active: &ActiveRequest| (active.open_seqs().collect(), active.started.is_none());
+        self.requests.get(&request).map(open).unwrap_or_default()
     }
 
     /// A request whose caller has cancelled it.
@@ -338,45 +367,39 @@ impl ActiveRequests {
         for active in self.requests.values() {
             if !active.failed {
                 active.mailbox.fail(error.clone());
-                for _ in &active.open {
+                for _ in 0..active.open {
                     self.counters.finish(Ending::Error);
                 }
             }
         }
         self.requests.clear();
-        self.choices.clear();
         self.failed.clear();
     }
 
-    /// That requests and sequences name each other, and nothing else is here.
+    /// Checks that counters and choices agree.
     pub fn check(&self) -> Result<(), String> {
-        let open = self.requests.values().map(|active| active.open.len()).sum::<usize>();
-        if open != self.choices.len() {
-            return Err(format!("requests name {open} open sequences, there are {}", self.choices.len()));
-        }
         for (id, active) in &self.requests {
-            if active.unforked.iter().any(|seq| !active.open.contains(seq)) {
-                return Err(format!("request {id} waits to fork a choice that has ended"));
+            let count = |phase| to_u32(active.choices.iter().filter(|choice| choice.phase == phase).count());
+            let (unforked, open) = (count(Phase::Unforked), count(Phase::Open) + count(Phase::Unforked));
+            if (unforked, open) != (active.unforked, active.open) {
+                let counted = (active.unforked, active.open);
+                return Err(format!(
+                    "request {id} counts {counted:?} unforked and open choices, has {unforked}, {open}"
+                ));
             }
-            if active.open.is_empty() {
+            if open == 0 {
                 return Err(format!("request {id} has no open choice"));
-            }
-            for seq in &active.open {
-                if self.choices.get(seq).map(|sequence| sequence.request) != Some(*id) {
-                    return Err(format!("request {id} names {seq:?}, which is not its own"));
-                }
             }
         }
         Ok(())
     }
 
     fn remove_choice(&mut self, seq: SeqId) {
-        let Some(sequence) = self.choices.remove(&seq) else { return };
-        if let Some(active) = self.requests.get_mut(&sequence.request) {
-            active.open.retain(|&open| open != seq);
-            active.unforked.retain(|&unforked| unforked != seq);
-            if active.open.is_empty() {
-                self.requests.remove(&sequence.request);
+        let (request, choice) = request_of(seq);
+        if let Some(active) = self.requests.get_mut(&request) {
+            active.set_phase(choice, Phase::Ended);
+            if active.open == 0 {
+                self.requests.remove(&request);
             }
         }
     }

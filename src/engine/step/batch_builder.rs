@@ -1,9 +1,7 @@
 //! Turns planned chunks into a batch for the model.
 
-use crate::num::to_u32;
-use std::ops::Range;
-
 use crate::kv_cache::{BlockAllocator, SeqId};
+use crate::num::to_u32;
 use crate::scheduler::{Chunk, Placeholder, Scheduler};
 
 use super::active_requests::ActiveRequests;
@@ -66,37 +64,36 @@ impl BatchBuilder {
         self.logit_requests.clear();
         self.sampled_rows.clear();
         for (index, chunk) in chunks.iter().enumerate() {
+            let Some(sequence) = scheduler.sequence(chunk.seq) else { continue };
             let end = chunk.start + chunk.len;
-            let offset = to_u32(self.input.tokens.len());
-            if let Some((ticket, logit_row)) = chunk.placeholder.and_then(&source) {
+            let first_row = to_u32(self.input.tokens.len());
+            if let Some((batch_id, logit_row)) = chunk.placeholder.and_then(&source) {
                 self.input.tokens.push(0);
-                self.input.deferred.push(DeferredToken { row: offset, batch_id: ticket, logit_row });
+                self.input.deferred.push(DeferredToken { row: first_row, batch_id, logit_row });
             } else {
-                let tokens = &scheduler.tokens(chunk.seq)[chunk.start as usize..end as usize];
-                self.input.tokens.extend_from_slice(tokens);
+                self.input.tokens.extend_from_slice(&sequence.tokens[chunk.start as usize..end as usize]);
             }
             self.input.q_lens.push(chunk.len);
             self.input.kv_lens.push(end);
-            self.input.f32_from.push(scheduler.f32_from(chunk.seq));
+            self.input.f32_from.push(sequence.f32_from);
             let used = end.div_ceil(blocks.block_size()) as usize;
             self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
 
-            let mut want = |position: u32, purpose, best_only| {
-                self.input.logit_rows.push(offset + position - chunk.start);
-                self.input.argmax_only.push(best_only);
-                self.logit_requests.push(Some(LogitRequest {
-                    chunk: index,
-                    seq: chunk.seq,
-                    position,
-                    logit_use: purpose,
-                }));
+            let mut request = |position: u32, logit_use, argmax_only| {
+                self.input.logit_rows.push(first_row + position - chunk.start);
+                self.input.argmax_only.push(argmax_only);
+                self.logit_requests.push(Some(LogitRequest { chunk: index, seq: chunk.seq, position, logit_use }));
             };
-            for position in prompt_rows(chunk, scheduler, requests) {
-                want(position, LogitUse::PromptLogprob, false);
+            let active = requests.get(chunk.seq);
+            if let Some(from) = active.and_then(|(choice, _)| choice.prompt_rows_from()) {
+                // The last prompt row predicts the first output token, which is sampled, not looked up.
+                let prompt_end = end.min(sequence.prompt_tokens.saturating_sub(1));
+                for position in from.max(chunk.start)..prompt_end {
+                    request(position, LogitUse::PromptLogprob, false);
+                }
             }
             if chunk.samples {
-                let takes_best = requests.get(chunk.seq).is_some_and(|(_, active)| active.is_argmax_only);
-                want(end - 1, LogitUse::Sample, takes_best);
+                request(end - 1, LogitUse::Sample, active.is_some_and(|(_, active)| active.is_argmax_only));
                 self.sampled_rows.push(Some(to_u32(self.logit_requests.len() - 1)));
             } else {
                 self.sampled_rows.push(None);
@@ -110,11 +107,4 @@ impl BatchBuilder {
             *want = want.filter(|want| !void[want.chunk]);
         }
     }
-}
-
-/// Positions of prompt rows in the chunk whose log-probabilities are still wanted.
-fn prompt_rows(chunk: &Chunk, scheduler: &Scheduler, requests: &ActiveRequests) -> Range<u32> {
-    // The last prompt row predicts the first output token, which is drawn, not looked up.
-    let end = (chunk.start + chunk.len).min(scheduler.prompt_len(chunk.seq).saturating_sub(1));
-    requests.prompt_rows_from(chunk.seq).map_or(end..end, |from| from.max(chunk.start)..end)
 }

@@ -10,12 +10,12 @@
 //!
 //! Text that was held back is flushed at every end except a matched stop string, which cuts it.
 
+use crate::kv_cache::SeqId;
 use crate::num::to_u32;
 use crate::sampler::{Sampled, SamplingParams, TokenLogprob};
 use crate::text::{Detokenizer, Vocabulary};
 
 use super::stop::StopChecker;
-use crate::engine::request::RequestId;
 use crate::engine::request::output::{FinishReason, Logprobs, StopMatch};
 
 /// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
@@ -38,10 +38,20 @@ pub(crate) struct Accepted {
     pub finish: Option<FinishReason>,
 }
 
+/// How far a choice is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Not scheduled yet: it forks off choice 0 at that choice's first token, so that the prompt is computed once.
+    Unforked,
+    Open,
+    Ended,
+}
+
 #[derive(Debug)]
 pub(crate) struct ChoiceState {
-    pub request: RequestId,
+    pub seq: SeqId,
     pub choice: u32,
+    pub phase: Phase,
     /// Whether it has been part of a step.
     pub started: bool,
     /// Tokens published.
@@ -63,10 +73,11 @@ struct TextStream {
 }
 
 impl ChoiceState {
-    pub fn new(request: RequestId, choice: u32, params: &SamplingParams, with_text: bool) -> Self {
+    pub fn new(seq: SeqId, choice: u32, phase: Phase, params: &SamplingParams, with_text: bool) -> Self {
         Self {
-            request,
+            seq,
             choice,
+            phase,
             started: false,
             generated_tokens: 0,
             no_token_yet: true,

@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 
 use crate::graph::Cost;
 use crate::kv_cache::BlockAllocator;
-use crate::scheduler::{Chunk, Placeholder, Scheduler, SeqResult, StepOutput, Tick};
+use crate::scheduler::{Placeholder, Scheduler, SeqResult, StepOutput, Tick};
 
 use super::active_requests::ActiveRequests;
 use super::batch_builder::BatchBuilder;
@@ -29,11 +29,10 @@ use crate::runner::BatchId;
 #[derive(Debug, Default)]
 pub(crate) struct InFlightStep {
     /// The plan's number.
-    plan: u64,
-    pub chunks: Vec<Chunk>,
+    pub plan: u64,
     pub batch: BatchBuilder,
     pub output: StepOutput,
-    /// By chunk: whether its results mean nothing any more.
+    /// By chunk: whether its results are ignored.
     pub stale: Vec<bool>,
     pub batch_id: BatchId,
     /// When it was planned.
@@ -62,7 +61,7 @@ impl Pipeline {
     ) -> Self {
         let depth = depth as usize;
         let spare =
-            (0..depth).map(|_| InFlightStep::with_room(config, longest_blocks, pool_blocks, max_rows)).collect();
+            (0..depth).map(|_| InFlightStep::with_capacity(config, longest_blocks, pool_blocks, max_rows)).collect();
         Self { depth, in_flight: VecDeque::with_capacity(depth), free_steps: spare }
     }
 
@@ -87,9 +86,7 @@ impl Pipeline {
         let plan = scheduler.plan();
         step.plan = plan.number;
         step.planned_at = now;
-        step.chunks.clear();
-        step.chunks.extend_from_slice(&plan.chunks);
-        step.batch.build(&step.chunks, scheduler, blocks, requests, |placeholder| self.deferred_source(placeholder));
+        step.batch.build(&plan.chunks, scheduler, blocks, requests, |placeholder| self.deferred_source(placeholder));
         step
     }
 
@@ -116,14 +113,13 @@ impl Pipeline {
 }
 
 impl InFlightStep {
-    fn with_room(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
+    fn with_capacity(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let seqs = config.max_num_seqs as usize;
         let rows = config.max_num_batched_tokens as usize;
         // A table entry a block; with shared prefixes the tables of a step may name a block more than once.
         let longest = longest_blocks.min(pool_blocks) as usize;
         let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
         Self {
-            chunks: Vec::with_capacity(seqs),
             output: StepOutput { results: Vec::with_capacity(seqs) },
             stale: Vec::with_capacity(seqs),
             batch: BatchBuilder::with_capacity(rows, seqs, tables, seqs.min(max_rows as usize)),
@@ -131,16 +127,13 @@ impl InFlightStep {
         }
     }
 
-    pub fn rows(&self) -> u32 {
-        self.chunks.iter().map(|chunk| chunk.len).sum()
-    }
-
-    /// Begins to take it out: which of its chunks still count, and no result for any.
+    /// Marks the chunks whose results are ignored, and gives every chunk an empty result.
     pub fn mark_stale(&mut self, scheduler: &Scheduler) {
-        let Self { plan, chunks, batch, output, stale: void, .. } = self;
-        void.clear();
-        void.extend(chunks.iter().map(|chunk| scheduler.is_stale(*plan, chunk.seq)));
-        batch.drop_stale(void);
+        let Self { plan, batch, output, stale, .. } = self;
+        let chunks = scheduler.in_flight_chunks(*plan);
+        stale.clear();
+        stale.extend(chunks.iter().map(|chunk| scheduler.is_stale(*plan, chunk.seq)));
+        batch.drop_stale(stale);
         output.results.clear();
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
     }

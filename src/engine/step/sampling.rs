@@ -7,7 +7,7 @@ use crate::kv_cache::SeqId;
 use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
 use crate::scheduler::{Scheduler, SeqResult, StepOutput, Tick};
 
-use super::active_requests::ActiveRequests;
+use super::active_requests::{ActiveRequests, request_of};
 use super::batch_builder::{LogitRequest, LogitUse};
 use crate::engine::error::RequestError;
 use crate::engine::request::RequestId;
@@ -79,11 +79,11 @@ impl StepSampler {
         for (&(row, seq), sampled) in self.targets.iter().zip(&self.sampled) {
             let Some(want) = wanted[row] else { continue };
             if seq == want.seq {
-                let before = requests.get(seq).map(|(sequence, _)| sequence.request);
                 let result = apply_sample(seq, want, sampled, scheduler, requests, now);
                 self.sampled_tokens += u32::from(result.token.is_some());
                 output.results[want.chunk] = result;
-                if let Some(request) = before.filter(|&request| result.finished && requests.waits_to_fork(request)) {
+                let (request, _) = request_of(seq);
+                if result.finished && requests.waits_to_fork(request) {
                     self.forks.push(Fork::Alone { request });
                 }
             } else if !output.results[want.chunk].finished {
@@ -106,8 +106,8 @@ impl StepSampler {
         scheduler: &Scheduler,
         requests: &mut ActiveRequests,
     ) {
-        let Some((sequence, active)) = requests.get(want.seq) else { return };
-        let (request, choice) = (sequence.request, sequence.choice);
+        let Some((choice, active)) = requests.get(want.seq) else { return };
+        let choice = choice.choice;
         let top = active.params.prompt_logprobs.unwrap_or(0);
         let next = scheduler.tokens(want.seq)[want.position as usize + 1];
         let answer = if logits.status[row] == 0 {
@@ -119,7 +119,7 @@ impl StepSampler {
             Ok((logprob, rank, top)) => {
                 requests.prompt_logprob(want.seq, TokenLogprob { token: next, logprob }, rank, &top);
             }
-            Err(error) => requests.fail(request, request_error(error, choice, want.position, 0)),
+            Err(error) => requests.fail(request_of(want.seq).0, request_error(error, choice, want.position, 0)),
         }
     }
 
@@ -148,10 +148,9 @@ impl StepSampler {
             };
             self.targets.push((row, want.seq));
             rows.push(own);
-            for &sibling in requests.unforked_siblings(want.seq) {
-                let Some((sequence, _)) = requests.get(sibling) else { continue };
-                self.targets.push((row, sibling));
-                rows.push(SampleRow { choice: sequence.choice, ..own });
+            for sibling in active.unforked() {
+                self.targets.push((row, sibling.seq));
+                rows.push(SampleRow { choice: sibling.choice, ..own });
             }
         }
         self.sampler.sample(logits, &rows, &mut self.sampled);
@@ -176,13 +175,14 @@ fn apply_sample(
 ) -> SeqResult {
     match sampled {
         Ok(sampled) => {
-            let finished = requests.accept(seq, sampled, scheduler.cached_tokens(seq), now);
+            let cached_tokens = || scheduler.sequence(seq).map_or(0, |sequence| sequence.cached_tokens);
+            let finished = requests.accept(seq, sampled, cached_tokens, now);
             SeqResult { seq, token: Some(sampled.token), finished }
         }
         Err(error) => {
-            if let Some((sequence, _)) = requests.get(seq) {
-                let (request, choice, done) = (sequence.request, sequence.choice, sequence.generated_tokens());
-                requests.fail(request, request_error(error.clone(), choice, want.position, done));
+            if let Some((choice, _)) = requests.get(seq) {
+                let (choice, done) = (choice.choice, choice.generated_tokens());
+                requests.fail(request_of(seq).0, request_error(error.clone(), choice, want.position, done));
             }
             SeqResult { seq, token: None, finished: true }
         }
