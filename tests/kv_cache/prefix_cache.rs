@@ -3,7 +3,7 @@
 
 use crate::common::digest_model::{Rig, oracle_output};
 use ascend_llm::kv_cache::{BlockAllocator, PrefixHasher, SeqId};
-use ascend_llm::scheduler::{NewSequence, SchedulePolicy, Scheduler, SchedulerConfig};
+use ascend_llm::scheduler::{NewSequence, Scheduler, SchedulerConfig};
 use proptest::prelude::*;
 use serde::Deserialize;
 
