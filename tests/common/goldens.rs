@@ -42,11 +42,26 @@ pub struct Prompts {
 
 /// Folders of the conformance models.
 pub fn conformance_models() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance");
-    let mut models: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    models.sort();
-    assert_eq!(models.len(), 10);
-    models
+    entries("conformance")
+}
+
+/// GGUF files of conformance models, each with the model's folder, whose goldens hold for the file too.
+pub fn gguf_forms() -> Vec<(PathBuf, PathBuf)> {
+    let folder = |file: &Path| {
+        let name = file.file_name().unwrap().to_str().unwrap();
+        let name = name.strip_suffix("-f32.gguf").unwrap_or_else(|| panic!("{name}: expected NAME-f32.gguf"));
+        file.parent().unwrap().with_file_name("conformance").join(name)
+    };
+    entries("conformance-gguf").into_iter().map(|file| (file.clone(), folder(&file))).collect()
+}
+
+/// What a folder of the test data holds, sorted.
+fn entries(folder: &str) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(folder);
+    let mut entries: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    entries.sort();
+    assert!(!entries.is_empty());
+    entries
 }
 
 /// The cases of a conformance model.

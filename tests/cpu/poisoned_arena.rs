@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::common::goldens::conformance_models;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Poison};
 use ascend_llm::engine::Engine;
@@ -17,12 +18,8 @@ const CHUNKS: [usize; 5] = [21, 6, 1, 1, 17];
 
 fn models() -> Vec<PathBuf> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
-    let conformance = std::fs::read_dir(data.join("conformance")).unwrap().map(|entry| entry.unwrap().path());
     let fable = ["fable", "fable/gguf/fable-q8_0.gguf", "fable/gguf/fable-Q4_1.gguf"].map(|path| data.join(path));
-    let mut models: Vec<PathBuf> = conformance.chain(fable).collect();
-    models.sort();
-    assert_eq!(models.len(), 13);
-    models
+    conformance_models().into_iter().chain(fable).collect()
 }
 
 fn device(threads: usize, poison: Poison) -> Arc<CpuDevice> {

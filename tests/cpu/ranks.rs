@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::common::goldens::conformance_models;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use ascend_llm::engine::{BuildError, Engine, EngineConfig};
@@ -32,12 +33,8 @@ fn data(path: &str) -> PathBuf {
 }
 
 fn models() -> Vec<PathBuf> {
-    let conformance = std::fs::read_dir(data("conformance")).unwrap().map(|entry| entry.unwrap().path());
     let fable = ["fable", "fable/gguf/fable-q8_0.gguf", "fable/gguf/fable-Q4_1.gguf"].map(data);
-    let mut models: Vec<PathBuf> = conformance.chain(fable).collect();
-    models.sort();
-    assert_eq!(models.len(), 13);
-    models
+    conformance_models().into_iter().chain(fable).collect()
 }
 
 fn config(ranks: u32, numerics: Numerics, options: &CompileOptions) -> EngineConfig {

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::common::goldens::conformance_models;
 use crate::common::model::{Model, small_config};
 use ascend_llm::device::cpu::reference::model::ReferenceModel;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
@@ -555,10 +556,7 @@ fn rows_that_are_not_finite_say_so() {
 // ----------------------------------------------------------------------------------------------------- models
 
 fn models() -> Vec<PathBuf> {
-    let conformance = std::fs::read_dir(data("conformance")).unwrap();
-    let mut models: Vec<PathBuf> = conformance.map(|entry| entry.unwrap().path()).collect();
-    models.sort();
-    assert_eq!(models.len(), 10);
+    let mut models = conformance_models();
     models.push(data("fable"));
     models.extend(["q8_0", "Q4_K_M"].map(|kind| data(&format!("fable/gguf/fable-{kind}.gguf"))));
     models

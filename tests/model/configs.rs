@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::common::goldens::conformance_models;
 use ascend_llm::graph::{Graph, Op};
 use ascend_llm::model::rope::RopeScaling;
 use ascend_llm::model::{Architecture, ModelConfig, ModelError, config_from_gguf, config_from_hub, decoder_graph};
@@ -15,14 +16,6 @@ use serde_json::{Map, Value, json};
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
-}
-
-fn folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> =
-        std::fs::read_dir(data("conformance")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    folders.sort();
-    assert_eq!(folders.len(), 10);
-    folders
 }
 
 fn object(path: &Path) -> Map<String, Value> {
@@ -151,7 +144,7 @@ fn open_cases() {
 
 #[test]
 fn both_spellings_mean_the_same() {
-    for folder in folders() {
+    for folder in conformance_models() {
         let [new, older] = ["config.json", "config.hub-style.json"].map(|name| object(&folder.join(name)));
         assert_ne!(new, older, "{}", folder.display());
         assert_eq!(read(&new).unwrap(), read(&older).unwrap(), "{}", folder.display());
@@ -472,7 +465,7 @@ fn odd_values_never_panic() {
         json!({ "factor": 1e300 }),
     ];
     let mut refused = 0;
-    for folder in folders() {
+    for folder in conformance_models() {
         let source = SafetensorsFolder::open(&folder).unwrap();
         for spelling in ["config.json", "config.hub-style.json"] {
             let config = object(&folder.join(spelling));
@@ -580,7 +573,7 @@ impl WeightSource for Changed<'_> {
 
 #[test]
 fn missing_tensors_and_wrong_shapes_are_named() {
-    for folder in folders() {
+    for folder in conformance_models() {
         let source = SafetensorsFolder::open(&folder).unwrap();
         let config = read(&object(&folder.join("config.json"))).unwrap();
         let graph = decoder_graph(&config, &source).unwrap();

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::common::goldens::{cases, conformance_models};
+use crate::common::goldens::{cases, conformance_models, gguf_forms};
 use crate::common::model::{Model, argmax, log_softmax_at, small_config};
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{BuildError, Engine};
@@ -83,6 +83,24 @@ fn exact_numerics_meet_the_reference() {
                     assert_eq!(model.greedy(&case.input_ids, case.greedy.len()), case.greedy, "{label}");
                 }
             }
+        }
+    }
+}
+
+/// The GGUF form of a model has other names, other metadata and other rows of queries and keys, and the same answers.
+#[test]
+fn gguf_forms_meet_the_reference() {
+    for (file, folder) in gguf_forms() {
+        let label = file.display();
+        let mut model = model(&file, Numerics::Exact, 3);
+        for case in cases(&folder).cases {
+            model.restart();
+            let rows = model.forward(&case.input_ids, case.input_ids.len());
+            let error = largest_difference(rows.last().unwrap(), &case.last_logits);
+            assert!(error <= EXACT_BOUND, "{label}: logits differ by {error}");
+            let best: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+            assert_eq!(best, case.argmax, "{label}");
+            assert_eq!(model.greedy(&case.input_ids, case.greedy.len()), case.greedy, "{label}");
         }
     }
 }
