@@ -14,9 +14,9 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{Engine, EngineBuilder, EngineConfig, EngineCore, LoadProgress};
 use ascend_llm::graph::{Graph, Numerics};
 use ascend_llm::kv_cache::KvDType;
-use ascend_llm::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::model::{self, ModelConfig, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::runner::ModelRunner;
-use ascend_llm::weights::{self, ModelKind};
+use ascend_llm::weights::ModelKind;
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -101,7 +101,7 @@ impl ModelArgs {
 
     /// Reads the model's description and makes its graph; no weight is read.
     pub fn graph(&self) -> Result<(ModelConfig, Graph)> {
-        let files = weights::open(self.path())?;
+        let files = model::open(self.path())?;
         let config = match &files.kind {
             ModelKind::Gguf(file) => config_from_gguf(file)?,
             ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json"))?)?,

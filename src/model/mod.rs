@@ -8,6 +8,7 @@
 mod config;
 mod error;
 mod families;
+mod open;
 pub mod rope;
 mod transformer;
 
@@ -16,5 +17,6 @@ pub use config::hub::config_from_hub;
 pub(crate) use config::hub::eos_ids_of_generation_config;
 pub use config::{ModelConfig, RopeConfig};
 pub use error::ModelError;
-pub use families::Architecture;
+pub use families::{Architecture, gguf_conventions};
+pub use open::open;
 pub use transformer::{decoder_graph, decoder_graph_with};

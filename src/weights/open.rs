@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::gguf::Gguf;
+use super::gguf::{Conventions, Gguf};
 use super::safetensors::{INDEX_FILE, SINGLE_FILE, SafetensorsFolder};
 use super::{WeightError, WeightSource};
 
@@ -30,7 +30,16 @@ pub enum ModelKind {
 
 /// Opens a model: a `.gguf` file, a folder with `config.json` and safetensors weights, or else a folder that holds
 /// exactly one `.gguf` file. Where a folder holds both forms, safetensors wins.
-pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
+///
+/// `conventions` is asked for those of a GGUF file's architecture; [`model::open`](crate::model::open) knows them for
+/// the families that are implemented.
+///
+/// # Errors
+/// [`WeightError`] names the file or folder and what is wrong with it.
+pub fn open(
+    path: impl AsRef<Path>,
+    conventions: impl FnOnce(&str) -> Option<Conventions>,
+) -> Result<ModelFiles, WeightError> {
     let path = path.as_ref();
     let meta = std::fs::metadata(path).map_err(|error| WeightError::Io { path: path.to_owned(), error })?;
     if !meta.is_dir() {
@@ -38,7 +47,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
             let looked_for = "expected a .gguf file, or a folder with config.json and model.safetensors".to_owned();
             return Err(WeightError::NotAModel { path: path.to_owned(), looked_for });
         }
-        return open_gguf(path);
+        return open_gguf(path, conventions);
     }
     let has_config = path.join("config.json").is_file();
     let has_weights = path.join(INDEX_FILE).is_file() || path.join(SINGLE_FILE).is_file();
@@ -48,7 +57,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
     }
     let ggufs = gguf_files(path)?;
     if let [only] = ggufs.as_slice() {
-        return open_gguf(only);
+        return open_gguf(only, conventions);
     }
     let found = |there: bool| if there { "found" } else { "not found" };
     let looked_for = format!(
@@ -61,8 +70,8 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
     Err(WeightError::NotAModel { path: path.to_owned(), looked_for })
 }
 
-fn open_gguf(path: &Path) -> Result<ModelFiles, WeightError> {
-    let gguf = Arc::new(Gguf::open(path)?);
+fn open_gguf(path: &Path, conventions: impl FnOnce(&str) -> Option<Conventions>) -> Result<ModelFiles, WeightError> {
+    let gguf = Arc::new(Gguf::open(path)?.with_conventions(conventions));
     Ok(ModelFiles { source: gguf.clone(), kind: ModelKind::Gguf(gguf) })
 }
 

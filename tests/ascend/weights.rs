@@ -15,10 +15,10 @@ use ascend_llm::device::{Device, DeviceError, OwnedProgram, OwnedWeights, Teleme
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig, Request};
 use ascend_llm::graph::{Bucket, CompileOptions, CostRates, Numerics, OverflowPolicy, Weight, WeightRole, compile};
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
-use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::model::{self, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner, Programs, RunnerShape};
 use ascend_llm::sampler::SamplingParams;
-use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
+use ascend_llm::weights::{DType, MemorySource, ModelKind};
 
 /// The story model in block formats.
 const FILES: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
@@ -216,7 +216,7 @@ fn tiled_models_stay_within_the_bounds_of_rows() {
 /// A prompt's logits from a hub model whose matrices are rounded to `Q8_0` first.
 fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> Vec<f32> {
     let config = config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
-    let files = weights::open(folder).unwrap();
+    let files = model::open(folder).unwrap();
     let mut source = MemorySource::new();
     for name in files.source.names() {
         let tensor = files.source.tensor(&name).unwrap();
@@ -321,7 +321,7 @@ fn replays_and_steps_in_flight_change_no_bit() {
 type Uploaded = (u64, Vec<Weight>, OwnedWeights);
 
 fn uploaded(npu: &Npu, device: &Arc<dyn Device>, path: &Path) -> Result<Uploaded, DeviceError> {
-    let files = weights::open(path).unwrap();
+    let files = model::open(path).unwrap();
     let ModelKind::Gguf(file) = &files.kind else { panic!("a GGUF file") };
     let graph = decoder_graph(&config_from_gguf(file).unwrap(), files.source.as_ref()).unwrap();
     let before = npu.sim.live("device_bytes");

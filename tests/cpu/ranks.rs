@@ -17,8 +17,7 @@ use ascend_llm::graph::{
     TpRank, compile,
 };
 use ascend_llm::kv_cache::KvDType;
-use ascend_llm::model::{config_from_hub, decoder_graph};
-use ascend_llm::weights::{self};
+use ascend_llm::model::{self, config_from_hub, decoder_graph};
 
 /// Sums of up to 512 products in other groups, over three layers, relative to 1 + the largest logit. Float weights, f32
 /// activations.
@@ -128,7 +127,7 @@ fn ranks_agree_with_the_whole_over_int8_keys_and_values() {
 }
 
 fn graph(path: &str) -> Graph {
-    let files = weights::open(data(path)).unwrap();
+    let files = model::open(data(path)).unwrap();
     let config = config_from_hub(&std::fs::read(data(path).join("config.json")).unwrap()).unwrap();
     decoder_graph(&config, files.source.as_ref()).unwrap()
 }

@@ -23,7 +23,7 @@ use ascend_llm::graph::{
     RopeFrequencies, RopeStyle, RowDim, RowStatus, Value, ValueId, Weight, WeightId, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{KvDType, KvGeometry};
-use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::model::{self, config_from_gguf, config_from_hub, decoder_graph};
 use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
 
 /// Of one operation: sums of up to 200 products in another order, in f32, relative to 1 + the largest value.
@@ -563,7 +563,7 @@ fn models() -> Vec<PathBuf> {
 }
 
 fn graph(path: &Path) -> (Graph, weights::ModelFiles) {
-    let files = weights::open(path).unwrap();
+    let files = model::open(path).unwrap();
     let config = match &files.kind {
         ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
         ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),

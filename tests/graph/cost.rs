@@ -9,8 +9,8 @@ use ascend_llm::graph::{
     LinearPart, NormSpec, Numerics, Plan, RopeFrequencies, RopeStyle, Target, Weight, WeightRole, attended_tokens,
     compile, shown_tokens,
 };
-use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
-use ascend_llm::weights::{self, DType, ModelKind};
+use ascend_llm::model::{self, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{DType, ModelKind};
 use proptest::prelude::*;
 
 const TARGET: Target = Target::new(128);
@@ -25,7 +25,7 @@ const MODELS: [&str; 6] = [
 ];
 
 fn graph(path: &str) -> Graph {
-    let files = weights::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)).unwrap();
+    let files = model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)).unwrap();
     let config = match &files.kind {
         ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
         ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),

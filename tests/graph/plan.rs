@@ -10,8 +10,8 @@ use ascend_llm::graph::{
     Bucket, CompileError, CompileOptions, Elem, Graph, Io, Numerics, Op, Operand, Plan, Precision, RowDim, Target,
     TpRank, compile,
 };
-use ascend_llm::model::{config_from_gguf, config_from_hub, decoder_graph};
-use ascend_llm::weights::{self, DType, ModelKind, TensorView, WeightSource};
+use ascend_llm::model::{self, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{DType, ModelKind, TensorView, WeightSource};
 
 const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
@@ -28,7 +28,7 @@ fn data(path: &str) -> PathBuf {
 }
 
 fn graph(path: &str) -> Graph {
-    let files = weights::open(data(path)).unwrap();
+    let files = model::open(data(path)).unwrap();
     let config = match &files.kind {
         ModelKind::Gguf(file) => config_from_gguf(file).unwrap(),
         ModelKind::Folder(folder) => config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap(),

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use crate::common::goldens::conformance_models;
 use ascend_llm::graph::{Graph, Op};
 use ascend_llm::model::rope::RopeScaling;
-use ascend_llm::model::{Architecture, ModelConfig, ModelError, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::model::{
+    Architecture, ModelConfig, ModelError, config_from_gguf, config_from_hub, decoder_graph, gguf_conventions,
+};
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
 use ascend_llm::weights::{DType, MemorySource, TensorView, WeightSource};
@@ -641,7 +643,7 @@ fn gguf_bytes(metadata: &Map<String, Value>, tensors: &[(String, Vec<u64>, u32)]
 }
 
 fn gguf(metadata: &Map<String, Value>, tensors: &[(String, Vec<u64>, u32)]) -> Gguf {
-    Gguf::parse("tiny.gguf", gguf_bytes(metadata, tensors)).unwrap()
+    Gguf::parse("tiny.gguf", gguf_bytes(metadata, tensors)).unwrap().with_conventions(gguf_conventions)
 }
 
 fn metadata(architecture: &str, changes: &Value) -> Map<String, Value> {
@@ -833,7 +835,7 @@ fn with_float(key: &str, float: f32) -> Gguf {
     let mut bytes = gguf_bytes(&fields, &tensors());
     let at = bytes.windows(4).position(|window| window == marker.to_le_bytes()).unwrap();
     bytes[at..at + 4].copy_from_slice(&float.to_le_bytes());
-    Gguf::parse("float.gguf", bytes).unwrap()
+    Gguf::parse("float.gguf", bytes).unwrap().with_conventions(gguf_conventions)
 }
 
 #[test]

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use ascend_llm::model::gguf_conventions;
 use ascend_llm::weights::convert::{QuantGroup, dequantize, groups, quantize};
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
@@ -40,6 +41,10 @@ fn expand(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 fn story(kind: &str) -> std::path::PathBuf {
     let folder = if kind == "f16" { "examples/models" } else { "tests/data/fable/gguf" };
     Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(format!("fable-{kind}.gguf"))
+}
+
+fn open(kind: &str) -> Gguf {
+    Gguf::open(story(kind)).unwrap().with_conventions(gguf_conventions)
 }
 
 #[test]
@@ -293,7 +298,7 @@ fn the_story_model_is_the_same_in_every_file() {
     names.sort();
     let mut met = Vec::new();
     for file in ["f16", "q4_0", "q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"] {
-        let gguf = Gguf::open(story(file)).unwrap();
+        let gguf = open(file);
         let mut in_file: Vec<String> = gguf.names();
         in_file.sort();
         assert_eq!(in_file, names, "{file}");
@@ -329,7 +334,7 @@ fn plain_formats_round_as_ggml_does() {
     let exact = SafetensorsFolder::open(&fable).unwrap();
     let mut compared = 0;
     for file in ["q4_0", "q8_0", "Q5_0", "Q4_1", "Q5_1"] {
-        let gguf = Gguf::open(story(file)).unwrap();
+        let gguf = open(file);
         for name in exact.names() {
             let stored = gguf.require(&name).unwrap();
             if !stored.dtype.is_quantized() || stored.dtype.block_len() != 32 {
@@ -347,7 +352,7 @@ fn plain_formats_round_as_ggml_does() {
 /// Guards the test above: the files do keep query rows in another order than the hub.
 #[test]
 fn the_files_own_name_gives_the_files_own_order() {
-    let gguf = Gguf::open(story("f16")).unwrap();
+    let gguf = open("f16");
     let raw = gguf.require("blk.0.attn_q.weight").unwrap();
     let hub = gguf.require("model.layers.0.self_attn.q_proj.weight").unwrap();
     assert_ne!(raw.data, hub.data);

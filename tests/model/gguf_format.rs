@@ -1,5 +1,6 @@
 //! GGUF: every value type and both versions are read; what the format forbids, or we do not have, is refused by name.
 
+use ascend_llm::model::gguf_conventions;
 use ascend_llm::text::TokenizerMetadata;
 use ascend_llm::weights::gguf::{Gguf, Value, ValueType};
 use ascend_llm::weights::{DType, WeightError, WeightSource as _};
@@ -67,7 +68,7 @@ impl Writer {
     }
 
     fn parse(&self) -> Result<Gguf, WeightError> {
-        Gguf::parse("test.gguf", self.bytes())
+        Ok(Gguf::parse("test.gguf", self.bytes())?.with_conventions(gguf_conventions))
     }
 
     fn refusal(&self) -> String {

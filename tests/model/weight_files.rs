@@ -7,9 +7,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
+use ascend_llm::model::open;
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
-use ascend_llm::weights::{DType, ModelKind, WeightError, WeightSource, open};
+use ascend_llm::weights::{DType, ModelKind, WeightError, WeightSource};
 use serde_json::Value;
 
 /// Counts bytes that are live on this thread, and their peak, so that tests beside do not show.

@@ -27,10 +27,10 @@ use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvLayout, OwnedWeights};
 use crate::graph::{CostShape, CustomOp, CustomSite, Graph, Numerics, RegisteredOp, Weight};
 use crate::kv_cache::{KvDType, KvGeometry};
-use crate::model::{ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
+use crate::model::{self, ModelConfig, config_from_gguf, config_from_hub, decoder_graph_with};
 use crate::runner::ModelRunner;
 use crate::text::{ChatRenderer, Vocabulary};
-use crate::weights::{self, ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
+use crate::weights::{ModelFiles, ModelKind, TensorView, WeightError, WeightSource};
 use memory_fit::{FittedModel, MemoryFit};
 use programs::{resolve_overflow, shard_graphs, stored_heads};
 use text_assets::{TextAssets, TextOverrides};
@@ -157,7 +157,7 @@ impl EngineBuilder {
     fn assemble(self) -> Result<EngineParts, BuildError> {
         let mut config = self.config;
         config.validate()?;
-        let files = weights::open(&self.model)?;
+        let files = model::open(&self.model)?;
         let model = read_config(&files)?;
         let text = TextAssets::read(&files, self.text)?;
         let graph = decoder_graph_with(&model, files.source.as_ref(), &self.custom_ops)?;

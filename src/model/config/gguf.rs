@@ -3,11 +3,17 @@
 use crate::graph::{ActivationKind, RopeStyle};
 use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
-use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
-use crate::weights::gguf::{Gguf, Metadata, Value};
+use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig, gguf_conventions};
+use crate::weights::gguf::{Gguf, Metadata, QkRows, Value};
 use crate::weights::{TensorView, WeightSource as _};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
+///
+/// Tensors are looked up by their hub names: the file must have the [conventions](super::super::gguf_conventions) of its
+/// family, as [`open`](super::super::open) gives them.
+///
+/// # Errors
+/// [`ModelError`] names the key or tensor that is wrong, missing or of a feature that is not implemented.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let metadata = file.metadata();
     let name =
@@ -44,8 +50,9 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
         }
     };
     let rope_dim = keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
-    if matches!(architecture, Architecture::Llama | Architecture::Mistral) && rope_dim != head_dim {
-        // Their rows are stored in pairs over the whole head.
+    let conventions = gguf_conventions(name);
+    if conventions.is_some_and(|has| has.qk_rows == QkRows::InterleavedPairs) && rope_dim != head_dim {
+        // Rows are brought into the hub's order over the whole head.
         return Err(unsupported(&keys.name("rope.dimension_count"), rope_dim, &format!("it must be {head_dim}")));
     }
     keys.refuse_unknown_factors()?;

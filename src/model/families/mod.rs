@@ -1,6 +1,7 @@
 //! The architectures this crate implements, with what a description leaves unsaid.
 
 use super::ModelError;
+use crate::weights::gguf::{Conventions, NameTable, QkRows};
 
 /// A family of models with one graph shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -102,4 +103,13 @@ impl Architecture {
             Self::Qwen3 => HubDefaults { head_dim: Some(128), ..qwen2 },
         }
     }
+}
+
+/// How GGUF files of an architecture spell and order tensors; none for architectures of no family here.
+pub fn gguf_conventions(architecture: &str) -> Option<Conventions> {
+    let qk_rows = match Architecture::from_gguf(architecture).ok()? {
+        Architecture::Llama | Architecture::Mistral => QkRows::InterleavedPairs,
+        Architecture::Qwen2 | Architecture::Qwen3 => QkRows::AsOnHub,
+    };
+    Some(Conventions { names: &NameTable::PRE_NORM, qk_rows })
 }

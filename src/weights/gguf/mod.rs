@@ -1,16 +1,18 @@
 //! GGUF files, versions 2 and 3, little-endian, in one part.
 //!
-//! A file is mapped and its head is checked in full when it is opened; tensor data is read only by whoever asks for
-//! it. Tensors go by hub names where the architecture's names are known, and by the file's own names always. A tensor
-//! of a type that is not implemented does not stop the file from being opened: asking for it is the error.
+//! A file is mapped and its head is checked in full when it is opened; tensor data is read when a tensor is asked for.
+//! Tensors go by the file's own names always, and by hub names where the file was given its architecture's
+//! [`Conventions`]. A tensor of a type that is not implemented does not stop the file from being opened: asking for it is
+//! the error.
 //!
-//! A hub name gives what the hub's tensor is: for the architecture `llama` the file has the rows of `attn_q` and
-//! `attn_k` in the order of interleaved rotary pairs, and they come back in the hub's order (two halves a head) as a
-//! copy that is made once and lives as long as the file's value. The file's own name gives the file's own order. Values
-//! are never changed; so norm weights of Gemma, to which the file has added the 1 of `(1 + w)`, still have it.
+//! A hub name gives what the hub's tensor is: where files have the rows of `attn_q` and `attn_k` in the order of
+//! interleaved rotary pairs, they come back in the hub's order (two halves a head) as a copy that is made once and lives
+//! as long as the file's value. The file's own name gives the file's own order. Values are never changed; so norm weights
+//! of Gemma, to which the file has added the 1 of `(1 + w)`, still have it.
 
 #![forbid(unsafe_code)]
 
+mod conventions;
 mod header;
 mod metadata;
 mod names;
@@ -24,9 +26,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::mmap::FileMap;
 use super::{TensorView, WeightError, WeightSource};
+pub use conventions::{Conventions, QkRows};
 use header::TensorInfo;
 pub use metadata::Metadata;
-use names::NameTable;
+pub use names::NameTable;
 pub use value::{Array, Value, ValueType};
 
 /// One GGUF file.
@@ -40,16 +43,22 @@ pub struct Gguf {
     by_name: Vec<u32>,
     /// Beside each tensor: its rows in the hub's order, once asked for and only where that differs.
     hub_rows: Vec<OnceLock<Box<[u8]>>>,
-    table: Option<&'static NameTable>,
+    conventions: Option<Conventions>,
 }
 
 impl Gguf {
-    /// Maps a file and checks its head.
+    /// Maps a file and checks its head. Its tensors have the file's own names.
+    ///
+    /// # Errors
+    /// [`WeightError`] names the file and what is wrong with it.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::open(path.as_ref())?)
     }
 
     /// Takes the bytes of a file; `label` is its name in errors.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
     pub fn parse(label: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::from_vec(label.as_ref(), bytes))
     }
@@ -63,9 +72,15 @@ impl Gguf {
         };
         let mut by_name: Vec<u32> = (0..len).collect();
         by_name.sort_unstable_by_key(|&id| &file.bytes()[tensors[id as usize].name.clone()]);
-        let table = metadata.architecture().and_then(names::table);
         let hub_rows = tensors.iter().map(|_| OnceLock::new()).collect();
-        Ok(Self { file, metadata, tensors, by_name, hub_rows, table })
+        Ok(Self { file, metadata, tensors, by_name, hub_rows, conventions: None })
+    }
+
+    /// Gives tensors their hub names too: `of` is asked for the conventions of the file's architecture.
+    #[must_use]
+    pub fn with_conventions(mut self, of: impl FnOnce(&str) -> Option<Conventions>) -> Self {
+        self.conventions = self.metadata.architecture().and_then(of);
+        self
     }
 
     /// The key-value store: configuration, tokenizer, chat template.
@@ -96,7 +111,7 @@ impl Gguf {
         if let Some(id) = find(name) {
             return Some((id, false));
         }
-        Some((find(&self.table?.to_gguf(name)?)?, true))
+        Some((find(&self.conventions?.names.to_gguf(name)?)?, true))
     }
 
     /// The tensor's bytes with its rows in the hub's order.
@@ -106,7 +121,8 @@ impl Gguf {
             return Ok(rows);
         }
         let name = self.name(tensor);
-        let Some(heads) = permute_qk::heads(&self.metadata, name) else {
+        let is_reordered = self.conventions.is_some_and(|has| has.qk_rows == QkRows::InterleavedPairs);
+        let Some(heads) = permute_qk::heads(&self.metadata, name).filter(|_| is_reordered) else {
             return Ok(&self.file.bytes()[tensor.data.clone()]);
         };
         let rows = heads.and_then(|heads| permute_qk::to_halves(view, heads)).map_err(|what| WeightError::Corrupt {
@@ -124,8 +140,9 @@ impl WeightSource for Gguf {
     }
 
     fn names(&self) -> Vec<String> {
-        let hub = |raw: &str| self.table.and_then(|table| table.to_hub(raw)).unwrap_or_else(|| raw.to_owned());
-        self.raw_names().map(hub).collect()
+        let hub = |raw: &str| self.conventions?.names.to_hub(raw);
+        let name = |raw: &str| hub(raw).unwrap_or_else(|| raw.to_owned());
+        self.raw_names().map(name).collect()
     }
 
     fn release(&self, name: &str) {

@@ -1,89 +1,93 @@
-//! Tensor names: GGUF's spelling to the hub's and back, for architectures whose parts are known.
+//! Tensor names: GGUF's spelling to the hub's and back.
 //!
 //! A pure table. The translation is one to one, so a source may look up either spelling without a second map.
 
 #![forbid(unsafe_code)]
 
-/// Spellings of one family of architectures. Pairs are (GGUF, hub), without `.weight` or `.bias`.
+/// Spellings of an architecture's tensors: pairs of (GGUF, hub), without `.weight` or `.bias`.
 #[derive(Debug)]
-pub(super) struct NameTable {
+pub struct NameTable {
+    /// What stands before a layer's number on the hub.
+    pub layers: &'static str,
     /// Tensors that stand once.
-    whole: &'static [(&'static str, &'static str)],
-    /// Tensors of each block: `blk.N.` and `model.layers.N.` come before them.
-    block: &'static [(&'static str, &'static str)],
+    pub whole: &'static [(&'static str, &'static str)],
+    /// Tensors of each block: in a file `blk.N.` comes before them, on the hub `layers` and the number.
+    pub block: &'static [(&'static str, &'static str)],
 }
 
+/// Tensors that stand once in nearly every architecture.
 const WHOLE: &[(&str, &str)] =
     &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
-/// Llama and those built like it: one norm before attention, one before the MLP.
-const LLAMA: NameTable = NameTable {
-    whole: WHOLE,
-    block: &[
-        ("attn_norm", "input_layernorm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("ffn_norm", "post_attention_layernorm"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ],
-};
-
-/// Gemma 2 and 3: norms on both sides of attention and MLP, so `ffn_norm` is another norm than in Llama.
-const GEMMA: NameTable = NameTable {
-    whole: WHOLE,
-    block: &[
-        ("attn_norm", "input_layernorm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("post_attention_norm", "post_attention_layernorm"),
-        ("ffn_norm", "pre_feedforward_layernorm"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-        ("post_ffw_norm", "post_feedforward_layernorm"),
-    ],
-};
-
-/// The table for a `general.architecture`, or `None` where names stay as they are in the file.
-pub(super) fn table(architecture: &str) -> Option<&'static NameTable> {
-    match architecture {
-        "llama" | "mistral" | "mistral3" | "qwen2" | "qwen3" | "gemma" => Some(&LLAMA),
-        "gemma2" | "gemma3" => Some(&GEMMA),
-        _ => None,
-    }
-}
-
 impl NameTable {
+    /// Llama and those built like it: one norm before attention, one before the MLP.
+    pub const PRE_NORM: Self = Self {
+        layers: "model.layers",
+        whole: WHOLE,
+        block: &[
+            ("attn_norm", "input_layernorm"),
+            ("attn_q", "self_attn.q_proj"),
+            ("attn_k", "self_attn.k_proj"),
+            ("attn_v", "self_attn.v_proj"),
+            ("attn_output", "self_attn.o_proj"),
+            ("attn_q_norm", "self_attn.q_norm"),
+            ("attn_k_norm", "self_attn.k_norm"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("ffn_gate", "mlp.gate_proj"),
+            ("ffn_up", "mlp.up_proj"),
+            ("ffn_down", "mlp.down_proj"),
+        ],
+    };
+
+    /// Gemma 2 and 3: norms on both sides of attention and MLP, so `ffn_norm` is another norm than in Llama.
+    pub const PRE_AND_POST_NORM: Self = Self {
+        layers: "model.layers",
+        whole: WHOLE,
+        block: &[
+            ("attn_norm", "input_layernorm"),
+            ("attn_q", "self_attn.q_proj"),
+            ("attn_k", "self_attn.k_proj"),
+            ("attn_v", "self_attn.v_proj"),
+            ("attn_output", "self_attn.o_proj"),
+            ("attn_q_norm", "self_attn.q_norm"),
+            ("attn_k_norm", "self_attn.k_norm"),
+            ("post_attention_norm", "post_attention_layernorm"),
+            ("ffn_norm", "pre_feedforward_layernorm"),
+            ("ffn_gate", "mlp.gate_proj"),
+            ("ffn_up", "mlp.up_proj"),
+            ("ffn_down", "mlp.down_proj"),
+            ("post_ffw_norm", "post_feedforward_layernorm"),
+        ],
+    };
+
     /// The hub's spelling of a GGUF name, or `None` for a tensor that the hub does not have (`rope_freqs.weight`).
-    pub(super) fn to_hub(&self, gguf: &str) -> Option<String> {
+    pub fn to_hub(&self, gguf: &str) -> Option<String> {
         let (stem, suffix) = split_suffix(gguf)?;
-        if let Some((block, part)) = split_block(stem, "blk.") {
+        if let Some((block, part)) = split_block(stem, "blk") {
             let (_, hub) = self.block.iter().find(|(gguf, _)| *gguf == part)?;
-            return Some(format!("model.layers.{block}.{hub}.{suffix}"));
+            return Some(format!("{}.{block}.{hub}.{suffix}", self.layers));
         }
         let (_, hub) = self.whole.iter().find(|(gguf, _)| *gguf == stem)?;
         Some(format!("{hub}.{suffix}"))
     }
 
     /// GGUF's spelling of a hub name.
-    pub(super) fn to_gguf(&self, hub: &str) -> Option<String> {
+    pub fn to_gguf(&self, hub: &str) -> Option<String> {
         let (stem, suffix) = split_suffix(hub)?;
-        if let Some((block, part)) = split_block(stem, "model.layers.") {
+        if let Some((block, part)) = split_block(stem, self.layers) {
             let (gguf, _) = self.block.iter().find(|(_, hub)| *hub == part)?;
             return Some(format!("blk.{block}.{gguf}.{suffix}"));
         }
         let (gguf, _) = self.whole.iter().find(|(_, hub)| *hub == stem)?;
         Some(format!("{gguf}.{suffix}"))
+    }
+
+    /// Whether no two tensors share a spelling.
+    #[cfg(test)]
+    pub(crate) fn is_one_to_one(&self) -> bool {
+        let differ = |a: &(&str, &str), b: &(&str, &str)| a.0 != b.0 && a.1 != b.1;
+        let apart = |pairs: &[_]| pairs.iter().enumerate().all(|(i, a)| pairs[i + 1..].iter().all(|b| differ(a, b)));
+        apart(self.whole) && apart(self.block)
     }
 }
 
@@ -93,7 +97,7 @@ fn split_suffix(name: &str) -> Option<(&str, &str)> {
 
 /// Splits `blk.12.attn_q` into 12 and `attn_q`; only the number's plain spelling, so that the way back is the same.
 fn split_block<'a>(stem: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
-    let (digits, part) = stem.strip_prefix(prefix)?.split_once('.')?;
+    let (digits, part) = stem.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
     let block: u32 = digits.parse().ok()?;
     (block.to_string() == digits).then_some((block, part))
 }
@@ -120,13 +124,9 @@ mod tests {
             ("blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"),
             ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
         ] {
-            for architecture in ["llama", "mistral", "qwen2", "qwen3"] {
-                let table = table(architecture).unwrap();
-                assert_eq!(table.to_hub(gguf).as_deref(), Some(hub));
-                assert_eq!(table.to_gguf(hub).as_deref(), Some(gguf));
-            }
+            assert_eq!(NameTable::PRE_NORM.to_hub(gguf).as_deref(), Some(hub));
+            assert_eq!(NameTable::PRE_NORM.to_gguf(hub).as_deref(), Some(gguf));
         }
-        assert!(table("some-new-one").is_none());
     }
 
     #[test]
@@ -134,19 +134,13 @@ mod tests {
         for name in
             ["rope_freqs.weight", "blk.01.attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_q", "attn_q.weight", ""]
         {
-            assert_eq!(LLAMA.to_hub(name), None, "{name}");
+            assert_eq!(NameTable::PRE_NORM.to_hub(name), None, "{name}");
         }
-        assert_eq!(LLAMA.to_gguf("model.layers.+1.self_attn.q_proj.weight"), None);
+        assert_eq!(NameTable::PRE_NORM.to_gguf("model.layers.+1.self_attn.q_proj.weight"), None);
     }
 
     #[test]
     fn tables_are_one_to_one() {
-        for table in [&LLAMA, &GEMMA] {
-            for pairs in [table.whole, table.block] {
-                for (i, a) in pairs.iter().enumerate() {
-                    assert!(pairs[i + 1..].iter().all(|b| a.0 != b.0 && a.1 != b.1), "{a:?}");
-                }
-            }
-        }
+        assert!(NameTable::PRE_NORM.is_one_to_one() && NameTable::PRE_AND_POST_NORM.is_one_to_one());
     }
 }

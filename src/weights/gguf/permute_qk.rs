@@ -1,7 +1,8 @@
 //! The order of rows in query and key projections.
 //!
-//! Files of architecture `llama` are written for rotary embedding of neighbouring elements: within a head of `d` rows,
-//! the file's row `2i + s` is the hub's row `s * d / 2 + i` (source: `permute` of llama.cpp's `convert_hf_to_gguf.py`).
+//! Files of some architectures ([`QkRows::InterleavedPairs`](super::QkRows)) are written for rotary embedding of
+//! neighboring elements: within a head of `d` rows, the file's row `2i + s` is the hub's row `s * d / 2 + i` (source:
+//! `permute` of llama.cpp's `convert_hf_to_gguf.py`).
 //! Whole rows move, so this is exact in every block format.
 
 #![forbid(unsafe_code)]
@@ -9,9 +10,9 @@
 use super::metadata::Metadata;
 use crate::weights::TensorView;
 
-/// Heads of a tensor whose rows are in that order, by the file's name for it; `None` if its rows are as on the hub.
+/// Heads of a query or key projection, by the file's name for it; `None` for other tensors.
 pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, String>> {
-    let architecture = metadata.architecture().filter(|name| matches!(*name, "llama" | "mistral" | "mistral3"))?;
+    let architecture = metadata.architecture()?;
     let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
     let is_query = match part {
         "attn_q.weight" | "attn_q.bias" => true,
