@@ -35,18 +35,18 @@ pub fn decoder_graph_with(
             return Err(ModelError::Custom { name, site: *site, layers });
         }
     }
-    let mut decoder = Decoder { config, source, customs, graph: GraphBuilder::new() };
-    decoder.build()
+    let mut builder = TransformerBuilder { config, source, customs, graph: GraphBuilder::new() };
+    builder.build()
 }
 
-struct Decoder<'a> {
+struct TransformerBuilder<'a> {
     config: &'a ModelConfig,
     source: &'a dyn WeightSource,
     customs: &'a [RegisteredOp],
     graph: GraphBuilder,
 }
 
-impl Decoder<'_> {
+impl TransformerBuilder<'_> {
     fn build(&mut self) -> Result<Graph, ModelError> {
         let c = self.config;
         let embedding = self.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)?;
