@@ -23,7 +23,7 @@ use ascend_llm::graph::{
     Bucket, CompileOptions, CostRates, Graph, Numerics, OverflowPolicy, Plan, TpRank, Weight, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{BlockId, KvGeometry};
-use ascend_llm::model::{ModelConfig, config_from_hub, decoder_graph};
+use ascend_llm::model::{AttentionConfig, MlpConfig, ModelConfig, config_from_hub, decoder_graph};
 use ascend_llm::runner::{
     BatchId, DeferredToken, ForwardInput, ModelExecutor as _, ModelRunner, Programs, RunnerShape,
 };
@@ -301,8 +301,8 @@ impl Decoding {
         let plans = compiled.collect::<std::result::Result<Vec<Plan>, _>>()?;
         let block_size = caps.default_block_size;
         // With more ranks than KV heads a head is held by several.
-        let kv_heads = config.kv_heads.max(graphs.len());
-        let (layers, head_dim) = (config.layers, config.head_dim);
+        let kv_heads = config.kv_heads().max(graphs.len());
+        let (layers, head_dim) = (config.layers.len(), config.head_dim());
         let dtype = device.kv_dtype(&graphs[0].weights).ok_or("the device names no type of keys and values")?;
         let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
         let layout = device.kv_layout(&geometry)?;
@@ -467,12 +467,17 @@ struct Zeros {
 
 impl Zeros {
     fn new(config: &ModelConfig, dtype: DType) -> Result<Self> {
-        let (hidden, mlp, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
-        let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let mut shapes = BTreeMap::new();
         let mut add = |name: String, shape: &[usize]| drop(shapes.insert(format!("{name}.weight"), shape.to_vec()));
         add("model.embed_tokens".into(), &[vocab, hidden]);
-        for layer in 0..config.layers {
+        for (index, layer) in config.layers.iter().enumerate() {
+            let (AttentionConfig::GroupedQuery(attention), MlpConfig::Gated(mlp)) = (&layer.attention, &layer.mlp)
+            else {
+                return Err("a layer of a kind that this example does not know".into());
+            };
+            let mlp = mlp.intermediate_size;
+            let [queries, keys] = [attention.heads, attention.kv_heads].map(|heads| heads * attention.head_dim);
             for (name, shape) in [
                 ("input_layernorm", &[hidden][..]),
                 ("self_attn.q_proj", &[queries, hidden]),
@@ -484,7 +489,7 @@ impl Zeros {
                 ("mlp.up_proj", &[mlp, hidden]),
                 ("mlp.down_proj", &[hidden, mlp]),
             ] {
-                add(format!("model.layers.{layer}.{name}"), shape);
+                add(format!("model.layers.{index}.{name}"), shape);
             }
         }
         add("model.norm".into(), &[hidden]);

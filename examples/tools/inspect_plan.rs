@@ -14,7 +14,7 @@ use ascend_llm::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalize
 use ascend_llm::graph::{
     Bucket, CompileOptions, Cost, CostShape, Graph, Numerics, Operand, Plan, Target, TpRank, compile,
 };
-use ascend_llm::model::ModelConfig;
+use ascend_llm::model::{AttentionConfig, LayerConfig, MlpConfig, ModelConfig};
 use clap::Parser;
 
 #[path = "../terminal/mod.rs"]
@@ -106,23 +106,30 @@ fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOp
     Ok(graph)
 }
 
+/// Sizes of a layer; layers of one model differ in windows at most.
+fn layer_summary(layer: &LayerConfig) -> String {
+    match (&layer.attention, layer.mlp) {
+        (AttentionConfig::GroupedQuery(a), MlpConfig::Gated(mlp)) => {
+            format!("{}/{} heads of {}, MLP of {}", a.heads, a.kv_heads, a.head_dim, mlp.intermediate_size)
+        }
+        other => format!("{other:?}"),
+    }
+}
+
 fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
     let groups = plan.groups().len();
     let all: usize = plan.values.iter().filter(|v| is_in_arena(v.operand)).map(|v| v.bytes(&plan.bucket)).sum();
     format!(
-        "model     {} of {:.1} M parameters: {} layers of {}, {}/{} heads of {}, MLP of {}, {} ids, {} tokens\n\
+        "model     {} of {:.1} M parameters: {} layers of {}, {}, {} ids, {} tokens\n\
          numerics  {numerics:?}\n\
          fusion    level {}: {:?}\n\
          launches  {} steps in {groups} groups\n\
          arena     {:.2} MiB; at least {:.2} MiB are alive at once, and {:.2} MiB in all\n",
         config.architecture.name(),
         config.parameters() as f64 / 1e6,
-        config.layers,
+        config.layers.len(),
         config.hidden_size,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.intermediate_size,
+        config.layers.first().map_or_else(String::new, layer_summary),
         config.vocab_size,
         config.max_position_embeddings,
         plan.fusion,

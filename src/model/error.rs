@@ -1,5 +1,6 @@
 //! Why a model could not be understood.
 
+use super::Architecture;
 use crate::graph::CustomSite;
 use crate::weights::WeightError;
 
@@ -8,7 +9,7 @@ use crate::weights::WeightError;
 #[non_exhaustive]
 pub enum ModelError {
     /// The architecture is not implemented.
-    #[error("model architecture {name:?} is not supported; supported are llama, mistral, qwen2, qwen3")]
+    #[error("model architecture {name:?} is not supported; supported are {}", supported())]
     UnsupportedArchitecture {
         /// Its name in the model's own files.
         name: String,
@@ -91,6 +92,11 @@ impl ModelError {
             other => Self::UnusableTensor { name: name.to_owned(), reason: other.to_string() },
         }
     }
+}
+
+/// Names of all families.
+fn supported() -> String {
+    Architecture::ALL.iter().map(|architecture| architecture.name()).collect::<Vec<_>>().join(", ")
 }
 
 pub(super) fn invalid(field: &str, value: impl ToString, expected: &str) -> ModelError {

@@ -1,5 +1,10 @@
 //! From a model's own description (`config.json` or GGUF metadata) to a graph.
 //!
+//! ```text
+//! config.json ─► config/hub  ─┐                                             ┌─ transformer
+//!                             ├─► families/NAME: describe ─► ModelConfig ─► decoder_graph ─► Graph
+//! GGUF ────────► config/gguf ─┘                              (layers as data)
+//! ```
 //! [`ModelConfig`] is what all descriptions become; [`decoder_graph`] turns it into operations over named weights. A model
 //! that is not supported, or a feature of one that would change its numbers, is refused by name.
 
@@ -15,7 +20,10 @@ mod transformer;
 pub use config::gguf::config_from_gguf;
 pub use config::hub::config_from_hub;
 pub(crate) use config::hub::eos_ids_of_generation_config;
-pub use config::{ModelConfig, RopeConfig};
+pub use config::{
+    AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, ModelConfig, NormConfig, NormPlacement,
+    OutputHead, QkNorm, RopeConfig,
+};
 pub use error::ModelError;
 pub use families::{Architecture, gguf_conventions};
 pub use open::open;

@@ -1,7 +1,11 @@
-//! The graph of a Llama-shaped decoder: all architectures here differ from it by biases, head norms and windows only.
+//! Draws a model's graph from its description, layer by layer. It knows kinds of layers and no family.
 
+use super::config::{
+    AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, NormConfig, NormPlacement, OutputHead,
+    QkNorm,
+};
 use super::error::invalid;
-use super::{ModelConfig, ModelError};
+use super::{ModelConfig, ModelError, RopeConfig};
 use crate::graph::{
     AttentionShape, CustomSite, Graph, GraphBuilder, LinearPart, NormSpec, RegisteredOp, RopeFrequencies, ValueId,
     Weight, WeightId, WeightRole,
@@ -29,9 +33,9 @@ pub fn decoder_graph_with(
     config.validate()?;
     for RegisteredOp { site, op } in customs {
         if let CustomSite::AfterLayer(layer) = site
-            && *layer as usize >= config.layers
+            && *layer as usize >= config.layers.len()
         {
-            let (name, layers) = (op.name().to_owned(), config.layers);
+            let (name, layers) = (op.name().to_owned(), config.layers.len());
             return Err(ModelError::Custom { name, site: *site, layers });
         }
     }
@@ -49,34 +53,46 @@ struct TransformerBuilder<'a> {
 impl TransformerBuilder<'_> {
     fn build(&mut self) -> Result<Graph, ModelError> {
         let c = self.config;
-        let embedding = self.matrix("model.embed_tokens.weight", c.vocab_size, c.hidden_size)?;
+        let embedding = self.matrix(c.tensors.embedding, c.vocab_size, c.hidden_size)?;
         let mut x = self.graph.embed(embedding, "x");
-        let rope = self.rope_frequencies()?;
-        let angles = self.graph.rope_angles(rope, "angles");
+        let angles = c.ropes.iter().enumerate().map(|(index, rope)| self.rope_angles(index, rope));
+        let angles = angles.collect::<Result<Vec<_>, _>>()?;
         x = self.customs_at(CustomSite::AfterEmbedding, x);
 
-        for layer in 0..c.layers {
-            self.graph.set_layer(Some(to_u32(layer)));
-            let prefix = format!("model.layers.{layer}");
-            let norm = self.norm(&format!("{prefix}.input_layernorm.weight"), c.hidden_size)?;
-            let h = self.graph.rms_norm(x, norm, "attn_in");
-            let a = self.attention(&prefix, layer, h, angles)?;
-            let x_mid = self.graph.add(x, a, "x_mid");
-            let norm = self.norm(&format!("{prefix}.post_attention_layernorm.weight"), c.hidden_size)?;
-            let h = self.graph.rms_norm(x_mid, norm, "mlp_in");
-            let m = self.mlp(&prefix, h)?;
-            x = self.graph.add(x_mid, m, "x_out");
-            x = self.customs_at(CustomSite::AfterLayer(to_u32(layer)), x);
+        for (index, layer) in c.layers.iter().enumerate() {
+            self.graph.set_layer(Some(to_u32(index)));
+            x = self.layer(index, layer, x, &angles)?;
+            x = self.customs_at(CustomSite::AfterLayer(to_u32(index)), x);
         }
 
         self.graph.set_layer(None);
         let rows = self.graph.gather_rows(x, "wanted");
-        let norm = self.norm("model.norm.weight", c.hidden_size)?;
-        let h = self.graph.rms_norm(rows, norm, "final");
-        let head =
-            if c.tied_embeddings { embedding } else { self.matrix("lm_head.weight", c.vocab_size, c.hidden_size)? };
+        let h = self.norm(c.tensors.final_norm, c.final_norm, rows, c.hidden_size, "final")?;
+        let head = match c.head {
+            OutputHead::Tied => embedding,
+            OutputHead::Untied => self.matrix(c.tensors.head, c.vocab_size, c.hidden_size)?,
+        };
         let logits = self.graph.linear(h, LinearPart { weight: head, bias: None }, "logits");
         Ok(std::mem::take(&mut self.graph).finish(x, logits))
+    }
+
+    fn layer(
+        &mut self,
+        index: usize,
+        layer: &LayerConfig,
+        x: ValueId,
+        angles: &[ValueId],
+    ) -> Result<ValueId, ModelError> {
+        let (hidden, names) = (self.config.hidden_size, self.config.tensors);
+        let prefix = format!("{}.{index}", names.layers);
+        let NormPlacement::Pre(norm) = layer.norms;
+        let h = self.norm(&format!("{prefix}.{}", names.attention_norm), norm, x, hidden, "attn_in")?;
+        let AttentionConfig::GroupedQuery(attention) = &layer.attention;
+        let a = self.attention(&prefix, index, attention, h, angles)?;
+        let x_mid = self.graph.add(x, a, "x_mid");
+        let h = self.norm(&format!("{prefix}.{}", names.mlp_norm), norm, x_mid, hidden, "mlp_in")?;
+        let m = self.mlp(&prefix, &layer.mlp, h)?;
+        Ok(self.graph.add(x_mid, m, "x_out"))
     }
 
     /// x after the user's operations of this place.
@@ -85,56 +101,54 @@ impl TransformerBuilder<'_> {
         here.fold(x, |x, (index, custom)| self.graph.custom(x, custom.clone(), &format!("custom{index}")))
     }
 
-    fn attention(&mut self, prefix: &str, layer: usize, h: ValueId, angles: ValueId) -> Result<ValueId, ModelError> {
-        let c = self.config;
-        let (q_width, kv_width) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let mut project =
-            |name: &str, n: usize, bias: bool| self.part(&format!("{prefix}.self_attn.{name}"), n, c.hidden_size, bias);
-        let (q_part, k_part, v_part) = (
-            project("q_proj", q_width, c.qkv_bias)?,
-            project("k_proj", kv_width, c.qkv_bias)?,
-            project("v_proj", kv_width, c.qkv_bias)?,
-        );
+    fn attention(
+        &mut self,
+        prefix: &str,
+        layer: usize,
+        attention: &GroupedQueryAttention,
+        h: ValueId,
+        angles: &[ValueId],
+    ) -> Result<ValueId, ModelError> {
+        let GroupedQueryAttention { heads, kv_heads, head_dim, qkv_bias, output_bias, .. } = *attention;
+        let (hidden, names) = (self.config.hidden_size, self.config.tensors);
+        let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+        let mut project = |name: &str, n: usize| self.part(&format!("{prefix}.{name}"), n, hidden, qkv_bias);
+        let (q_part, k_part, v_part) =
+            (project(names.query, q_width)?, project(names.key, kv_width)?, project(names.value, kv_width)?);
         let mut q = self.graph.linear(h, q_part, "q");
         let mut k = self.graph.linear(h, k_part, "k");
         let v = self.graph.linear(h, v_part, "v");
-        if c.qk_norm {
-            let norm = self.norm(&format!("{prefix}.self_attn.q_norm.weight"), c.head_dim)?;
-            q = self.graph.rms_norm(q, norm, "q_normed");
-            let norm = self.norm(&format!("{prefix}.self_attn.k_norm.weight"), c.head_dim)?;
-            k = self.graph.rms_norm(k, norm, "k_normed");
+        if let Some(QkNorm::EachHead(norm)) = attention.qk_norm {
+            q = self.norm(&format!("{prefix}.{}", names.query_norm), norm, q, head_dim, "q_normed")?;
+            k = self.norm(&format!("{prefix}.{}", names.key_norm), norm, k, head_dim, "k_normed")?;
         }
-        let q = self.graph.rope(q, angles, c.head_dim, c.rope.style, "q_rot");
-        let k = self.graph.rope(k, angles, c.head_dim, c.rope.style, "k_rot");
+        if let Some(rope) = attention.rope {
+            let style = self.config.ropes[rope].style;
+            q = self.graph.rope(q, angles[rope], head_dim, style, "q_rot");
+            k = self.graph.rope(k, angles[rope], head_dim, style, "k_rot");
+        }
         let stored = self.graph.kv_write(k, v, layer, "kv");
-        let shape = AttentionShape {
-            layer,
-            heads: c.heads,
-            kv_heads: c.kv_heads,
-            head_dim: c.head_dim,
-            scale: 1.0 / (c.head_dim as f32).sqrt(),
-            window: c.windows[layer],
-            schedules: None,
-        };
+        let GroupedQueryAttention { scale, window, .. } = *attention;
+        let shape = AttentionShape { layer, heads, kv_heads, head_dim, scale, window, schedules: None };
         let a = self.graph.attention(q, stored, shape, "attn");
-        let part = self.part(&format!("{prefix}.self_attn.o_proj"), c.hidden_size, q_width, c.output_bias)?;
+        let part = self.part(&format!("{prefix}.{}", names.attention_output), hidden, q_width, output_bias)?;
         Ok(self.graph.linear(a, part, "attn_out"))
     }
 
-    fn mlp(&mut self, prefix: &str, h: ValueId) -> Result<ValueId, ModelError> {
-        let c = self.config;
-        let gate = self.part(&format!("{prefix}.mlp.gate_proj"), c.intermediate_size, c.hidden_size, c.mlp_bias)?;
-        let up = self.part(&format!("{prefix}.mlp.up_proj"), c.intermediate_size, c.hidden_size, c.mlp_bias)?;
-        let down = self.part(&format!("{prefix}.mlp.down_proj"), c.hidden_size, c.intermediate_size, c.mlp_bias)?;
+    fn mlp(&mut self, prefix: &str, mlp: &MlpConfig, h: ValueId) -> Result<ValueId, ModelError> {
+        let (hidden, names) = (self.config.hidden_size, self.config.tensors);
+        let MlpConfig::Gated(GatedMlp { intermediate_size, activation, bias }) = *mlp;
+        let gate = self.part(&format!("{prefix}.{}", names.gate), intermediate_size, hidden, bias)?;
+        let up = self.part(&format!("{prefix}.{}", names.up), intermediate_size, hidden, bias)?;
+        let down = self.part(&format!("{prefix}.{}", names.down), hidden, intermediate_size, bias)?;
         let gate = self.graph.linear(h, gate, "gate");
         let up = self.graph.linear(h, up, "up");
-        let act = self.graph.activation(gate, c.activation, "act");
+        let act = self.graph.activation(gate, activation, "act");
         let product = self.graph.mul(act, up, "act_up");
         Ok(self.graph.linear(product, down, "mlp_out"))
     }
 
-    fn rope_frequencies(&self) -> Result<RopeFrequencies, ModelError> {
-        let rope = &self.config.rope;
+    fn rope_angles(&mut self, index: usize, rope: &RopeConfig) -> Result<ValueId, ModelError> {
         let (mut inv_freq, attention_factor) = rope.scaling.inv_freq(rope.dim, rope.theta);
         if let Some(divisors) = &rope.divisors {
             if divisors.len() != inv_freq.len() || !divisors.iter().all(|d| d.is_finite() && *d > 0.0) {
@@ -143,21 +157,32 @@ impl TransformerBuilder<'_> {
             }
             inv_freq.iter_mut().zip(divisors).for_each(|(f, d)| *f /= d);
         }
-        Ok(RopeFrequencies { inv_freq, attention_factor })
+        let tag = if index == 0 { "angles".to_owned() } else { format!("angles{index}") };
+        Ok(self.graph.rope_angles(RopeFrequencies { inv_freq, attention_factor }, &tag))
     }
 
     fn part(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<LinearPart, ModelError> {
-        let weight = self.matrix(&format!("{name}.weight"), n, k)?;
+        let weight = self.matrix(name, n, k)?;
         let bias = if bias { Some(self.vector(&format!("{name}.bias"), n)?) } else { None };
         Ok(LinearPart { weight, bias })
     }
 
-    fn norm(&mut self, name: &str, group: usize) -> Result<NormSpec, ModelError> {
-        Ok(NormSpec { weight: self.vector(name, group)?, eps: self.config.rms_norm_eps, group })
+    /// The norm of `x` over groups of `group` elements.
+    fn norm(
+        &mut self,
+        name: &str,
+        norm: NormConfig,
+        x: ValueId,
+        group: usize,
+        tag: &str,
+    ) -> Result<ValueId, ModelError> {
+        let NormConfig::Rms { eps } = norm;
+        let weight = self.vector(&format!("{name}.weight"), group)?;
+        Ok(self.graph.rms_norm(x, NormSpec { weight, eps, group }, tag))
     }
 
     fn matrix(&mut self, name: &str, n: usize, k: usize) -> Result<WeightId, ModelError> {
-        self.weight(name, vec![n, k], WeightRole::Matrix)
+        self.weight(&format!("{name}.weight"), vec![n, k], WeightRole::Matrix)
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<WeightId, ModelError> {

@@ -230,7 +230,7 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
     let mut options = CompileOptions::default();
     options.overflow = Some(OverflowPolicy::Error);
     let plan = compile(&graph, device.caps().target, Numerics::Fast, &options, bucket).unwrap();
-    let (layers, kv_heads, head_dim, block_size) = (config.layers, config.kv_heads, config.head_dim, 128);
+    let (layers, kv_heads, head_dim, block_size) = (config.layers.len(), config.kv_heads(), config.head_dim(), 128);
     let dtype = device.kv_dtype(&graph.weights).unwrap();
     let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
     let layout = device.kv_layout(&geometry).unwrap();

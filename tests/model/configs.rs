@@ -9,7 +9,8 @@ use crate::common::goldens::conformance_models;
 use ascend_llm::graph::{Graph, Op};
 use ascend_llm::model::rope::RopeScaling;
 use ascend_llm::model::{
-    Architecture, ModelConfig, ModelError, config_from_gguf, config_from_hub, decoder_graph, gguf_conventions,
+    Architecture, AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, ModelConfig, ModelError,
+    NormConfig, OutputHead, config_from_gguf, config_from_hub, decoder_graph, gguf_conventions,
 };
 use ascend_llm::weights::gguf::Gguf;
 use ascend_llm::weights::safetensors::SafetensorsFolder;
@@ -39,20 +40,42 @@ fn llama(changes: &Value) -> Map<String, Value> {
     config
 }
 
+/// Attention of a layer.
+fn attention(layer: &LayerConfig) -> &GroupedQueryAttention {
+    let AttentionConfig::GroupedQuery(attention) = &layer.attention else { panic!("{layer:?}") };
+    attention
+}
+
+fn attention_mut(layer: &mut LayerConfig) -> &mut GroupedQueryAttention {
+    let AttentionConfig::GroupedQuery(attention) = &mut layer.attention else { panic!("other attention") };
+    attention
+}
+
+/// Width and bias of a layer's MLP.
+fn mlp(layer: &LayerConfig) -> (usize, bool) {
+    let MlpConfig::Gated(GatedMlp { intermediate_size, bias, .. }) = layer.mlp else { panic!("{layer:?}") };
+    (intermediate_size, bias)
+}
+
+fn windows_of(config: &ModelConfig) -> Vec<Option<u32>> {
+    config.layers.iter().map(|layer| attention(layer).window).collect()
+}
+
 /// Zeros of every shape that the configuration asks for, with an `lm_head` only where it is not tied.
 fn source(config: &ModelConfig) -> MemorySource {
     let mut source = MemorySource::new();
     let mut add = |name: String, shape: &[usize]| {
         source.insert_f32(name, DType::F32, shape, &vec![0.0; shape.iter().product()]).unwrap();
     };
-    let (h, i) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let h = config.hidden_size;
     add("model.embed_tokens.weight".into(), &[config.vocab_size, h]);
     add("model.norm.weight".into(), &[h]);
-    if !config.tied_embeddings {
+    if config.head == OutputHead::Untied {
         add("lm_head.weight".into(), &[config.vocab_size, h]);
     }
-    for layer in 0..config.layers {
+    for (index, layer) in config.layers.iter().enumerate() {
+        let GroupedQueryAttention { heads, kv_heads, head_dim, .. } = *attention(layer);
+        let (q, kv, i) = (heads * head_dim, kv_heads * head_dim, mlp(layer).0);
         for (name, shape) in [
             ("self_attn.q_proj", [q, h]),
             ("self_attn.k_proj", [kv, h]),
@@ -62,10 +85,10 @@ fn source(config: &ModelConfig) -> MemorySource {
             ("mlp.up_proj", [i, h]),
             ("mlp.down_proj", [h, i]),
         ] {
-            add(format!("model.layers.{layer}.{name}.weight"), &shape);
+            add(format!("model.layers.{index}.{name}.weight"), &shape);
         }
         for name in ["input_layernorm", "post_attention_layernorm"] {
-            add(format!("model.layers.{layer}.{name}.weight"), &[h]);
+            add(format!("model.layers.{index}.{name}.weight"), &[h]);
         }
     }
     source
@@ -114,8 +137,8 @@ fn open_cases() {
             Some(expected) => {
                 for (key, value) in expected {
                     let got = match key.as_str() {
-                        "head_dim" => config.head_dim,
-                        "num_kv_heads" => config.kv_heads,
+                        "head_dim" => config.head_dim(),
+                        "num_kv_heads" => config.kv_heads(),
                         "q_proj_rows" => layer("q_proj")[0],
                         "k_proj_rows" => layer("k_proj")[0],
                         "o_proj_cols" => layer("o_proj")[1],
@@ -136,8 +159,8 @@ fn open_cases() {
                     });
                     assert!(table.is_some() && table == head);
                 }
-                "c05" => assert_eq!(config.rope.scaling, RopeScaling::Linear { factor: 2.0 }),
-                "c06" => assert_eq!(config.rope.scaling, RopeScaling::Default),
+                "c05" => assert_eq!(config.ropes[0].scaling, RopeScaling::Linear { factor: 2.0 }),
+                "c06" => assert_eq!(config.ropes[0].scaling, RopeScaling::Default),
                 other => panic!("{other}"),
             },
         }
@@ -178,7 +201,7 @@ fn absent_and_null_mean_the_familys_default() {
         "max_window_layers",
         "quantization_config",
     ];
-    for family in ["llama", "mistral", "qwen2", "qwen3"] {
+    for family in Architecture::ALL.iter().map(|architecture| architecture.name()) {
         let bare = json!({ "model_type": family }).as_object().unwrap().clone();
         let expected = read(&bare).unwrap();
         for field in optional {
@@ -188,11 +211,14 @@ fn absent_and_null_mean_the_familys_default() {
         }
     }
     let (llama, mistral) = (defaults("llama"), defaults("mistral"));
-    assert_eq!((llama.hidden_size, llama.layers, llama.kv_heads, llama.head_dim), (4096, 32, 32, 128));
-    assert_eq!((mistral.kv_heads, mistral.intermediate_size, mistral.windows[31]), (8, 14_336, Some(4096)));
+    assert_eq!((llama.hidden_size, llama.layers.len(), llama.kv_heads(), llama.head_dim()), (4096, 32, 32, 128));
+    let last = &mistral.layers[31];
+    assert_eq!((mistral.kv_heads(), mlp(last).0, attention(last).window), (8, 14_336, Some(4096)));
     let (qwen2, qwen3) = (defaults("qwen2"), defaults("qwen3"));
-    assert!(qwen2.qkv_bias && !qwen2.output_bias && !qwen2.qk_norm && qwen2.windows.iter().all(Option::is_none));
-    assert!(!qwen3.qkv_bias && qwen3.qk_norm && qwen3.head_dim == 128);
+    assert!(windows_of(&qwen2).iter().all(Option::is_none));
+    let (layer2, layer3) = (attention(&qwen2.layers[0]), attention(&qwen3.layers[0]));
+    assert!(layer2.qkv_bias && !layer2.output_bias && layer2.qk_norm.is_none());
+    assert!(!layer3.qkv_bias && layer3.qk_norm.is_some() && layer3.head_dim == 128);
 }
 
 fn defaults(family: &str) -> ModelConfig {
@@ -204,7 +230,7 @@ fn windows_follow_each_familys_rule() {
     let windows = |family: &str, changes: Value| {
         let mut config = llama(&json!({ "num_hidden_layers": 4, "num_key_value_heads": 4, "model_type": family }));
         config.extend(changes.as_object().unwrap().clone());
-        read(&config).map(|config| config.windows)
+        read(&config).map(|config| windows_of(&config))
     };
     let w = Some(8);
     assert_eq!(windows("llama", json!({ "sliding_window": 8 })).unwrap(), [None; 4]);
@@ -234,7 +260,7 @@ fn windows_follow_each_familys_rule() {
 
 #[test]
 fn rope_parameters_are_found_wherever_they_stand() {
-    let scaling = |changes: Value| read(&llama(&changes)).map(|config| config.rope);
+    let scaling = |changes: Value| read(&llama(&changes)).map(|mut config| config.ropes.remove(0));
     let yarn = |original: u32| RopeScaling::Yarn {
         factor: 4.0,
         original_max_position_embeddings: original,
@@ -274,14 +300,19 @@ fn other_architectures_are_refused_by_name() {
         let path = entry.unwrap().path();
         let mut config = object(&path);
         let name = config["model_type"].as_str().unwrap().to_owned();
+        if Architecture::from_hub(&name).is_ok() {
+            continue; // a family by now; its own tests have more to say
+        }
         assert_eq!(read(&config).unwrap_err(), ModelError::UnsupportedArchitecture { name: name.clone() });
         // Without a type, the class says what it is.
         config.remove("model_type");
         let class = config["architectures"][0].as_str().unwrap().to_owned();
         assert_eq!(read(&config).unwrap_err(), ModelError::UnsupportedArchitecture { name: class });
+        let text = ModelError::UnsupportedArchitecture { name }.to_string();
+        assert!(Architecture::ALL.iter().all(|known| text.contains(known.name())), "{text}");
         count += 1;
     }
-    assert_eq!(count, 29);
+    assert!(count > 0);
 }
 
 #[test]
@@ -514,17 +545,49 @@ fn a_changed_configuration_is_checked_before_it_becomes_a_graph() {
         let error = decoder_graph(&config, &source).unwrap_err();
         assert_eq!(named(&error).0, field, "{error}");
     };
-    broken("windows", &|config| config.windows.clear());
-    broken("windows", &|config| config.windows.push(None));
-    broken("sliding_window", &|config| config.windows[0] = Some(0));
-    broken("num_attention_heads", &|config| config.heads = 0);
-    broken("rms_norm_eps", &|config| config.rms_norm_eps = f32::NAN);
-    broken("rope_theta", &|config| config.rope.theta = f64::NAN);
-    broken("rope_scaling.factor", &|config| config.rope.scaling = RopeScaling::Linear { factor: f64::NAN });
-    broken("rotary dimension", &|config| config.rope.dim = 6);
-    broken("rope_freqs.weight", &|config| config.rope.divisors = Some(vec![1.0]));
-    broken("rope_freqs.weight", &|config| config.rope.divisors = Some(vec![1.0, 0.0]));
-    broken("head_dim", &|config| config.head_dim = usize::MAX);
+    let first = |config: &mut ModelConfig| *attention_mut(&mut config.layers[0]);
+    broken("num_hidden_layers", &|config| config.layers.clear());
+    broken("sliding_window", &|config| attention_mut(&mut config.layers[0]).window = Some(0));
+    broken("num_attention_heads", &|config| attention_mut(&mut config.layers[0]).heads = 0);
+    broken("head_dim", &|config| attention_mut(&mut config.layers[0]).head_dim = usize::MAX);
+    broken("attention scale", &|config| attention_mut(&mut config.layers[0]).scale = 0.0);
+    broken("rope", &|config| attention_mut(&mut config.layers[0]).rope = Some(1));
+    broken("num_key_value_heads", &|config| {
+        let mut layer = config.layers[0];
+        attention_mut(&mut layer).kv_heads = first(config).heads / 2;
+        config.layers.push(layer);
+    });
+    broken("rms_norm_eps", &|config| config.final_norm = NormConfig::Rms { eps: f32::NAN });
+    broken("rope_theta", &|config| config.ropes[0].theta = f64::NAN);
+    broken("rope_scaling.factor", &|config| config.ropes[0].scaling = RopeScaling::Linear { factor: f64::NAN });
+    broken("rotary dimension", &|config| config.ropes[0].dim = 6);
+    broken("rope_freqs.weight", &|config| config.ropes[0].divisors = Some(vec![1.0]));
+    broken("rope_freqs.weight", &|config| config.ropes[0].divisors = Some(vec![1.0, 0.0]));
+}
+
+/// Layers are drawn as each of them says, not as the first does.
+#[test]
+fn layers_may_differ_in_rotation_and_window() {
+    let mut config = read(&llama(&json!({ "num_hidden_layers": 3 }))).unwrap();
+    let mut rope = config.ropes[0].clone();
+    rope.theta = 5e5;
+    config.ropes.push(rope);
+    attention_mut(&mut config.layers[1]).rope = None;
+    attention_mut(&mut config.layers[2]).rope = Some(1);
+    attention_mut(&mut config.layers[2]).window = Some(8);
+    let graph = decoder_graph(&config, &source(&config)).unwrap();
+    assert_ne!(graph.ropes[0], graph.ropes[1]);
+    let angles_of = |layer: u32| {
+        let nodes = graph.nodes.iter().filter(|node| node.layer == Some(layer));
+        let rotations = nodes.filter(|node| matches!(node.op, Op::Rope { .. }));
+        rotations.map(|node| graph.value(node.inputs[1]).name.as_str()).collect::<Vec<_>>()
+    };
+    assert_eq!([0, 1, 2].map(angles_of), [vec!["angles"; 2], vec![], vec!["angles1"; 2]]);
+    let windows = graph.nodes.iter().filter_map(|node| match &node.op {
+        Op::Attention(shape) => Some(shape.window),
+        _ => None,
+    });
+    assert_eq!(windows.collect::<Vec<_>>(), [None, None, Some(8)]);
 }
 
 #[test]
@@ -538,13 +601,9 @@ fn parameters_are_counted_and_never_overflow() {
     let untied = read(&llama(&json!({}))).unwrap();
     assert_eq!(untied.parameters(), sum(&untied));
     let mut huge = untied;
-    for size in
-        [&mut huge.hidden_size, &mut huge.intermediate_size, &mut huge.heads, &mut huge.kv_heads, &mut huge.vocab_size]
-    {
-        *size = 1 << 28;
-    }
-    huge.head_dim = 1 << 16;
-    huge.layers = 1 << 28;
+    (huge.hidden_size, huge.vocab_size) = (1 << 28, 1 << 28);
+    let attention = attention_mut(&mut huge.layers[0]);
+    (attention.heads, attention.kv_heads, attention.head_dim) = (1 << 28, 1 << 28, 1 << 16);
     assert_eq!(huge.parameters(), u64::MAX);
 }
 
@@ -709,14 +768,17 @@ fn gguf_metadata_means_what_the_hub_config_means() {
 fn gguf_tensors_say_what_metadata_does_not() {
     let config =
         |extra: &[(&str, &[u64])]| config_from_gguf(&gguf(&metadata("qwen2", &json!({})), &with(extra))).unwrap();
-    let plain = config(&[]);
-    assert!(plain.tied_embeddings && !plain.qkv_bias && !plain.output_bias && !plain.mlp_bias && !plain.qk_norm);
-    assert!(!config(&[("output.weight", &[10, 16])]).tied_embeddings);
-    assert!(config(&[("blk.0.attn_q.bias", &[16])]).qkv_bias);
-    assert!(config(&[("blk.0.attn_output.bias", &[16])]).output_bias);
-    assert!(config(&[("blk.0.ffn_gate.bias", &[24])]).mlp_bias);
-    assert!(config(&[("blk.0.attn_q_norm.weight", &[4])]).qk_norm);
-    assert_eq!(config(&[("rope_freqs.weight", &[2])]).rope.divisors, Some(vec![0.0; 2]));
+    let layer = |extra: &[(&str, &[u64])]| config(extra).layers[1];
+    let plain = layer(&[]);
+    let GroupedQueryAttention { qkv_bias, output_bias, qk_norm, .. } = *attention(&plain);
+    assert!(!qkv_bias && !output_bias && qk_norm.is_none() && !mlp(&plain).1);
+    assert_eq!(config(&[]).head, OutputHead::Tied);
+    assert_eq!(config(&[("output.weight", &[10, 16])]).head, OutputHead::Untied);
+    assert!(attention(&layer(&[("blk.0.attn_q.bias", &[16])])).qkv_bias);
+    assert!(attention(&layer(&[("blk.0.attn_output.bias", &[16])])).output_bias);
+    assert!(mlp(&layer(&[("blk.0.ffn_gate.bias", &[24])])).1);
+    assert!(attention(&layer(&[("blk.0.attn_q_norm.weight", &[4])])).qk_norm.is_some());
+    assert_eq!(config(&[("rope_freqs.weight", &[2])]).ropes[0].divisors, Some(vec![0.0; 2]));
     // A tensor that is there in a type that cannot be read is not a tensor that is absent.
     for name in
         ["token_embd.weight", "output.weight", "rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"]
@@ -751,7 +813,7 @@ fn gguf_tensors_are_required_by_name() {
 
 #[test]
 fn gguf_scalings_and_windows() {
-    let rope = |changes: Value| read_gguf("qwen2", &changes).unwrap().rope.scaling;
+    let rope = |changes: Value| read_gguf("qwen2", &changes).unwrap().ropes[0].scaling;
     assert_eq!(rope(json!({})), RopeScaling::Default);
     assert_eq!(rope(json!({ "rope.scaling.type": "none", "rope.scaling.factor": 4.0 })), RopeScaling::Default);
     assert_eq!(rope(json!({ "rope.scaling.factor": 0.0 })), RopeScaling::Default);
@@ -766,7 +828,8 @@ fn gguf_scalings_and_windows() {
         json!({ "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16 });
     let RopeScaling::Yarn { factor, original_max_position_embeddings, .. } = rope(yarn) else { panic!("no yarn") };
     assert_eq!((factor, original_max_position_embeddings), (4.0, 16));
-    let windows = |window: u32| read_gguf("mistral", &json!({ "attention.sliding_window": window })).unwrap().windows;
+    let windows =
+        |window: u32| windows_of(&read_gguf("mistral", &json!({ "attention.sliding_window": window })).unwrap());
     assert_eq!((windows(0), windows(8)), (vec![None; 2], vec![Some(8); 2]));
 }
 

@@ -3,6 +3,7 @@
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Isa};
 use ascend_llm::engine::{BuildError, Engine};
 use ascend_llm::graph::{CompileOptions, Numerics, Precision};
 use ascend_llm::kv_cache::KvDType;
+use ascend_llm::model::{Architecture, config_from_hub};
 
 /// What the reference promises an f32 engine can reach (its own f32 against f64 differs by up to 2e-5).
 const EXACT_BOUND: f32 = 2e-4;
@@ -55,6 +57,18 @@ fn with_options(folder: &Path, numerics: Numerics, options: CompileOptions) -> M
     let mut config = small_config();
     (config.numerics, config.compile) = (numerics, options);
     Model::new(Engine::builder(folder).config(config))
+}
+
+#[test]
+fn every_family_has_a_conformance_model() {
+    let family_of = |folder: PathBuf| {
+        let config = std::fs::read(folder.join("config.json")).unwrap();
+        config_from_hub(&config).unwrap_or_else(|error| panic!("{}: {error}", folder.display())).architecture
+    };
+    let families: HashSet<Architecture> = conformance_models().into_iter().map(family_of).collect();
+    for architecture in Architecture::ALL {
+        assert!(families.contains(architecture), "{architecture:?}");
+    }
 }
 
 #[test]

@@ -306,7 +306,7 @@ fn resolve_geometry(
     }
     config.block_size = Some(to_u32(block_size));
     config.kv_dtype = Some(dtype);
-    Ok(KvGeometry { layers: model.layers, kv_heads, head_dim: model.head_dim, block_size, dtype })
+    Ok(KvGeometry { layers: model.layers.len(), kv_heads, head_dim: model.head_dim(), block_size, dtype })
 }
 
 /// The number of ranks, which the device can run.

@@ -1,138 +1,36 @@
 //! Model configuration out of GGUF metadata (keys: the GGUF specification, ggml-org/ggml `docs/gguf.md`).
 
-use crate::graph::{ActivationKind, RopeStyle};
+use std::cell::RefCell;
+
+use super::{Fields, OutputHead, Sizes};
+use crate::graph::RopeStyle;
 use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
-use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig, gguf_conventions};
+use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::weights::gguf::{Gguf, Metadata, QkRows, Value};
 use crate::weights::{TensorView, WeightSource as _};
 
 /// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
 ///
-/// Tensors are looked up by their hub names: the file must have the [conventions](super::super::gguf_conventions) of its
-/// family, as [`open`](super::super::open) gives them.
+/// The file must have been opened with [`gguf_conventions`](crate::model::gguf_conventions), as
+/// [`open`](crate::model::open) does: tensors are looked up by their hub names.
 ///
 /// # Errors
 /// [`ModelError`] names the key or tensor that is wrong, missing or of a feature that is not implemented.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let metadata = file.metadata();
-    let name =
+    let prefix =
         metadata.architecture().ok_or_else(|| ModelError::MissingField { field: "general.architecture".into() })?;
-    let architecture = Architecture::from_gguf(name)?;
-    let keys = Keys { metadata, architecture: name };
-    let has = |tensor: &str| present(file, tensor).map(|found| found.is_some());
-
-    let hidden_size = keys.size("embedding_length")?;
-    let heads = keys.size("attention.head_count")?;
-    if heads == 0 {
-        return Err(invalid(&keys.name("attention.head_count"), heads, "at least 1"));
-    }
-    let layers = keys.size("block_count")?;
-    if layers > 1 << 20 {
-        return Err(invalid(&keys.name("block_count"), layers, "at most 2^20"));
-    }
-    let head_dim = keys.optional_size("attention.key_length")?.unwrap_or(hidden_size / heads);
-    if let Some(values) = keys.optional_size("attention.value_length")?
-        && values != head_dim
-    {
-        return Err(unsupported(&keys.name("attention.value_length"), values, "it must equal attention.key_length"));
-    }
-    if let Some(experts) = keys.optional_size("expert_count")?.filter(|n| *n > 0) {
-        return Err(unsupported(&keys.name("expert_count"), experts, "only dense models run"));
-    }
-    let embedding = present(file, "model.embed_tokens.weight")?
-        .ok_or_else(|| ModelError::MissingTensor { name: "model.embed_tokens.weight".into() })?;
-    let max_position_embeddings = keys.size("context_length")?;
-    let window = match keys.optional_size("attention.sliding_window")? {
-        None | Some(0) => None,
-        Some(w) => {
-            Some(u32::try_from(w).map_err(|_| invalid(&keys.name("attention.sliding_window"), w, "a 32-bit number"))?)
-        }
-    };
-    let rope_dim = keys.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
-    let conventions = gguf_conventions(name);
-    if conventions.is_some_and(|has| has.qk_rows == QkRows::InterleavedPairs) && rope_dim != head_dim {
-        // Rows are brought into the hub's order over the whole head.
-        return Err(unsupported(&keys.name("rope.dimension_count"), rope_dim, &format!("it must be {head_dim}")));
-    }
-    keys.refuse_unknown_factors()?;
-    let model = ModelConfig {
-        architecture,
-        vocab_size: embedding.shape.first().copied().unwrap_or(0),
-        hidden_size,
-        intermediate_size: keys.size("feed_forward_length")?,
-        layers,
-        heads,
-        kv_heads: keys.optional_size("attention.head_count_kv")?.unwrap_or(heads),
-        head_dim,
-        rms_norm_eps: keys
-            .optional_float("attention.layer_norm_rms_epsilon")?
-            .ok_or_else(|| ModelError::MissingField { field: keys.name("attention.layer_norm_rms_epsilon") })?,
-        rope: RopeConfig {
-            theta: keys.optional_float("rope.freq_base")?.map_or(10_000.0, f64::from),
-            scaling: rope_scaling(&keys, max_position_embeddings)?,
-            divisors: present(file, "rope_freqs.weight")?.map(|tensor| tensor.to_f32()),
-            dim: rope_dim,
-            // The weight source hands out query and key rows in the hub's order.
-            style: RopeStyle::Half,
-        },
-        activation: ActivationKind::Silu,
-        tied_embeddings: !has("lm_head.weight")?,
-        qkv_bias: has("model.layers.0.self_attn.q_proj.bias")?,
-        output_bias: has("model.layers.0.self_attn.o_proj.bias")?,
-        mlp_bias: has("model.layers.0.mlp.gate_proj.bias")?,
-        qk_norm: has("model.layers.0.self_attn.q_norm.weight")?,
-        windows: vec![window; layers],
-        max_position_embeddings,
-        eos_ids: metadata.u32("tokenizer.ggml.eos_token_id").into_iter().collect(),
-    };
-    model.validate().map_err(|error| keys.rename(error))?;
+    let architecture = Architecture::from_gguf(prefix)?;
+    let fields = Fields::Gguf(GgufFields { file, metadata, prefix, architecture, keys_read: RefCell::default() });
+    let model = (architecture.family().describe)(&fields)?;
+    let Fields::Gguf(gguf) = fields else { return Ok(model) };
+    gguf.refuse_unread_keys()?;
+    model.validate().map_err(|error| gguf.rename(error))?;
     Ok(model)
 }
 
-/// The tensor, if the file has it. One that is there and cannot be read is no reason to do without.
-fn present<'a>(file: &'a Gguf, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
-    match file.require(name) {
-        Ok(tensor) => Ok(Some(tensor)),
-        Err(error) => match ModelError::from_tensor(name, &error) {
-            ModelError::MissingTensor { .. } => Ok(None),
-            other => Err(other),
-        },
-    }
-}
-
-fn rope_scaling(keys: &Keys<'_>, max_positions: usize) -> Result<RopeScaling, ModelError> {
-    let kind = keys.optional_str("rope.scaling.type")?;
-    let mut factor = keys.optional_float("rope.scaling.factor")?;
-    if factor.is_none() {
-        factor = keys.optional_float("rope.scale_linear")?;
-    }
-    let need_factor =
-        || factor.map(f64::from).ok_or_else(|| ModelError::MissingField { field: keys.name("rope.scaling.factor") });
-    match kind {
-        // Files without a type scale linearly; a factor of 0 there means none.
-        None if factor.is_some_and(|factor| factor != 0.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
-        None | Some("none") => Ok(RopeScaling::Default),
-        Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),
-        Some("yarn") => Ok(RopeScaling::Yarn {
-            factor: need_factor()?,
-            original_max_position_embeddings: {
-                let name = "rope.scaling.original_context_length";
-                let tokens = keys.optional_size(name)?.unwrap_or(max_positions);
-                u32::try_from(tokens).map_err(|_| invalid(&keys.name(name), tokens, "a 32-bit number"))?
-            },
-            beta_fast: keys.optional_float("rope.scaling.yarn_beta_fast")?.map_or(32.0, f64::from),
-            beta_slow: keys.optional_float("rope.scaling.yarn_beta_slow")?.map_or(1.0, f64::from),
-            attention_factor: None,
-            mscale: None,
-            mscale_all_dim: None,
-            truncate: true,
-        }),
-        Some(other) => Err(unsupported(&keys.name("rope.scaling.type"), other, "none, linear or yarn would be")),
-    }
-}
-
-/// Factors that other engines read and that would change every number, with the value that means "none".
+/// Factors that other engines read and that change every number, with the value that means "none".
 const FACTORS: [(&str, f32); 8] = [
     ("attention.scale", 0.0),
     ("attn_logit_softcapping", 0.0),
@@ -144,7 +42,7 @@ const FACTORS: [(&str, f32); 8] = [
     ("rope.scaling.yarn_attn_factor", 1.0),
 ];
 
-/// What the configuration's fields are called here, where they are named otherwise.
+/// Fields that have a key here, by their hub names.
 const FIELDS: [(&str, &str); 11] = [
     ("hidden_size", "embedding_length"),
     ("intermediate_size", "feed_forward_length"),
@@ -159,15 +57,112 @@ const FIELDS: [(&str, &str); 11] = [
     ("rope_scaling.factor", "rope.scaling.factor"),
 ];
 
-/// Keys of one architecture.
-struct Keys<'a> {
+/// Metadata and tensors of a file of a known family.
+#[derive(Debug)]
+pub(in crate::model) struct GgufFields<'a> {
+    file: &'a Gguf,
     metadata: &'a Metadata,
-    architecture: &'a str,
+    /// The architecture's name, with which keys begin.
+    prefix: &'a str,
+    pub(super) architecture: Architecture,
+    /// Keys of numbers that have been asked for.
+    keys_read: RefCell<Vec<&'static str>>,
 }
 
-impl<'a> Keys<'a> {
-    fn name(&self, key: &str) -> String {
-        format!("{}.{key}", self.architecture)
+impl<'a> GgufFields<'a> {
+    pub(super) fn name(&self, key: &str) -> String {
+        format!("{}.{key}", self.prefix)
+    }
+
+    pub(super) fn vocab_size(&self) -> Result<usize, ModelError> {
+        let name = "model.embed_tokens.weight";
+        let embedding = self.tensor(name)?.ok_or_else(|| ModelError::MissingTensor { name: name.into() })?;
+        Ok(embedding.shape.first().copied().unwrap_or(0))
+    }
+
+    /// Elements a head; `usual` where the file does not say.
+    pub(super) fn head_dim(&self, usual: usize) -> Result<usize, ModelError> {
+        let keys = self.size("attention.key_length")?.unwrap_or(usual);
+        match self.size("attention.value_length")? {
+            Some(values) if values != keys => {
+                let expected = "it must equal attention.key_length";
+                Err(unsupported(&self.name("attention.value_length"), values, expected))
+            }
+            _ => Ok(keys),
+        }
+    }
+
+    pub(super) fn head(&self) -> Result<OutputHead, ModelError> {
+        let has_matrix = self.tensor("lm_head.weight")?.is_some();
+        Ok(if has_matrix { OutputHead::Untied } else { OutputHead::Tied })
+    }
+
+    pub(super) fn eos_ids(&self) -> Vec<u32> {
+        self.metadata.u32("tokenizer.ggml.eos_token_id").into_iter().collect()
+    }
+
+    /// The window of all layers.
+    pub(super) fn window(&self) -> Result<Option<u32>, ModelError> {
+        let key = "attention.sliding_window";
+        let window = self.size(key)?.filter(|window| *window > 0);
+        window.map(|w| u32::try_from(w).map_err(|_| invalid(&self.name(key), w, "a 32-bit number"))).transpose()
+    }
+
+    pub(super) fn rope(&self, sizes: &Sizes) -> Result<RopeConfig, ModelError> {
+        let dim = self.size("rope.dimension_count")?.unwrap_or(sizes.head_dim);
+        if self.architecture.family().gguf.qk_rows == QkRows::InterleavedPairs && dim != sizes.head_dim {
+            // Rows are brought into the hub's order over the whole head.
+            let expected = format!("it must be {}", sizes.head_dim);
+            return Err(unsupported(&self.name("rope.dimension_count"), dim, &expected));
+        }
+        Ok(RopeConfig {
+            theta: self.float("rope.freq_base")?.map_or(10_000.0, f64::from),
+            scaling: rope_scaling(self, sizes.max_position_embeddings)?,
+            divisors: self.tensor("rope_freqs.weight")?.map(|tensor| tensor.to_f32()),
+            dim,
+            // The weight source hands out query and key rows in the hub's order.
+            style: RopeStyle::Half,
+        })
+    }
+
+    /// The tensor, if the file has it. One that is there and cannot be read is no reason to do without.
+    pub(super) fn tensor(&self, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
+        match self.file.require(name) {
+            Ok(tensor) => Ok(Some(tensor)),
+            Err(error) => match ModelError::from_tensor(name, &error) {
+                ModelError::MissingTensor { .. } => Ok(None),
+                other => Err(other),
+            },
+        }
+    }
+
+    pub(super) fn float(&self, key: &'static str) -> Result<Option<f32>, ModelError> {
+        self.keys_read.borrow_mut().push(key);
+        let name = self.name(key);
+        let value = self.metadata.get(&name);
+        value.map(|value| value.as_f32().ok_or_else(|| invalid(&name, format!("{value:?}"), "a float"))).transpose()
+    }
+
+    pub(super) fn size(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
+        self.keys_read.borrow_mut().push(key);
+        let name = self.name(key);
+        match (self.metadata.get(&name), self.metadata.u64(&name)) {
+            (None, _) => Ok(None),
+            (_, Some(n)) => usize::try_from(n).map(Some).map_err(|_| invalid(&name, n, "a size")),
+            (Some(Value::Array(list)), None) => {
+                let value = format!("a list of {}", list.len());
+                Err(unsupported(&name, value, "one whole number for all layers would be"))
+            }
+            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a whole number of at least 0")),
+        }
+    }
+
+    fn str(&self, key: &str) -> Result<Option<&'a str>, ModelError> {
+        let name = self.name(key);
+        match (self.metadata.get(&name), self.metadata.str(&name)) {
+            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a string")),
+            (_, text) => Ok(text),
+        }
     }
 
     /// The error with the file's own name of the field.
@@ -181,43 +176,50 @@ impl<'a> Keys<'a> {
         }
     }
 
-    fn refuse_unknown_factors(&self) -> Result<(), ModelError> {
-        for (key, none) in FACTORS {
-            if let Some(factor) = self.optional_float(key)?.filter(|factor| *factor != none) {
+    /// Refuses what would change the model's numbers, is in the file, and was not asked for by the family.
+    fn refuse_unread_keys(&self) -> Result<(), ModelError> {
+        let is_unread = |key: &str| !self.keys_read.borrow().contains(&key);
+        if is_unread("expert_count")
+            && let Some(experts) = self.size("expert_count")?.filter(|experts| *experts > 0)
+        {
+            return Err(unsupported(&self.name("expert_count"), experts, "only dense models run"));
+        }
+        for (key, none) in FACTORS.into_iter().filter(|(key, _)| is_unread(key)) {
+            if let Some(factor) = self.float(key)?.filter(|factor| *factor != none) {
                 return Err(unsupported(&self.name(key), factor, &format!("{none} would be")));
             }
         }
         Ok(())
     }
+}
 
-    fn optional_float(&self, key: &str) -> Result<Option<f32>, ModelError> {
-        let name = self.name(key);
-        let value = self.metadata.get(&name);
-        value.map(|value| value.as_f32().ok_or_else(|| invalid(&name, format!("{value:?}"), "a float"))).transpose()
+fn rope_scaling(gguf: &GgufFields<'_>, max_positions: usize) -> Result<RopeScaling, ModelError> {
+    let kind = gguf.str("rope.scaling.type")?;
+    let mut factor = gguf.float("rope.scaling.factor")?;
+    if factor.is_none() {
+        factor = gguf.float("rope.scale_linear")?;
     }
-
-    fn optional_str(&self, key: &str) -> Result<Option<&'a str>, ModelError> {
-        let name = self.name(key);
-        match (self.metadata.get(&name), self.metadata.str(&name)) {
-            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a string")),
-            (_, text) => Ok(text),
-        }
-    }
-
-    fn optional_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
-        let name = self.name(key);
-        match (self.metadata.get(&name), self.metadata.u64(&name)) {
-            (None, _) => Ok(None),
-            (_, Some(n)) => usize::try_from(n).map(Some).map_err(|_| invalid(&name, n, "a size")),
-            (Some(Value::Array(list)), None) => {
-                let value = format!("a list of {}", list.len());
-                Err(unsupported(&name, value, "one whole number for all layers would be"))
-            }
-            (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a whole number of at least 0")),
-        }
-    }
-
-    fn size(&self, key: &str) -> Result<usize, ModelError> {
-        self.optional_size(key)?.ok_or_else(|| ModelError::MissingField { field: self.name(key) })
+    let need_factor =
+        || factor.map(f64::from).ok_or_else(|| ModelError::MissingField { field: gguf.name("rope.scaling.factor") });
+    match kind {
+        // Files without a type scale linearly; a factor of 0 there means none.
+        None if factor.is_some_and(|factor| factor != 0.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
+        None | Some("none") => Ok(RopeScaling::Default),
+        Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),
+        Some("yarn") => Ok(RopeScaling::Yarn {
+            factor: need_factor()?,
+            original_max_position_embeddings: {
+                let name = "rope.scaling.original_context_length";
+                let tokens = gguf.size(name)?.unwrap_or(max_positions);
+                u32::try_from(tokens).map_err(|_| invalid(&gguf.name(name), tokens, "a 32-bit number"))?
+            },
+            beta_fast: gguf.float("rope.scaling.yarn_beta_fast")?.map_or(32.0, f64::from),
+            beta_slow: gguf.float("rope.scaling.yarn_beta_slow")?.map_or(1.0, f64::from),
+            attention_factor: None,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        }),
+        Some(other) => Err(unsupported(&gguf.name("rope.scaling.type"), other, "none, linear or yarn would be")),
     }
 }

@@ -3,78 +3,68 @@
 
 use serde_json::{Map, Value};
 
+use super::{Fields, OutputHead, Sizes, WindowRule};
 use crate::graph::{ActivationKind, RopeStyle};
 use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
 use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 
-/// Reads a config. A field that is absent or null has its family's default, as Transformers has it.
-#[allow(clippy::cast_possible_truncation)] // an epsilon rounds to f32
-pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
-    let parsed: Value = serde_json::from_slice(json)
-        .map_err(|e| ModelError::Json { file: "config.json".into(), reason: e.to_string() })?;
-    let Value::Object(object) = parsed else {
-        return Err(ModelError::Json { file: "config.json".into(), reason: "it is no object".into() });
-    };
-    let config = Fields { object: &object, parent: "" };
-    let architecture = architecture(&config)?;
-    let defaults = architecture.hub_defaults();
+/// What a hub config means that leaves a field out: the values of the family's configuration class in Transformers 5, which
+/// does not write a field that has its default.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::model) struct HubDefaults {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub layers: usize,
+    pub heads: usize,
+    /// None: as many as `heads`.
+    pub kv_heads: Option<usize>,
+    /// None: `hidden_size / heads`.
+    pub head_dim: Option<usize>,
+    pub max_position_embeddings: usize,
+    pub rms_norm_eps: f32,
+    pub sliding_window: Option<usize>,
+}
 
-    if let Some(method) = config.get("quantization_config") {
+/// Reads a config. A field that is absent or null has its family's default, as Transformers has it.
+///
+/// # Errors
+/// [`ModelError`] names the field that is wrong, missing or of a feature that is not implemented.
+pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
+    let object = object(json, "config.json")?;
+    let json = JsonFields { object: &object, parent: "" };
+    let architecture = architecture(&json)?;
+    if let Some(method) = json.get("quantization_config") {
         let name = method.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
         return Err(unsupported("quantization_config.quant_method", name, "use unquantized weights or a GGUF file"));
     }
     for field in ["is_encoder_decoder", "add_cross_attention"] {
-        if config.bool(field)?.unwrap_or(false) {
+        if json.bool(field)?.unwrap_or(false) {
             return Err(unsupported(field, true, "only decoder models run"));
         }
     }
-
-    let hidden_size = config.size("hidden_size")?.unwrap_or(defaults.hidden_size);
-    let heads = config.size("num_attention_heads")?.unwrap_or(defaults.heads);
-    if heads == 0 {
-        return Err(invalid("num_attention_heads", heads, "at least 1"));
-    }
-    let layers = config.size("num_hidden_layers")?.unwrap_or(defaults.layers);
-    let head_dim = config.size("head_dim")?.or(defaults.head_dim).unwrap_or(hidden_size / heads);
-    let max_position_embeddings = config.size("max_position_embeddings")?.unwrap_or(defaults.max_position_embeddings);
-    let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
-    let model = ModelConfig {
-        architecture,
-        vocab_size: config.size("vocab_size")?.unwrap_or(defaults.vocab_size),
-        hidden_size,
-        intermediate_size: config.size("intermediate_size")?.unwrap_or(defaults.intermediate_size),
-        layers,
-        heads,
-        kv_heads: config.size("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads),
-        head_dim,
-        rms_norm_eps: config.float("rms_norm_eps")?.map_or(defaults.rms_norm_eps, |eps| eps as f32),
-        rope: rope(&config, head_dim, max_position_embeddings)?,
-        activation: activation(config.str("hidden_act")?.unwrap_or("silu"))?,
-        tied_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(false),
-        qkv_bias: architecture == Architecture::Qwen2 || attention_bias,
-        output_bias: attention_bias && architecture != Architecture::Qwen2,
-        mlp_bias: config.bool("mlp_bias")?.unwrap_or(false) && architecture == Architecture::Llama,
-        qk_norm: architecture == Architecture::Qwen3,
-        windows: windows(&config, architecture, layers)?,
-        max_position_embeddings,
-        eos_ids: config.ids("eos_token_id")?,
-    };
+    let family = architecture.family();
+    let model = (family.describe)(&Fields::Hub(HubFields { json, architecture, defaults: &family.hub_defaults }))?;
     model.validate()?;
     Ok(model)
 }
 
 /// End-of-sequence ids of a `generation_config.json`.
 pub(crate) fn eos_ids_of_generation_config(json: &[u8]) -> Result<Vec<u32>, ModelError> {
-    let parsed: Value = serde_json::from_slice(json)
-        .map_err(|e| ModelError::Json { file: "generation_config.json".into(), reason: e.to_string() })?;
-    match parsed {
-        Value::Object(object) => Fields { object: &object, parent: "" }.ids("eos_token_id"),
-        _ => Err(ModelError::Json { file: "generation_config.json".into(), reason: "it is no object".into() }),
+    let object = object(json, "generation_config.json")?;
+    JsonFields { object: &object, parent: "" }.ids("eos_token_id")
+}
+
+fn object(json: &[u8], file: &str) -> Result<Map<String, Value>, ModelError> {
+    let error = |reason| ModelError::Json { file: file.to_owned(), reason };
+    match serde_json::from_slice(json).map_err(|e| error(e.to_string()))? {
+        Value::Object(object) => Ok(object),
+        _ => Err(error("it is no object".to_owned())),
     }
 }
 
-fn architecture(config: &Fields<'_>) -> Result<Architecture, ModelError> {
+fn architecture(config: &JsonFields<'_>) -> Result<Architecture, ModelError> {
     if let Some(name) = config.str("model_type")? {
         return Architecture::from_hub(name);
     }
@@ -86,47 +76,103 @@ fn architecture(config: &Fields<'_>) -> Result<Architecture, ModelError> {
     }
 }
 
-fn activation(name: &str) -> Result<ActivationKind, ModelError> {
-    match name {
-        "silu" | "swish" => Ok(ActivationKind::Silu),
-        "gelu_pytorch_tanh" | "gelu_new" => Ok(ActivationKind::GeluTanh),
-        _ => Err(unsupported("hidden_act", name, "silu or gelu_pytorch_tanh would be")),
+/// A hub config of a known family.
+#[derive(Debug)]
+pub(in crate::model) struct HubFields<'a> {
+    pub(super) json: JsonFields<'a>,
+    pub(super) architecture: Architecture,
+    pub(super) defaults: &'a HubDefaults,
+}
+
+impl HubFields<'_> {
+    pub(super) fn activation(&self) -> Result<Option<ActivationKind>, ModelError> {
+        match self.json.str("hidden_act")? {
+            None => Ok(None),
+            Some("silu" | "swish") => Ok(Some(ActivationKind::Silu)),
+            Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Some(ActivationKind::GeluTanh)),
+            Some(name) => Err(unsupported("hidden_act", name, "silu or gelu_pytorch_tanh would be")),
+        }
+    }
+
+    pub(super) fn head(&self) -> Result<OutputHead, ModelError> {
+        let is_tied = self.json.bool("tie_word_embeddings")?.unwrap_or(false);
+        Ok(if is_tied { OutputHead::Tied } else { OutputHead::Untied })
+    }
+
+    #[allow(clippy::cast_possible_truncation)] // at most head_dim
+    pub(super) fn rope(&self, sizes: &Sizes) -> Result<RopeConfig, ModelError> {
+        let config = &self.json;
+        let parameters = config.object("rope_parameters")?;
+        let scaling = match &parameters {
+            Some(parameters) => Some(*parameters),
+            None => config.object("rope_scaling")?,
+        };
+        if let Some(scaling) = scaling
+            && let Some((kind, _)) = scaling.object.iter().find(|(_, value)| value.is_object())
+        {
+            // Transformers 5 nests one set a layer type; none of these families has more than one.
+            return Err(unsupported(&scaling.name(kind), "a set of its own", "one set for all layers would be"));
+        }
+        let nested = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.float(field));
+        let either = |field: &str| -> Result<Option<f64>, ModelError> { Ok(nested(field)?.or(config.float(field)?)) };
+        let rotary_factor = either("partial_rotary_factor")?.unwrap_or(1.0);
+        if !(rotary_factor > 0.0 && rotary_factor <= 1.0) {
+            return Err(invalid("partial_rotary_factor", rotary_factor, "a number above 0 and up to 1"));
+        }
+        // Some configs keep the first training's length beside the parameters.
+        let original = config.size("original_max_position_embeddings")?.unwrap_or(sizes.max_position_embeddings);
+        let scaling = scaling.map_or(Ok(RopeScaling::Default), |scaling| rope_scaling(&scaling, original))?;
+        scaling.validate()?;
+        Ok(RopeConfig {
+            theta: either("rope_theta")?.unwrap_or(10_000.0),
+            scaling,
+            divisors: None,
+            dim: (sizes.head_dim as f64 * rotary_factor) as usize,
+            style: RopeStyle::Half,
+        })
+    }
+
+    /// Window of each layer: by `layer_types` if given, else by the family's rule.
+    pub(super) fn windows(&self, rule: WindowRule, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
+        let config = &self.json;
+        // Null says "none" here, unlike for sizes.
+        let window = if config.object.contains_key("sliding_window") {
+            config.size("sliding_window")?
+        } else {
+            self.defaults.sliding_window
+        };
+        let is_on = match rule {
+            WindowRule::None => false,
+            WindowRule::All => true,
+            WindowRule::Switched { .. } => config.bool("use_sliding_window")?.unwrap_or(false),
+        };
+        let window = match window.filter(|_| is_on) {
+            Some(0) => return Err(invalid("sliding_window", 0, "at least 1, or null for none")),
+            Some(w) => Some(u32::try_from(w).map_err(|_| invalid("sliding_window", w, "a 32-bit number"))?),
+            None => None,
+        };
+        let Some(types) = config.list("layer_types")? else {
+            let first_layer = match rule {
+                WindowRule::None | WindowRule::All => 0,
+                WindowRule::Switched { first_layer } => config.size("max_window_layers")?.unwrap_or(first_layer),
+            };
+            return Ok((0..layers).map(|layer| window.filter(|_| layer >= first_layer)).collect());
+        };
+        if types.len() != layers {
+            let expected = format!("one entry for each of {layers} layers");
+            return Err(invalid("layer_types", format!("{} entries", types.len()), &expected));
+        }
+        let window_of = |kind: &Value| match kind.as_str() {
+            Some("full_attention") => Ok(None),
+            Some("sliding_attention") if window.is_some() => Ok(window),
+            Some("sliding_attention") => Err(invalid("layer_types", "sliding_attention", "a sliding_window with it")),
+            _ => Err(unsupported("layer_types", kind, "full_attention or sliding_attention would be")),
+        };
+        types.iter().map(window_of).collect()
     }
 }
 
-#[allow(clippy::cast_possible_truncation)] // at most head_dim
-fn rope(config: &Fields<'_>, head_dim: usize, max_positions: usize) -> Result<RopeConfig, ModelError> {
-    let parameters = config.object("rope_parameters")?;
-    let scaling = match &parameters {
-        Some(parameters) => Some(*parameters),
-        None => config.object("rope_scaling")?,
-    };
-    if let Some(scaling) = scaling
-        && let Some((kind, _)) = scaling.object.iter().find(|(_, value)| value.is_object())
-    {
-        // Transformers 5 nests one set a layer type; none of these families has more than one.
-        return Err(unsupported(&scaling.name(kind), "a set of its own", "one set for all layers would be"));
-    }
-    let nested = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.float(field));
-    let either = |field: &str| -> Result<Option<f64>, ModelError> { Ok(nested(field)?.or(config.float(field)?)) };
-    let rotary_factor = either("partial_rotary_factor")?.unwrap_or(1.0);
-    if !(rotary_factor > 0.0 && rotary_factor <= 1.0) {
-        return Err(invalid("partial_rotary_factor", rotary_factor, "a number above 0 and up to 1"));
-    }
-    // Some configs keep the first training's length beside the parameters.
-    let original = config.size("original_max_position_embeddings")?.unwrap_or(max_positions);
-    let scaling = scaling.map_or(Ok(RopeScaling::Default), |scaling| rope_scaling(&scaling, original))?;
-    scaling.validate()?;
-    Ok(RopeConfig {
-        theta: either("rope_theta")?.unwrap_or(10_000.0),
-        scaling,
-        divisors: None,
-        dim: (head_dim as f64 * rotary_factor) as usize,
-        style: RopeStyle::Half,
-    })
-}
-
-fn rope_scaling(scaling: &Fields<'_>, default_original: usize) -> Result<RopeScaling, ModelError> {
+fn rope_scaling(scaling: &JsonFields<'_>, default_original: usize) -> Result<RopeScaling, ModelError> {
     let kind = scaling.str("rope_type")?.or(scaling.str("type")?).unwrap_or("default");
     let need =
         |field: &str| scaling.float(field)?.ok_or_else(|| ModelError::MissingField { field: scaling.name(field) });
@@ -158,69 +204,21 @@ fn rope_scaling(scaling: &Fields<'_>, default_original: usize) -> Result<RopeSca
     }
 }
 
-/// Window of each layer: `layer_types` if given, else the family's older rule.
-fn windows(config: &Fields<'_>, arch: Architecture, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
-    let defaults = arch.hub_defaults();
-    // Null says "none" here, unlike for sizes.
-    let window = if config.object.contains_key("sliding_window") {
-        config.size("sliding_window")?
-    } else {
-        defaults.sliding_window
-    };
-    let on = match arch {
-        Architecture::Llama => false,
-        // Mistral's class has no such switch.
-        Architecture::Mistral => true,
-        Architecture::Qwen2 | Architecture::Qwen3 => config.bool("use_sliding_window")?.unwrap_or(false),
-    };
-    let window = match window.filter(|_| on) {
-        Some(0) => return Err(invalid("sliding_window", 0, "at least 1, or null for none")),
-        Some(w) => Some(u32::try_from(w).map_err(|_| invalid("sliding_window", w, "a 32-bit number"))?),
-        None => None,
-    };
-    if layers > 1 << 20 {
-        return Err(invalid("num_hidden_layers", layers, "at most 2^20"));
-    }
-    if let Some(types) = config.list("layer_types")? {
-        if types.len() != layers {
-            let expected = format!("one entry for each of {layers} layers");
-            return Err(invalid("layer_types", format!("{} entries", types.len()), &expected));
-        }
-        return types
-            .iter()
-            .map(|kind| match kind.as_str() {
-                Some("full_attention") => Ok(None),
-                Some("sliding_attention") if window.is_some() => Ok(window),
-                Some("sliding_attention") => {
-                    Err(invalid("layer_types", "sliding_attention", "a sliding_window with it"))
-                }
-                _ => Err(unsupported("layer_types", kind, "full_attention or sliding_attention would be")),
-            })
-            .collect();
-    }
-    // Qwen's older rule: layers from `max_window_layers` on have the window.
-    let first_windowed = match arch {
-        Architecture::Qwen2 | Architecture::Qwen3 => config.size("max_window_layers")?.unwrap_or(28),
-        _ => 0,
-    };
-    Ok((0..layers).map(|layer| window.filter(|_| layer >= first_windowed)).collect())
-}
-
 /// Typed access to a JSON object; null counts as absent.
-#[derive(Clone, Copy)]
-struct Fields<'a> {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct JsonFields<'a> {
     object: &'a Map<String, Value>,
     /// The field that holds the object, for errors; empty for the config itself.
     parent: &'static str,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> JsonFields<'a> {
     fn get(&self, field: &str) -> Option<&'a Value> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
     /// The field's name with its path.
-    fn name(&self, field: &str) -> String {
+    pub(super) fn name(&self, field: &str) -> String {
         if self.parent.is_empty() { field.to_owned() } else { format!("{}.{field}", self.parent) }
     }
 
@@ -236,15 +234,15 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn size(&self, field: &str) -> Result<Option<usize>, ModelError> {
+    pub(super) fn size(&self, field: &str) -> Result<Option<usize>, ModelError> {
         self.typed(field, "a whole number of at least 0", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
-    fn float(&self, field: &str) -> Result<Option<f64>, ModelError> {
+    pub(super) fn float(&self, field: &str) -> Result<Option<f64>, ModelError> {
         self.typed(field, "a number", Value::as_f64)
     }
 
-    fn bool(&self, field: &str) -> Result<Option<bool>, ModelError> {
+    pub(super) fn bool(&self, field: &str) -> Result<Option<bool>, ModelError> {
         self.typed(field, "true or false", Value::as_bool)
     }
 
@@ -262,7 +260,7 @@ impl<'a> Fields<'a> {
     }
 
     /// One id or a list of ids.
-    fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
+    pub(super) fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         let read = |v: &Value| match v {
             Value::Array(list) => list.iter().map(id).collect(),

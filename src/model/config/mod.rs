@@ -1,12 +1,25 @@
-//! What every model description becomes.
+//! The description of a model, which every form of it becomes.
 
+mod fields;
 pub(super) mod gguf;
 pub(super) mod hub;
+mod layer;
+mod tensor_names;
+
+pub(super) use fields::{Fields, Sizes, WindowRule};
+pub(super) use hub::HubDefaults;
+pub use layer::{
+    AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, NormConfig, NormPlacement, QkNorm,
+};
+pub(super) use tensor_names::TensorNames;
 
 use super::rope::RopeScaling;
 use super::{Architecture, ModelError};
-use crate::graph::{ActivationKind, RopeStyle};
+use crate::graph::RopeStyle;
 use crate::model::error::invalid;
+
+/// Most layers of a model: a description is refused before it makes a larger table.
+const MAX_LAYERS: usize = 1 << 16;
 
 /// How positions enter queries and keys.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,109 +36,171 @@ pub struct RopeConfig {
     pub style: RopeStyle,
 }
 
-/// A decoder-only transformer, whatever file it was described in.
+/// Where the output projection's weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OutputHead {
+    /// From the embedding table.
+    Tied,
+    /// From a matrix of their own.
+    Untied,
+}
+
+/// A decoder-only transformer: what holds for the whole model, and its layers one by one.
+///
+/// It names no file form and no family's rules: [`decoder_graph`](super::decoder_graph) draws the graph from it alone.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-#[allow(clippy::struct_excessive_bools)] // independent facts of a model
 pub struct ModelConfig {
-    /// Family.
+    /// Family, for reports.
     pub architecture: Architecture,
     /// Rows of the embedding table.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
-    pub intermediate_size: usize,
-    /// Transformer layers.
-    pub layers: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Elements a head.
-    pub head_dim: usize,
-    /// Added to the mean square in each norm.
-    pub rms_norm_eps: f32,
-    /// Positions.
-    pub rope: RopeConfig,
-    /// Activation of the gate.
-    pub activation: ActivationKind,
-    /// Whether logits come from the embedding table.
-    pub tied_embeddings: bool,
-    /// Bias on queries, keys and values.
-    pub qkv_bias: bool,
-    /// Bias on attention's output projection.
-    pub output_bias: bool,
-    /// Bias on the MLP's projections.
-    pub mlp_bias: bool,
-    /// Norm on each query and key head.
-    pub qk_norm: bool,
-    /// Keys each layer's rows may see (themselves included); one entry a layer.
-    pub windows: Vec<Option<u32>>,
+    /// The layers in order.
+    pub layers: Vec<LayerConfig>,
+    /// The rotations that layers point to.
+    pub ropes: Vec<RopeConfig>,
+    /// Norm after the last layer.
+    pub final_norm: NormConfig,
+    /// Output projection.
+    pub head: OutputHead,
     /// Longest sequence it was made for.
     pub max_position_embeddings: usize,
     /// End-of-sequence ids of the description.
     pub eos_ids: Vec<u32>,
+    /// Names of its tensors.
+    pub(super) tensors: &'static TensorNames,
 }
 
 impl ModelConfig {
-    /// Checks sizes against each other, so that the graph can be built without a doubt.
-    pub fn validate(&self) -> Result<(), ModelError> {
-        // Upper bounds keep products far from overflow, and tables that are made from a size alone small.
-        let positive = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.layers),
-            ("num_attention_heads", self.heads),
-            ("num_key_value_heads", self.kv_heads),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ];
-        for (field, value) in positive {
-            if value == 0 || value > 1 << 28 {
-                return Err(invalid(field, value, "a size from 1 to 2^28"));
-            }
-        }
-        if self.head_dim == 0 || self.head_dim > 1 << 16 {
-            return Err(invalid("head_dim", self.head_dim, "a size from 1 to 2^16"));
-        }
-        if !self.heads.is_multiple_of(self.kv_heads) {
-            return Err(invalid("num_key_value_heads", self.kv_heads, &format!("a divisor of {} heads", self.heads)));
-        }
-        if !self.rope.dim.is_multiple_of(2) || self.rope.dim == 0 || self.rope.dim > self.head_dim {
-            let expected = format!("an even number up to head_dim {}", self.head_dim);
-            return Err(invalid("rotary dimension", self.rope.dim, &expected));
-        }
-        if self.windows.len() != self.layers {
-            let expected = format!("one window for each of {} layers", self.layers);
-            return Err(invalid("windows", format!("{} entries", self.windows.len()), &expected));
-        }
-        if self.windows.contains(&Some(0)) {
-            return Err(invalid("sliding_window", 0, "at least 1, or none"));
-        }
-        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
-            return Err(invalid("rms_norm_eps", self.rms_norm_eps, "a finite number of at least 0"));
-        }
-        if !(self.rope.theta.is_finite() && self.rope.theta > 0.0) {
-            return Err(invalid("rope_theta", self.rope.theta, "a finite number above 0"));
-        }
-        self.rope.scaling.validate()?;
-        // Each of the parameters may be sound and the frequencies still not be.
-        let (inv_freq, factor) = self.rope.scaling.inv_freq(self.rope.dim, self.rope.theta);
-        if !factor.is_finite() || !inv_freq.iter().all(|f| f.is_finite()) {
-            let value = format!("{:?} with rope_theta {}", self.rope.scaling, self.rope.theta);
-            return Err(invalid("rope_scaling", value, "parameters that give finite frequencies"));
-        }
-        Ok(())
+    /// Key and value heads of a layer; all layers have as many.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_shape().0
     }
 
-    /// Weights' count of parameters, embeddings included once where tied; biases and head norms are left out.
-    pub fn parameters(&self) -> u64 {
-        let product = |factors: [usize; 3]| factors.iter().fold(1u64, |n, &m| n.saturating_mul(m as u64));
-        let projections = product([self.hidden_size, 2 * self.head_dim, self.heads.saturating_add(self.kv_heads)]);
-        let mlp = product([3, self.hidden_size, self.intermediate_size]);
-        let layer = projections.saturating_add(mlp).saturating_add(2 * self.hidden_size as u64);
-        let tables = product([if self.tied_embeddings { 1 } else { 2 }, self.vocab_size, self.hidden_size]);
-        layer.saturating_mul(self.layers as u64).saturating_add(tables).saturating_add(self.hidden_size as u64)
+    /// Elements of a key or value head; those of all layers have as many.
+    pub fn head_dim(&self) -> usize {
+        self.kv_shape().1
     }
+
+    fn kv_shape(&self) -> (usize, usize) {
+        self.layers.first().map_or((0, 0), |layer| {
+            let AttentionConfig::GroupedQuery(attention) = &layer.attention;
+            (attention.kv_heads, attention.head_dim)
+        })
+    }
+
+    /// Checks sizes against each other, so that the graph can be built without a doubt.
+    ///
+    /// # Errors
+    /// [`ModelError::InvalidField`] with the field's name in a hub config.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        size("vocab_size", self.vocab_size)?;
+        size("hidden_size", self.hidden_size)?;
+        size("max_position_embeddings", self.max_position_embeddings)?;
+        layer_count("num_hidden_layers", self.layers.len())?;
+        for layer in &self.layers {
+            self.check_layer(layer)?;
+        }
+        for rope in &self.ropes {
+            check_rope(rope)?;
+        }
+        check_norm(self.final_norm)
+    }
+
+    fn check_layer(&self, layer: &LayerConfig) -> Result<(), ModelError> {
+        let AttentionConfig::GroupedQuery(attention) = &layer.attention;
+        self.check_attention(attention)?;
+        let MlpConfig::Gated(mlp) = &layer.mlp;
+        size("intermediate_size", mlp.intermediate_size)?;
+        let NormPlacement::Pre(norm) = layer.norms;
+        check_norm(norm)
+    }
+
+    fn check_attention(&self, attention: &GroupedQueryAttention) -> Result<(), ModelError> {
+        let GroupedQueryAttention { heads, kv_heads, head_dim, qk_norm, rope, window, scale, .. } = *attention;
+        size("num_attention_heads", heads)?;
+        size("num_key_value_heads", kv_heads)?;
+        if head_dim == 0 || head_dim > 1 << 16 {
+            return Err(invalid("head_dim", head_dim, "a size from 1 to 2^16"));
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(invalid("num_key_value_heads", kv_heads, &format!("a divisor of {heads} heads")));
+        }
+        // The KV cache has blocks of one shape.
+        if (kv_heads, head_dim) != self.kv_shape() {
+            let (first_heads, first_dim) = self.kv_shape();
+            let expected = format!("{first_heads} heads of {first_dim} in every layer, as in the first");
+            return Err(invalid("num_key_value_heads", format!("{kv_heads} heads of {head_dim}"), &expected));
+        }
+        if let Some(index) = rope {
+            let Some(rope) = self.ropes.get(index) else {
+                return Err(invalid("rope", index, &format!("an index below {}", self.ropes.len())));
+            };
+            if !rope.dim.is_multiple_of(2) || rope.dim == 0 || rope.dim > head_dim {
+                let expected = format!("an even number up to head_dim {head_dim}");
+                return Err(invalid("rotary dimension", rope.dim, &expected));
+            }
+        }
+        if window == Some(0) {
+            return Err(invalid("sliding_window", 0, "at least 1, or none"));
+        }
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(invalid("attention scale", scale, "a finite number above 0"));
+        }
+        qk_norm.map_or(Ok(()), |QkNorm::EachHead(norm)| check_norm(norm))
+    }
+
+    /// Number of parameters: embeddings count once where tied; biases and head norms are left out.
+    pub fn parameters(&self) -> u64 {
+        let product = |factors: &[usize]| factors.iter().fold(1u64, |n, &m| n.saturating_mul(m as u64));
+        let of_layer = |layer: &LayerConfig| {
+            let AttentionConfig::GroupedQuery(attention) = &layer.attention;
+            let heads = attention.heads.saturating_add(attention.kv_heads);
+            let projections = product(&[2, self.hidden_size, attention.head_dim, heads]);
+            let MlpConfig::Gated(mlp) = &layer.mlp;
+            let mlp = product(&[3, self.hidden_size, mlp.intermediate_size]);
+            let NormPlacement::Pre(_) = layer.norms;
+            projections.saturating_add(mlp).saturating_add(product(&[2, self.hidden_size]))
+        };
+        let tables = match self.head {
+            OutputHead::Tied => 1,
+            OutputHead::Untied => 2,
+        };
+        let tables = product(&[tables, self.vocab_size, self.hidden_size]);
+        let layers = self.layers.iter().map(of_layer).fold(0, u64::saturating_add);
+        layers.saturating_add(tables).saturating_add(self.hidden_size as u64)
+    }
+}
+
+/// A size that keeps products far from overflow, and tables that are made from it alone small.
+fn size(field: &str, value: usize) -> Result<(), ModelError> {
+    if value == 0 || value > 1 << 28 { Err(invalid(field, value, "a size from 1 to 2^28")) } else { Ok(()) }
+}
+
+/// A number of layers; checked before a table of them is made.
+fn layer_count(field: &str, layers: usize) -> Result<(), ModelError> {
+    let expected = "a number from 1 to 2^16";
+    if layers == 0 || layers > MAX_LAYERS { Err(invalid(field, layers, expected)) } else { Ok(()) }
+}
+
+fn check_norm(NormConfig::Rms { eps }: NormConfig) -> Result<(), ModelError> {
+    let sound = eps.is_finite() && eps >= 0.0;
+    if sound { Ok(()) } else { Err(invalid("rms_norm_eps", eps, "a finite number of at least 0")) }
+}
+
+fn check_rope(rope: &RopeConfig) -> Result<(), ModelError> {
+    if !(rope.theta.is_finite() && rope.theta > 0.0) {
+        return Err(invalid("rope_theta", rope.theta, "a finite number above 0"));
+    }
+    rope.scaling.validate()?;
+    // Each of the parameters may be sound and the frequencies still not be.
+    let (inv_freq, factor) = rope.scaling.inv_freq(rope.dim, rope.theta);
+    if !factor.is_finite() || !inv_freq.iter().all(|f| f.is_finite()) {
+        let value = format!("{:?} with rope_theta {}", rope.scaling, rope.theta);
+        return Err(invalid("rope_scaling", value, "parameters that give finite frequencies"));
+    }
+    Ok(())
 }

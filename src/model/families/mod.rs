@@ -1,115 +1,134 @@
-//! The architectures this crate implements, with what a description leaves unsaid.
+//! The families of models this crate implements, one file each.
+//!
+//! A family's file says what its models are called, how their files spell and order tensors, what its hub configs leave
+//! unsaid, and what a layer of it is. Nothing else in the crate knows a family.
 
 use super::ModelError;
-use crate::weights::gguf::{Conventions, NameTable, QkRows};
+use super::config::{Fields, HubDefaults, ModelConfig, TensorNames};
+use crate::weights::gguf::Conventions;
 
-/// A family of models with one graph shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Architecture {
-    /// Llama 1 to 3 and what is built alike (SmolLM2, `TinyLlama` …).
-    Llama,
-    /// Mistral: Llama with a sliding window.
-    Mistral,
-    /// Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values.
-    Qwen2,
-    /// Qwen3: Llama with a norm on each query and key head.
-    Qwen3,
+/// What there is to know of a family.
+#[derive(Debug)]
+pub(super) struct Family {
+    /// Name in errors and reports.
+    pub name: &'static str,
+    /// What hub configs call it: values of `model_type`, and class names in `architectures`.
+    pub hub_names: &'static [&'static str],
+    /// What GGUF files call it: values of `general.architecture`.
+    pub gguf_names: &'static [&'static str],
+    /// How its GGUF files spell and order tensors.
+    pub gguf: Conventions,
+    /// Its tensors' names on the hub.
+    pub tensors: TensorNames,
+    /// What its hub configs leave unsaid.
+    pub hub_defaults: HubDefaults,
+    /// Makes the description of a model.
+    pub describe: fn(&Fields<'_>) -> Result<ModelConfig, ModelError>,
 }
 
-/// Values a hub config may leave out: those of the family's configuration class in Transformers 5, which does not write
-/// a field that has its default.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct HubDefaults {
-    pub vocab_size: usize,
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub layers: usize,
-    pub heads: usize,
-    /// None: as many as `heads`.
-    pub kv_heads: Option<usize>,
-    /// None: `hidden_size / heads`.
-    pub head_dim: Option<usize>,
-    pub max_position_embeddings: usize,
-    pub rms_norm_eps: f32,
-    pub sliding_window: Option<usize>,
+macro_rules! families {
+    ($($module:ident: $variant:ident = $doc:literal,)+) => {
+        $(mod $module;)+
+
+        /// A family of models.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Architecture {
+            $(#[doc = $doc] $variant,)+
+        }
+
+        impl Architecture {
+            /// All families.
+            pub const ALL: &[Self] = &[$(Self::$variant,)+];
+
+            pub(super) const fn family(self) -> &'static Family {
+                match self {
+                    $(Self::$variant => &$module::FAMILY,)+
+                }
+            }
+        }
+    };
+}
+
+families! {
+    llama: Llama = "Llama 1 to 3 and models built alike (`SmolLM2`, `TinyLlama` …).",
+    mistral: Mistral = "Mistral: Llama with a sliding window.",
+    qwen2: Qwen2 = "Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values.",
+    qwen3: Qwen3 = "Qwen3: Llama with a norm on each query and key head.",
+}
+
+/// Serializes as its [`name`](Architecture::name).
+impl serde::Serialize for Architecture {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
 }
 
 impl Architecture {
     /// By the `model_type` of a hub config, or by the class name in `architectures`.
+    ///
+    /// # Errors
+    /// [`ModelError::UnsupportedArchitecture`] for a name that no family has.
     pub fn from_hub(name: &str) -> Result<Self, ModelError> {
-        match name {
-            "llama" | "LlamaForCausalLM" => Ok(Self::Llama),
-            "mistral" | "MistralForCausalLM" => Ok(Self::Mistral),
-            "qwen2" | "Qwen2ForCausalLM" => Ok(Self::Qwen2),
-            "qwen3" | "Qwen3ForCausalLM" => Ok(Self::Qwen3),
-            _ => Err(ModelError::UnsupportedArchitecture { name: name.to_owned() }),
-        }
+        Self::find(name, |family| family.hub_names)
     }
 
     /// By `general.architecture` of a GGUF file.
+    ///
+    /// # Errors
+    /// [`ModelError::UnsupportedArchitecture`] for a name that no family has.
     pub fn from_gguf(name: &str) -> Result<Self, ModelError> {
-        match name {
-            "llama" => Ok(Self::Llama),
-            "mistral" => Ok(Self::Mistral),
-            "qwen2" => Ok(Self::Qwen2),
-            "qwen3" => Ok(Self::Qwen3),
-            _ => Err(ModelError::UnsupportedArchitecture { name: name.to_owned() }),
-        }
+        Self::find(name, |family| family.gguf_names)
     }
 
     /// Name in errors and reports.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-        }
+        self.family().name
     }
 
-    pub(super) const fn hub_defaults(self) -> HubDefaults {
-        let llama = HubDefaults {
-            vocab_size: 32_000,
-            hidden_size: 4096,
-            intermediate_size: 11_008,
-            layers: 32,
-            heads: 32,
-            kv_heads: None,
-            head_dim: None,
-            max_position_embeddings: 2048,
-            rms_norm_eps: 1e-6,
-            sliding_window: None,
-        };
-        let qwen2 = HubDefaults {
-            vocab_size: 151_936,
-            intermediate_size: 22_016,
-            kv_heads: Some(32),
-            max_position_embeddings: 32_768,
-            sliding_window: Some(4096),
-            ..llama
-        };
-        match self {
-            Self::Llama => llama,
-            Self::Mistral => HubDefaults {
-                intermediate_size: 14_336,
-                kv_heads: Some(8),
-                max_position_embeddings: 4096 * 32,
-                sliding_window: Some(4096),
-                ..llama
-            },
-            Self::Qwen2 => qwen2,
-            Self::Qwen3 => HubDefaults { head_dim: Some(128), ..qwen2 },
-        }
+    fn find(name: &str, names: impl Fn(&Family) -> &'static [&'static str]) -> Result<Self, ModelError> {
+        let found = Self::ALL.iter().find(|architecture| names(architecture.family()).contains(&name));
+        found.copied().ok_or_else(|| ModelError::UnsupportedArchitecture { name: name.to_owned() })
     }
 }
 
 /// How GGUF files of an architecture spell and order tensors; none for architectures of no family here.
 pub fn gguf_conventions(architecture: &str) -> Option<Conventions> {
-    let qk_rows = match Architecture::from_gguf(architecture).ok()? {
-        Architecture::Llama | Architecture::Mistral => QkRows::InterleavedPairs,
-        Architecture::Qwen2 | Architecture::Qwen3 => QkRows::AsOnHub,
-    };
-    Some(Conventions { names: &NameTable::PRE_NORM, qk_rows })
+    Architecture::from_gguf(architecture).ok().map(|architecture| architecture.family().gguf)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn no_two_families_share_a_name() {
+        let lists: [fn(&Family) -> Vec<&'static str>; 3] =
+            [|family| vec![family.name], |family| family.hub_names.to_vec(), |family| family.gguf_names.to_vec()];
+        for names in lists {
+            let mut seen = HashSet::new();
+            for architecture in Architecture::ALL {
+                assert!(names(architecture.family()).into_iter().all(|name| seen.insert(name)), "{architecture:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn gguf_names_are_one_to_one_and_lead_to_the_hubs() {
+        for architecture in Architecture::ALL {
+            let Family { gguf, tensors, .. } = architecture.family();
+            let names = gguf.names;
+            assert!(names.is_one_to_one(), "{architecture:?}");
+            for hub in [tensors.embedding, tensors.final_norm, tensors.head] {
+                assert!(names.to_gguf(&format!("{hub}.weight")).is_some(), "{architecture:?}: {hub}");
+            }
+            let TensorNames { layers, attention_norm, query, key, value, attention_output, .. } = tensors;
+            let TensorNames { mlp_norm, gate, up, down, .. } = tensors;
+            for part in [attention_norm, query, key, value, attention_output, mlp_norm, gate, up, down] {
+                assert!(names.to_gguf(&format!("{layers}.0.{part}.weight")).is_some(), "{architecture:?}: {part}");
+            }
+        }
+    }
 }

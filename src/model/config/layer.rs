@@ -1,0 +1,104 @@
+//! One layer as data: its attention, its MLP, its norms and where they stand.
+//!
+//! Kinds are enums: a layer of another make is another variant and another arm of
+//! [`transformer`](crate::model::decoder_graph), not a flag.
+
+use crate::graph::ActivationKind;
+
+/// One transformer layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LayerConfig {
+    /// How rows see other rows.
+    pub attention: AttentionConfig,
+    /// What is computed of each row by itself.
+    pub mlp: MlpConfig,
+    /// The norms, and where they stand.
+    pub norms: NormPlacement,
+}
+
+impl LayerConfig {
+    pub(in crate::model) const fn new(attention: AttentionConfig, mlp: MlpConfig, norms: NormPlacement) -> Self {
+        Self { attention, mlp, norms }
+    }
+}
+
+/// How the rows of a sequence see each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum AttentionConfig {
+    /// Softmax attention in which query heads share key and value heads (MHA, GQA, MQA).
+    GroupedQuery(GroupedQueryAttention),
+}
+
+/// Softmax attention with a projection each for queries, keys, values and the output.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct GroupedQueryAttention {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Elements a head.
+    pub head_dim: usize,
+    /// Whether the query, key and value projections have a bias.
+    pub qkv_bias: bool,
+    /// Whether the output projection has a bias.
+    pub output_bias: bool,
+    /// Norm of queries and keys before they rotate.
+    pub qk_norm: Option<QkNorm>,
+    /// How positions enter queries and keys: an index into [`ModelConfig::ropes`](super::ModelConfig::ropes). None means
+    /// that they do not.
+    pub rope: Option<usize>,
+    /// Keys a row may see, itself included. None means all before it.
+    pub window: Option<u32>,
+    /// Factor on the scores.
+    pub scale: f32,
+}
+
+/// A norm of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum QkNorm {
+    /// Each head by itself, all heads with the same weights.
+    EachHead(NormConfig),
+}
+
+/// What a layer computes of each row by itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum MlpConfig {
+    /// `down(act(gate(x)) · up(x))`.
+    Gated(GatedMlp),
+}
+
+/// An MLP of three projections, one of which gates another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct GatedMlp {
+    /// Outputs of the gate and up projections.
+    pub intermediate_size: usize,
+    /// Activation of the gate.
+    pub activation: ActivationKind,
+    /// Whether the three projections have a bias.
+    pub bias: bool,
+}
+
+/// Where a layer's norms stand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum NormPlacement {
+    /// One before attention and one before the MLP: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+    Pre(NormConfig),
+}
+
+/// Kind of a norm. Its weights are the model's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum NormConfig {
+    /// `x / √(mean(x²) + eps) · weight`.
+    Rms {
+        /// Added to the mean square.
+        eps: f32,
+    },
+}
