@@ -101,6 +101,11 @@ impl GraphBuilder {
         self.push(Op::Activation(kind), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
+    /// x · factor.
+    pub fn scale(&mut self, x: ValueId, factor: f32, tag: &str) -> ValueId {
+        self.push(Op::Scale(factor), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
+    }
+
     /// Rotates each head of x.
     pub fn rope(&mut self, x: ValueId, angles: ValueId, head_dim: usize, style: RopeStyle, tag: &str) -> ValueId {
         self.push(Op::Rope { head_dim, style }, vec![x, angles], tag, self.rows(x), self.cols(x), Elem::F32)

@@ -123,6 +123,8 @@ pub enum Op {
     Mul,
     /// x → act(x).
     Activation(ActivationKind),
+    /// x → x · factor.
+    Scale(f32),
     /// x → x rounded to a narrower type.
     Cast(ActivationType),
     /// x → x · Wᵀ + b.
@@ -210,13 +212,14 @@ pub enum Op {
 
 impl Op {
     /// Names of all operations, so that tests can tell when one is left out.
-    pub const NAMES: [&str; 25] = [
+    pub const NAMES: [&str; 26] = [
         "embed",
         "rope_angles",
         "rms_norm",
         "add",
         "mul",
         "activation",
+        "scale",
         "cast",
         "linear",
         "rope",
@@ -252,25 +255,26 @@ impl Op {
             Self::Add => 3,
             Self::Mul => 4,
             Self::Activation(_) => 5,
-            Self::Cast(_) => 6,
-            Self::Linear(_) => 7,
-            Self::Rope { .. } => 8,
-            Self::KvWrite { .. } => 9,
-            Self::Attention(_) => 10,
-            Self::GatherRows => 11,
-            Self::ArgMax => 12,
-            Self::RowStatus => 13,
-            Self::Custom(_) => 14,
-            Self::AllReduce => 15,
-            Self::AllGather => 16,
-            Self::AddRmsNorm { .. } => 17,
-            Self::NormCast { .. } => 18,
-            Self::QkNormRope { .. } => 19,
-            Self::RopeKvWrite { .. } => 20,
-            Self::ActMul(_) => 21,
-            Self::LinearMulti(_) => 22,
-            Self::SwigluLinear { .. } => 23,
-            Self::LinearArgMax(_) => 24,
+            Self::Scale(_) => 6,
+            Self::Cast(_) => 7,
+            Self::Linear(_) => 8,
+            Self::Rope { .. } => 9,
+            Self::KvWrite { .. } => 10,
+            Self::Attention(_) => 11,
+            Self::GatherRows => 12,
+            Self::ArgMax => 13,
+            Self::RowStatus => 14,
+            Self::Custom(_) => 15,
+            Self::AllReduce => 16,
+            Self::AllGather => 17,
+            Self::AddRmsNorm { .. } => 18,
+            Self::NormCast { .. } => 19,
+            Self::QkNormRope { .. } => 20,
+            Self::RopeKvWrite { .. } => 21,
+            Self::ActMul(_) => 22,
+            Self::LinearMulti(_) => 23,
+            Self::SwigluLinear { .. } => 24,
+            Self::LinearArgMax(_) => 25,
         }
     }
 
@@ -301,6 +305,7 @@ impl fmt::Display for Op {
         f.write_str(self.name())?;
         match self {
             Self::Activation(kind) | Self::ActMul(kind) => write!(f, "<{kind:?}>"),
+            Self::Scale(factor) => write!(f, "<{factor}>"),
             Self::Rope { style, .. } | Self::QkNormRope { style, .. } => write!(f, "<{style:?}>"),
             Self::KvWrite { layer } => write!(f, "<layer {layer}>"),
             Self::RopeKvWrite { layer, style, norm, .. } => {

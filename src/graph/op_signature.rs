@@ -72,6 +72,10 @@ impl Operands<'_> {
             Op::RmsNorm(norm) => self.norm_of(norm, Elem::F32),
             Op::NormCast { norm, to } => self.norm_of(norm, to.elem()),
             Op::Activation(_) | Op::AllReduce => self.map(Elem::F32),
+            Op::Scale(factor) => {
+                must(factor.is_finite(), || format!("a factor of {factor}, expected a finite one"))?;
+                self.map(Elem::F32)
+            }
             Op::Cast(to) => self.map(to.elem()),
             Op::Custom(_) => {
                 let [x] = self.inputs()?;

@@ -426,6 +426,10 @@ fn all_cases_agree(machines: &[Machine], wanted: impl Fn(&Graph) -> bool) -> BTr
                 case.one(Op::Activation(kind), &[x], cols)
             });
         }
+        check("scale", &|case| {
+            let x = case.input(cols);
+            case.one(Op::Scale(0.22), &[x], cols)
+        });
         for output in 0..2 {
             check("add_rms_norm", &|case| {
                 let (inputs, norm) = ([case.input(cols), case.input(cols)], case.norm(cols));

@@ -146,6 +146,25 @@ fn steps_cost_what_one_counts_by_hand() {
     assert_eq!((linear.launches, linear.cost.weight_bytes), (8, 4 * 96 * 32 + 128 + 192 * 34 + 640));
 }
 
+/// A factor costs an operation an element, whatever it is, and moves the rows in and out.
+#[test]
+fn a_scale_costs_one_operation_an_element() {
+    let mut graph = GraphBuilder::new();
+    let (shape, dtype, role) = (vec![10, 32], DType::F32, WeightRole::Matrix);
+    let table = graph.weight(Weight { name: "table".into(), shape, dtype, role, slice: None });
+    let x = graph.embed(table, "x");
+    let x = graph.scale(x, 12.0, "x_scaled");
+    let wanted = graph.gather_rows(x, "wanted");
+    let wanted = graph.scale(wanted, 0.125, "wanted_scaled");
+    let logits = graph.linear(wanted, LinearPart { weight: table, bias: None }, "logits");
+    let graph = graph.finish(x, logits);
+    assert!(graph.dump().contains("wanted_scaled[logit_rows,32]f32 = scale<0.125>(wanted)"), "{}", graph.dump());
+    let plan = plan(&graph, Numerics::Exact, 3);
+    let costs = plan.step_costs(&CostShape::from_batch(&[3], &[5], 1, None, 2));
+    let scales = plan.steps.iter().zip(costs).filter(|(step, _)| step.op.name() == "scale").map(|(_, cost)| cost);
+    assert_eq!(scales.collect::<Vec<_>>(), [cost(3 * 32, 0, 3 * 256, 0), cost(32, 0, 256, 0)]);
+}
+
 #[test]
 fn fused_steps_cost_the_same_work_and_move_less() {
     let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);

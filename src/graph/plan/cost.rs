@@ -287,7 +287,7 @@ impl Costed<'_> {
             Op::AllReduce => product([u64::from(self.plan.rank.of.saturating_sub(1)), input(0)]),
             Op::RopeAngles { .. } => product([ANGLE_FLOPS, self.elements(self.step.outputs[0])]) / 2,
             Op::RmsNorm(_) => product([NORM_FLOPS, input(0)]),
-            Op::Add | Op::Mul => input(0),
+            Op::Add | Op::Mul | Op::Scale(_) => input(0),
             Op::Activation(kind) => product([activation_flops(*kind), input(0)]),
             Op::Cast(to) => product([cast_flops(*to), input(0)]),
             Op::Linear(part) | Op::LinearArgMax(part) => self.product_flops(part.weight, part.bias.is_some()),

@@ -264,6 +264,7 @@ impl Lowering {
             Op::Add => op_of(AclnnOp::Add { a: input(0), b: input(1), out: output(0) }),
             Op::Mul => op_of(AclnnOp::Mul { a: input(0), b: input(1), out: output(0) }),
             Op::Activation(kind) => op_of(activation(*kind, input(0), output(0))),
+            Op::Scale(factor) => op_of(AclnnOp::Scale { x: input(0), factor: *factor, out: output(0) }),
             Op::Cast(_) => op_of(AclnnOp::Copy { dst: output(0), src: input(0) }),
             Op::Linear(part) => {
                 let x = self.multiplied(std::slice::from_ref(part), input(0), &mut op_of)?;

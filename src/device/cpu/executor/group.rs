@@ -130,6 +130,7 @@ impl GroupContext<'_> {
             Op::Add => self.add(step, then),
             Op::Mul => self.mul(step, then),
             Op::Activation(kind) => self.activation(*kind, step, then),
+            Op::Scale(factor) => self.scale(*factor, step, then),
             Op::Cast(to) => self.cast(*to, step, then),
             Op::Linear(part) => self.linear(part, step.inputs[0], step.outputs[0], then),
             Op::Rope { head_dim, style } => self.rope((*head_dim, *style), None, step, then),

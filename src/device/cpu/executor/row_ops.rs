@@ -7,7 +7,7 @@ use super::scratch::{Continuation, WorkerScratch};
 use crate::device::DeviceError;
 use crate::device::cpu::Isa;
 use crate::device::cpu::kernels::activation::{
-    add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, silu_mul_row, silu_row,
+    add_row, gelu_tanh_mul_row, gelu_tanh_row, mul_row, scale_row, silu_mul_row, silu_row,
 };
 use crate::device::cpu::kernels::argmax::{argmax_row, is_finite};
 use crate::device::cpu::kernels::cast::{F16_MAX, count_beyond, round_bf16_row, round_f16_row};
@@ -128,6 +128,14 @@ impl GroupContext<'_> {
                 ActivationKind::Silu => silu_row(isa, out),
                 ActivationKind::GeluTanh => gelu_tanh_row(isa, out),
             }
+        })
+    }
+
+    pub(super) fn scale(&self, factor: f32, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
+        let isa = self.isa();
+        self.map_rows(step, then, |x, out| {
+            out.copy_from_slice(x);
+            scale_row(isa, out, factor);
         })
     }
 

@@ -90,6 +90,13 @@ pub fn activation(kind: Activation, x: &[f32], out: &mut [f32]) {
     }
 }
 
+/// `out = x · factor`.
+pub fn scale(x: &[f32], factor: f32, out: &mut [f32]) {
+    for (y, x) in out.iter_mut().zip(x) {
+        *y = x * factor;
+    }
+}
+
 /// `out[r][n] = Σ_k x[r][k] · weight[n][k] + bias[n]`, with the weights already widened to f32.
 pub fn linear(x: &[f32], weight: &[f32], bias: Option<&[f32]>, inputs: usize, outputs: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs)) {

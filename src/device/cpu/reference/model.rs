@@ -130,6 +130,7 @@ impl ReferenceModel {
             Op::Add => vec![map(inputs[0], |out| reference::add(inputs[0], inputs[1], out))],
             Op::Mul => vec![map(inputs[0], |out| reference::mul(inputs[0], inputs[1], out))],
             Op::Activation(kind) => vec![activation(*kind, inputs[0])],
+            Op::Scale(factor) => vec![map(inputs[0], |out| reference::scale(inputs[0], *factor, out))],
             Op::Cast(to) => vec![cast(*to, inputs[0], self.cols(node, 0))],
             Op::Linear(part) => vec![self.linear(part, inputs[0])],
             Op::Rope { head_dim, style } => vec![self.rope(node, inputs, *head_dim, *style, None)],
