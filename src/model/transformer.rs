@@ -55,6 +55,9 @@ impl TransformerBuilder<'_> {
         let c = self.config;
         let embedding = self.matrix(c.tensors.embedding, c.vocab_size, c.hidden_size)?;
         let mut x = self.graph.embed(embedding, "x");
+        if let Some(factor) = c.embedding_scale {
+            x = self.graph.scale(x, factor, "x_scaled");
+        }
         let angles = c.ropes.iter().enumerate().map(|(index, rope)| self.rope_angles(index, rope));
         let angles = angles.collect::<Result<Vec<_>, _>>()?;
         x = self.customs_at(CustomSite::AfterEmbedding, x);
@@ -67,7 +70,11 @@ impl TransformerBuilder<'_> {
 
         self.graph.set_layer(None);
         let rows = self.graph.gather_rows(x, "wanted");
-        let h = self.norm(c.tensors.final_norm, c.final_norm, rows, c.hidden_size, "final")?;
+        let mut h = self.norm(c.tensors.final_norm, c.final_norm, rows, c.hidden_size, "final")?;
+        if let Some(factor) = c.logit_scale {
+            // The head is linear, and its input is narrower than its output.
+            h = self.graph.scale(h, factor, "final_scaled");
+        }
         let head = match c.head {
             OutputHead::Tied => embedding,
             OutputHead::Untied => self.matrix(c.tensors.head, c.vocab_size, c.hidden_size)?,
@@ -88,10 +95,16 @@ impl TransformerBuilder<'_> {
         let NormPlacement::Pre(norm) = layer.norms;
         let h = self.norm(&format!("{prefix}.{}", names.attention_norm), norm, x, hidden, "attn_in")?;
         let AttentionConfig::GroupedQuery(attention) = &layer.attention;
-        let a = self.attention(&prefix, index, attention, h, angles)?;
+        let mut a = self.attention(&prefix, index, attention, h, angles)?;
+        if let Some(factor) = layer.residual_scale {
+            a = self.graph.scale(a, factor, "attn_scaled");
+        }
         let x_mid = self.graph.add(x, a, "x_mid");
         let h = self.norm(&format!("{prefix}.{}", names.mlp_norm), norm, x_mid, hidden, "mlp_in")?;
-        let m = self.mlp(&prefix, &layer.mlp, h)?;
+        let mut m = self.mlp(&prefix, &layer.mlp, h)?;
+        if let Some(factor) = layer.residual_scale {
+            m = self.graph.scale(m, factor, "mlp_scaled");
+        }
         Ok(self.graph.add(x_mid, m, "x_out"))
     }
 

@@ -551,6 +551,9 @@ fn a_changed_configuration_is_checked_before_it_becomes_a_graph() {
     broken("num_attention_heads", &|config| attention_mut(&mut config.layers[0]).heads = 0);
     broken("head_dim", &|config| attention_mut(&mut config.layers[0]).head_dim = usize::MAX);
     broken("attention scale", &|config| attention_mut(&mut config.layers[0]).scale = 0.0);
+    broken("embedding_scale", &|config| config.embedding_scale = Some(f32::INFINITY));
+    broken("logit_scale", &|config| config.logit_scale = Some(0.0));
+    broken("residual_scale", &|config| config.layers[0].residual_scale = Some(f32::NAN));
     broken("rope", &|config| attention_mut(&mut config.layers[0]).rope = Some(1));
     broken("num_key_value_heads", &|config| {
         let mut layer = config.layers[0];
@@ -588,6 +591,40 @@ fn layers_may_differ_in_rotation_and_window() {
         _ => None,
     });
     assert_eq!(windows.collect::<Vec<_>>(), [None, None, Some(8)]);
+}
+
+/// A factor is one operation where the description has it, and none where it has not.
+#[test]
+fn factors_stand_where_the_description_has_them() {
+    let mut config = read(&llama(&json!({ "num_hidden_layers": 2 }))).unwrap();
+    let source = source(&config);
+    let scales = |config: &ModelConfig| -> Vec<String> {
+        let graph = decoder_graph(config, &source).unwrap();
+        let scales = graph.nodes.iter().filter_map(|node| match node.op {
+            Op::Scale(factor) => {
+                Some(format!("{} = {factor} {}", graph.value(node.outputs[0]).name, graph.value(node.inputs[0]).name))
+            }
+            _ => None,
+        });
+        scales.collect()
+    };
+    assert_eq!(scales(&config), [""; 0]);
+    (config.embedding_scale, config.logit_scale) = (Some(12.0), Some(0.125));
+    config.layers[1].residual_scale = Some(0.25);
+    attention_mut(&mut config.layers[0]).scale = 0.0625;
+    let expected = [
+        "x_scaled = 12 x",
+        "attn_scaled.1 = 0.25 attn_out.1",
+        "mlp_scaled.1 = 0.25 mlp_out.1",
+        "final_scaled = 0.125 final",
+    ];
+    assert_eq!(scales(&config), expected);
+    let graph = decoder_graph(&config, &source).unwrap();
+    let attention = graph.nodes.iter().filter_map(|node| match &node.op {
+        Op::Attention(shape) => Some(shape.scale),
+        _ => None,
+    });
+    assert_eq!(attention.collect::<Vec<_>>(), [0.0625, 0.5]);
 }
 
 #[test]

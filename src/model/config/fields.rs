@@ -154,7 +154,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The model of these layers, which has one rope.
+    /// The model of these layers, which has one rope and no factor on embeddings and logits.
     pub(in crate::model) fn model(
         &self,
         sizes: &Sizes,
@@ -169,10 +169,12 @@ impl Fields<'_> {
             architecture,
             vocab_size: sizes.vocab_size,
             hidden_size: sizes.hidden_size,
+            embedding_scale: None,
             layers,
             ropes: vec![rope],
             final_norm,
             head,
+            logit_scale: None,
             max_position_embeddings: sizes.max_position_embeddings,
             eos_ids,
             tensors: &architecture.family().tensors,

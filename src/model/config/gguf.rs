@@ -43,7 +43,7 @@ const FACTORS: [(&str, f32); 8] = [
 ];
 
 /// Fields that have a key here, by their hub names.
-const FIELDS: [(&str, &str); 11] = [
+const FIELDS: [(&str, &str); 15] = [
     ("hidden_size", "embedding_length"),
     ("intermediate_size", "feed_forward_length"),
     ("num_hidden_layers", "block_count"),
@@ -55,6 +55,10 @@ const FIELDS: [(&str, &str); 11] = [
     ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
     ("rope_theta", "rope.freq_base"),
     ("rope_scaling.factor", "rope.scaling.factor"),
+    ("attention scale", "attention.scale"),
+    ("embedding_scale", "embedding_scale"),
+    ("residual_scale", "residual_scale"),
+    ("logit_scale", "logit_scale"),
 ];
 
 /// Metadata and tensors of a file of a known family.

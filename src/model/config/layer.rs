@@ -15,11 +15,14 @@ pub struct LayerConfig {
     pub mlp: MlpConfig,
     /// The norms, and where they stand.
     pub norms: NormPlacement,
+    /// Factor on what attention and the MLP each add to the residual stream. None means 1.
+    pub residual_scale: Option<f32>,
 }
 
 impl LayerConfig {
+    /// A layer without a residual factor.
     pub(in crate::model) const fn new(attention: AttentionConfig, mlp: MlpConfig, norms: NormPlacement) -> Self {
-        Self { attention, mlp, norms }
+        Self { attention, mlp, norms, residual_scale: None }
     }
 }
 

@@ -58,6 +58,8 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
+    /// Factor on the rows of the embedding table. None means 1.
+    pub embedding_scale: Option<f32>,
     /// The layers in order.
     pub layers: Vec<LayerConfig>,
     /// The rotations that layers point to.
@@ -66,6 +68,8 @@ pub struct ModelConfig {
     pub final_norm: NormConfig,
     /// Output projection.
     pub head: OutputHead,
+    /// Factor on the logits. None means 1.
+    pub logit_scale: Option<f32>,
     /// Longest sequence it was made for.
     pub max_position_embeddings: usize,
     /// End-of-sequence ids of the description.
@@ -107,6 +111,8 @@ impl ModelConfig {
         for rope in &self.ropes {
             check_rope(rope)?;
         }
+        check_scale("embedding_scale", self.embedding_scale)?;
+        check_scale("logit_scale", self.logit_scale)?;
         check_norm(self.final_norm)
     }
 
@@ -116,6 +122,7 @@ impl ModelConfig {
         let MlpConfig::Gated(mlp) = &layer.mlp;
         size("intermediate_size", mlp.intermediate_size)?;
         let NormPlacement::Pre(norm) = layer.norms;
+        check_scale("residual_scale", layer.residual_scale)?;
         check_norm(norm)
     }
 
@@ -147,9 +154,7 @@ impl ModelConfig {
         if window == Some(0) {
             return Err(invalid("sliding_window", 0, "at least 1, or none"));
         }
-        if !(scale.is_finite() && scale > 0.0) {
-            return Err(invalid("attention scale", scale, "a finite number above 0"));
-        }
+        check_scale("attention scale", Some(scale))?;
         qk_norm.map_or(Ok(()), |QkNorm::EachHead(norm)| check_norm(norm))
     }
 
@@ -184,6 +189,13 @@ fn size(field: &str, value: usize) -> Result<(), ModelError> {
 fn layer_count(field: &str, layers: usize) -> Result<(), ModelError> {
     let expected = "a number from 1 to 2^16";
     if layers == 0 || layers > MAX_LAYERS { Err(invalid(field, layers, expected)) } else { Ok(()) }
+}
+
+fn check_scale(field: &str, scale: Option<f32>) -> Result<(), ModelError> {
+    match scale.filter(|scale| !(scale.is_finite() && *scale > 0.0)) {
+        Some(scale) => Err(invalid(field, scale, "a finite number above 0")),
+        None => Ok(()),
+    }
 }
 
 fn check_norm(NormConfig::Rms { eps }: NormConfig) -> Result<(), ModelError> {
