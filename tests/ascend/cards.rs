@@ -8,7 +8,7 @@ use crate::steps;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::common::goldens::conformance_models;
+use crate::common::goldens::ascend_models;
 use crate::common::model::Model;
 use crate::steps::{config, core_on, greedy, machine, outcomes, seen};
 use ascend_llm::device::Telemetry as _;
@@ -46,7 +46,7 @@ fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 #[test]
 fn cards_agree_with_the_reference_and_captured_with_eager() {
     let mut worst = 0.0f32;
-    for folder in conformance_models() {
+    for folder in ascend_models() {
         let bound = if folder.ends_with("llama-bf16") { BF16_BOUND } else { F16_BOUND };
         let cpu = rows(fable::device(|_| ()), &folder, 1);
         // Four heads over three cards, 160 ids, a width of 56: no share is as large as all others.

@@ -5,11 +5,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::common::goldens::{cases, conformance_models};
+use crate::common::goldens::{ascend_models, cases};
 use crate::common::model::Model;
 use crate::common::sim_npu::Npu;
 use ascend_llm::device::Device;
 use ascend_llm::engine::{CacheBudget, Engine, EngineConfig};
+use ascend_llm::kv_cache::{KvDType, KvGeometry};
 
 fn config() -> EngineConfig {
     let mut config = EngineConfig::default();
@@ -38,10 +39,24 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
+fn heads_of_other_sizes_are_refused_with_the_reason() {
+    let device = Npu::new().device();
+    for (head_dim, is_taken) in [(16, true), (80, true), (12, false), (8, false)] {
+        let geometry = KvGeometry { layers: 2, kv_heads: 2, head_dim, block_size: 128, dtype: KvDType::F16 };
+        let outcome = device.kv_layout(&geometry);
+        assert_eq!(outcome.is_ok(), is_taken, "{head_dim}: {outcome:?}");
+        if let Err(error) = outcome {
+            let text = error.to_string();
+            assert!(text.contains(&format!("heads of {head_dim}")) && text.contains("multiples of 16"), "{text}");
+        }
+    }
+}
+
+#[test]
 fn conformance_models_stay_within_their_bounds() {
     for capture in [false, true] {
         let mut worst = [0.0f32; 2];
-        for folder in conformance_models() {
+        for folder in ascend_models() {
             let npu = Npu::new();
             let device = npu.try_device(|options| options.capture = capture).unwrap();
             let mut model = on(device, &folder);

@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use ascend_llm::model::config_from_hub;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -43,6 +44,17 @@ pub struct Prompts {
 /// Folders of the conformance models.
 pub fn conformance_models() -> Vec<PathBuf> {
     entries("conformance")
+}
+
+/// The conformance models that an Ascend card takes: it refuses heads that are no multiple of 16 elements.
+pub fn ascend_models() -> Vec<PathBuf> {
+    let mut models = conformance_models();
+    models.retain(|folder| {
+        let config = config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+        config.head_dim().is_multiple_of(16)
+    });
+    assert!(models.len() >= 10);
+    models
 }
 
 /// GGUF files of conformance models, each with the model's folder, whose goldens hold for the file too.

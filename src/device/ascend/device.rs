@@ -31,6 +31,8 @@ use crate::graph::{Bucket, CompileError, Plan, Target, TpRank, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
+/// Attention takes heads of multiples of this many elements.
+const HEAD_STEP: usize = 16;
 /// Operations without which no model runs.
 const NEEDED: [&str; 9] = [
     "aclnnEmbedding",
@@ -444,7 +446,10 @@ impl Device for AscendDevice {
         // Two of 2 bytes each.
         self.caps.check_geometry(geometry, 4)?;
         let KvGeometry { layers, kv_heads, head_dim, .. } = *geometry;
-        if !head_dim.is_multiple_of(16) || kv_heads < self.workers.count() as usize {
+        if !head_dim.is_multiple_of(HEAD_STEP) {
+            return Err(invalid(format!("heads of {head_dim} elements; the card takes multiples of {HEAD_STEP}")));
+        }
+        if kv_heads < self.workers.count() as usize {
             return Err(invalid(format!("no KV block has {layers} layers of {kv_heads} heads of {head_dim}")));
         }
         let layout = describe(*geometry, self.workers.count());
