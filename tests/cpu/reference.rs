@@ -23,8 +23,8 @@ use ascend_llm::graph::{
     RopeFrequencies, RopeStyle, RowDim, RowStatus, Value, ValueId, Weight, WeightId, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{KvDType, KvGeometry};
-use ascend_llm::model::{self, config_from_gguf, config_from_hub, decoder_graph};
-use ascend_llm::weights::{self, DType, MemorySource, ModelKind};
+use ascend_llm::model::{self, AttentionConfig, config_from_gguf, config_from_hub, decoder_graph};
+use ascend_llm::weights::{self, DType, MemorySource, ModelKind, WeightSource};
 
 /// Of one operation: sums of up to 200 products in another order, in f32, relative to 1 + the largest value.
 const OP_BOUND: f32 = 2e-6;
@@ -73,6 +73,24 @@ fn devices() -> Vec<Arc<CpuDevice>> {
         Arc::new(CpuDevice::new(options).unwrap())
     };
     Isa::available().iter().copied().map(device).collect()
+}
+
+#[cfg(feature = "ascend")]
+fn ascend() -> sim_npu::Npu {
+    // Attention over blocks of 16 tokens, and of heads that are no multiple of 64, needs a late CANN.
+    sim_npu::Npu::with(&[("cann", 90_100_000)])
+}
+
+#[cfg(feature = "ascend")]
+fn ascend_machine(npu: &sim_npu::Npu) -> Machine {
+    Machine {
+        label: "ascend".to_owned(),
+        device: npu.device(),
+        numerics: Numerics::Fast,
+        kv_dtype: KvDType::F16,
+        block_size: 128,
+        rounding: ASCEND_ROUNDING,
+    }
 }
 
 /// Largest difference, relative to 1 + the largest value.
@@ -241,14 +259,15 @@ fn geometry_of(graph: &Graph) -> KvGeometry {
         _ => None,
     });
     let (kv_heads, head_dim) = shape.unwrap_or((1, 16));
-    KvGeometry { layers: 1, kv_heads, head_dim, block_size: 16, dtype: KvDType::F32 }
+    let layers = graph.nodes.iter().filter(|node| matches!(node.op, Op::Attention(_))).count().max(1);
+    KvGeometry { layers, kv_heads, head_dim, block_size: 16, dtype: KvDType::F32 }
 }
 
 /// Compiles as it stands (no pass changes it) and launches once: one sequence, blocks in falling order.
 fn launch(
     machine: &Machine,
     graph: &Graph,
-    source: &MemorySource,
+    source: &dyn WeightSource,
     geometry: KvGeometry,
     tokens: &[u32],
     rows: &[u32],
@@ -347,7 +366,7 @@ const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DT
 #[test]
 fn every_operation_agrees_with_its_reference() {
     let ran = all_cases_agree(&machines(), |_| true);
-    // Collectives need ranks: tests/ranks.rs.
+    // Collectives need ranks: tests/cpu/ranks.rs.
     let of_ranks = |name: &&str| matches!(*name, "all_reduce" | "all_gather");
     let all: BTreeSet<&str> = Op::NAMES.into_iter().filter(|name| !of_ranks(name)).collect();
     assert_eq!(ran, all, "operations that no case runs");
@@ -357,16 +376,8 @@ fn every_operation_agrees_with_its_reference() {
 #[cfg(feature = "ascend")]
 #[test]
 fn every_operation_agrees_with_its_reference_on_the_simulated_ascend_card() {
-    // Attention over blocks of 16 tokens, and of heads that are no multiple of 64, needs a late CANN.
-    let npu = sim_npu::Npu::with(&[("cann", 90_100_000)]);
-    let machine = Machine {
-        label: "ascend".to_owned(),
-        device: npu.device(),
-        numerics: Numerics::Fast,
-        kv_dtype: KvDType::F16,
-        block_size: 128,
-        rounding: ASCEND_ROUNDING,
-    };
+    let npu = ascend();
+    let machine = ascend_machine(&npu);
     let runs = |graph: &Graph| {
         // Its angles lie in another layout, which only its rotations know.
         let shows_angles = matches!(graph.nodes.last(), Some(Node { op: Op::RopeAngles { .. }, .. }));
@@ -617,6 +628,42 @@ fn models_agree_with_the_interpreter() {
         }
     }
     println!("largest error {worst}");
+}
+
+/// Factors on embeddings, scores, residual sums and logits are in no other conformance model of heads that a card takes.
+#[test]
+fn factors_of_a_description_agree_with_the_interpreter_on_every_device() {
+    let path = data("conformance/llama-gqa-tied");
+    let files = model::open(&path).unwrap();
+    let mut config = config_from_hub(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
+    let plain = decoder_graph(&config, files.source.as_ref()).unwrap();
+    (config.embedding_scale, config.logit_scale) = (Some(3.0), Some(0.5));
+    for layer in &mut config.layers {
+        layer.residual_scale = Some(0.22);
+        let AttentionConfig::GroupedQuery(attention) = &mut layer.attention else { panic!("{layer:?}") };
+        attention.scale = 0.0625;
+    }
+    let graph = decoder_graph(&config, files.source.as_ref()).unwrap();
+    let (tokens, rows) = (prompt(&graph, TOKENS), (0..TOKENS as u32).collect::<Vec<_>>());
+    let interpreted = |graph: &Graph| {
+        let mut reference = ReferenceModel::new(graph, files.source.as_ref(), KvDType::F32).unwrap();
+        reference.forward(&tokens, &rows).logits
+    };
+    let expected = interpreted(&graph);
+    assert!(error(&expected, &interpreted(&plain)) > 0.1, "the factors do not show");
+    let geometry = geometry_of(&graph);
+    let agrees = |machine: &Machine| {
+        let (got, _) = launch(machine, &graph, files.source.as_ref(), geometry, &tokens, &rows);
+        let error = error(&got, &expected);
+        assert!(error <= MODEL_BOUND + machine.rounding, "{}: off by {error}", machine.label);
+    };
+    machines().iter().for_each(agrees);
+    #[cfg(feature = "ascend")]
+    {
+        let npu = ascend();
+        agrees(&ascend_machine(&npu));
+        npu.assert_clean();
+    }
 }
 
 /// The interpreter itself does not care for chunks, nor for what the passes did.

@@ -143,9 +143,10 @@ fn models_that_cannot_be_run() {
         copy.edit("config.json", change);
         refused(&copy.folder)
     };
-    let (error, text) = spoil(|c| c["model_type"] = json!("gpt2"));
+    let (error, text) = spoil(|c| c["model_type"] = json!("gpt9"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedArchitecture { .. })), "{error:?}");
-    assert_eq!(text, "model architecture \"gpt2\" is not supported; supported are llama, mistral, qwen2, qwen3");
+    let expected = "model architecture \"gpt9\" is not supported; supported are llama, mistral, ";
+    assert!(text.starts_with(expected), "{text}");
     let (error, text) = spoil(|c| c["hidden_act"] = json!("relu"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedFeature { .. })), "{error:?}");
     assert!(text.contains("hidden_act = relu is not supported; silu"), "{text}");
