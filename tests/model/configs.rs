@@ -870,6 +870,49 @@ fn gguf_scalings_and_windows() {
     assert_eq!((windows(0), windows(8)), (vec![None; 2], vec![Some(8); 2]));
 }
 
+/// Granite's factors have the same meaning in both forms; in a GGUF file 0 means that there is none.
+#[test]
+fn granite_has_its_factors_from_both_forms() {
+    let factors = |config: &ModelConfig| {
+        let layer = &config.layers[0];
+        (config.embedding_scale, layer.residual_scale, config.logit_scale, attention(layer).scale)
+    };
+    let hub = |changes: Value| {
+        let mut config = llama(&json!({ "model_type": "granite" }));
+        config.extend(changes.as_object().unwrap().clone());
+        read(&config)
+    };
+    let gguf = |changes: Value| read_gguf("granite", &changes);
+    let given = (Some(12.0), Some(0.22), Some(0.125), 0.0625);
+    let in_hub = json!({
+        "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "attention_multiplier": 0.0625,
+    });
+    assert_eq!(factors(&hub(in_hub).unwrap()), given);
+    let in_gguf =
+        json!({ "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.0625 });
+    assert_eq!(factors(&gguf(in_gguf).unwrap()), given);
+    // The defaults of the hub's class, and a GGUF file's: scores by the size of a head.
+    let ones = json!({ "embedding_multiplier": 1.0, "residual_multiplier": 1, "logits_scaling": 1.0 });
+    for config in [hub(json!({})), hub(json!({ "attention_multiplier": null })), hub(ones)] {
+        assert_eq!(factors(&config.unwrap()), (None, None, None, 1.0));
+    }
+    let zeros = json!({ "embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0, "attention.scale": 0.0 });
+    for config in [gguf(json!({})), gguf(zeros)] {
+        assert_eq!(factors(&config.unwrap()), (None, None, None, 0.5));
+    }
+    for field in ["embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier"] {
+        for value in [json!(0), json!(-1.0), json!(1e300), json!("1"), json!(true)] {
+            assert_eq!(named(&hub(json!({ field: value })).unwrap_err()).0, field);
+        }
+    }
+    for key in ["embedding_scale", "residual_scale", "logit_scale", "attention.scale"] {
+        assert_eq!(named(&gguf(json!({ key: -1.0 })).unwrap_err()).0, format!("granite.{key}"));
+    }
+    // Factors that Granite has not are refused as of any family.
+    let error = gguf(json!({ "final_logit_softcapping": 30.0 })).unwrap_err();
+    assert_eq!(named(&error).0, "granite.final_logit_softcapping");
+}
+
 #[test]
 fn gguf_values_that_cannot_be_are_refused_by_key() {
     for (changes, key) in [

@@ -55,6 +55,7 @@ families! {
     mistral: Mistral = "Mistral: Llama with a sliding window.",
     qwen2: Qwen2 = "Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values.",
     qwen3: Qwen3 = "Qwen3: Llama with a norm on each query and key head.",
+    granite: Granite = "Granite (IBM): Llama with factors on embeddings, scores, residual sums and logits.",
 }
 
 /// Serializes as its [`name`](Architecture::name).
