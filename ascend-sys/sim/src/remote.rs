@@ -3,8 +3,10 @@
 #![allow(unsafe_code)]
 
 use crate::strip_symbols;
-use std::ffi::{CStr, CString, c_char, c_void};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use std::ffi::{CStr, CString, c_char};
 use std::io;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,13 +14,9 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct Simulator {
     path: PathBuf,
-    handle: *mut c_void,
+    /// Never closed: the runtime under test has it open, too.
+    library: ManuallyDrop<Library>,
 }
-
-// SAFETY: a handle of the system's loader, which may be used from any thread.
-unsafe impl Send for Simulator {}
-// SAFETY: as above.
-unsafe impl Sync for Simulator {}
 
 /// Modelled time since the last reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,14 +45,10 @@ impl Simulator {
 
     /// Opens a shared library.
     pub fn open(path: &Path) -> io::Result<Self> {
-        use std::os::unix::ffi::OsStrExt as _;
-        let name = CString::new(path.as_os_str().as_bytes())?;
-        // SAFETY: a C string; the library has no start-up code of its own.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        if handle.is_null() {
-            return Err(io::Error::other(format!("{} cannot be loaded", path.display())));
-        }
-        Ok(Self { path: path.to_owned(), handle })
+        // SAFETY: the library has no start-up code of its own.
+        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        let library = library.map_err(|_| io::Error::other(format!("{} cannot be loaded", path.display())))?;
+        Ok(Self { path: path.to_owned(), library: ManuallyDrop::new(library) })
     }
 
     /// The shared library's file.
@@ -199,12 +193,11 @@ impl Simulator {
     /// # Safety
     /// `F` is the type of the function with this name.
     unsafe fn function<F: Copy>(&self, name: &CStr) -> F {
-        assert_eq!(size_of::<F>(), size_of::<*mut c_void>(), "a function pointer");
-        // SAFETY: the handle is open, the name a C string.
-        let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
-        assert!(!address.is_null(), "{} has no {}", self.path.display(), name.to_string_lossy());
-        // SAFETY: the caller's promise, and the sizes agree.
-        unsafe { std::mem::transmute_copy(&address) }
+        // SAFETY: `F` is the type of the function, which the caller promises.
+        let Ok(function) = (unsafe { self.library.get::<F>(name) }) else {
+            panic!("{} has no {}", self.path.display(), name.to_string_lossy());
+        };
+        *function
     }
 }
 

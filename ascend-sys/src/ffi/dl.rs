@@ -1,7 +1,7 @@
 //! The system's dynamic loader: open, look up, ask where an address came from.
 //!
-//! Handles are never closed. On systems without `dlopen` (`AscendCL` exists for Linux only) opening is an error with
-//! that reason, so that the crate still builds there.
+//! Libraries are never closed: `AscendCL` leaves threads and exit handlers behind. On systems without `dlopen` (`AscendCL`
+//! exists for Linux only) opening is an error with that reason, so that the crate still builds there.
 
 #![allow(unsafe_code)]
 
@@ -9,41 +9,35 @@ use std::ffi::{CStr, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
-/// An open library.
-#[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(unix), allow(dead_code))]
-pub(crate) struct Handle(NonNull<c_void>);
+#[cfg(unix)]
+use libloading::os::unix as system;
+#[cfg(unix)]
+use std::mem::ManuallyDrop;
 
-// SAFETY: a handle is only ever given to dlsym, which may be called from any thread, and is never closed.
-unsafe impl Send for Handle {}
-// SAFETY: as above.
-unsafe impl Sync for Handle {}
+/// An open library. Dropping it leaves the library open.
+#[cfg(unix)]
+#[derive(Debug)]
+pub(crate) struct Handle(ManuallyDrop<system::Library>);
 
 #[cfg(unix)]
 impl Handle {
     /// Opens a file, or a bare name by the system's own search; the error is in the loader's words.
     pub(crate) fn open(file: &Path) -> Result<Self, String> {
-        use std::os::unix::ffi::OsStrExt as _;
-
-        let name =
-            std::ffi::CString::new(file.as_os_str().as_bytes()).map_err(|_| "the path holds a NUL".to_owned())?;
-        // SAFETY: a C string; what the library's start-up code does is its vendor's to answer for.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        NonNull::new(handle).map(Self).ok_or_else(|| {
-            // SAFETY: the message belongs to this thread until its next call of the loader.
-            let message = unsafe { libc::dlerror() };
-            if message.is_null() {
-                return "no reason given".to_owned();
-            }
-            // SAFETY: not null, hence a C string; copied at once.
-            unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned()
+        // SAFETY: the vendor answers for the start-up code of the library.
+        // SAFETY: exit code of the library runs only at the end of the process, since the handle is never closed.
+        let library = unsafe { system::Library::open(Some(file), system::RTLD_NOW | system::RTLD_GLOBAL) };
+        library.map(|library| Self(ManuallyDrop::new(library))).map_err(|error| match error {
+            libloading::Error::DlOpen { source } => source.to_string(),
+            libloading::Error::InteriorZeroElements => "the path holds a NUL".to_owned(),
+            other => other.to_string(),
         })
     }
 
     /// The address of a symbol.
-    pub(crate) fn find(self, name: &CStr) -> Option<NonNull<c_void>> {
-        // SAFETY: the handle is open, the name a C string.
-        NonNull::new(unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) })
+    pub(crate) fn find(&self, name: &CStr) -> Option<NonNull<c_void>> {
+        // SAFETY: only the symbol's address is taken, and it is that of some object, of whatever type.
+        let symbol = unsafe { self.0.get::<*mut c_void>(name) };
+        NonNull::new(symbol.ok()?.into_raw())
     }
 }
 
@@ -58,7 +52,8 @@ pub(crate) fn file_of(address: NonNull<c_void>) -> Option<PathBuf> {
         dli_sname: std::ptr::null(),
         dli_saddr: std::ptr::null_mut(),
     };
-    // SAFETY: any address may be asked for; the answer goes to a valid place.
+    // SAFETY: any address may be asked for.
+    // SAFETY: the answer goes to a valid place.
     let known = unsafe { libc::dladdr(address.as_ptr(), &raw mut info) } != 0;
     if !known || info.dli_fname.is_null() {
         return None;
@@ -68,14 +63,19 @@ pub(crate) fn file_of(address: NonNull<c_void>) -> Option<PathBuf> {
     Some(std::ffi::OsStr::from_bytes(name.to_bytes()).into())
 }
 
+/// An open library, of which there is none.
+#[cfg(not(unix))]
+#[derive(Debug)]
+pub(crate) enum Handle {}
+
 #[cfg(not(unix))]
 impl Handle {
     pub(crate) fn open(_: &Path) -> Result<Self, String> {
         Err("this system has no dlopen; AscendCL exists for Linux only".to_owned())
     }
 
-    pub(crate) fn find(self, _: &CStr) -> Option<NonNull<c_void>> {
-        None
+    pub(crate) fn find(&self, _: &CStr) -> Option<NonNull<c_void>> {
+        match *self {}
     }
 }
 
@@ -95,5 +95,12 @@ mod tests {
         let file = file_of(here.find(c"malloc").expect("malloc")).expect("a file");
         assert!(file.to_string_lossy().contains('/'), "{}", file.display());
         assert_eq!(here.find(c"no such symbol"), None);
+    }
+
+    #[test]
+    fn the_reason_is_in_the_loaders_words() {
+        let reason = |file| Handle::open(Path::new(file)).expect_err("no library");
+        assert!(reason("libno-such-acl.so").contains("libno-such-acl.so"), "{}", reason("libno-such-acl.so"));
+        assert_eq!(reason("a\0b"), "the path holds a NUL");
     }
 }

@@ -4,8 +4,7 @@
 
 use crate::ops::shim::{RawOp, Status};
 use crate::tensor::TensorDesc;
-use libc::c_char;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 
 unsafe extern "C" {
     pub(crate) fn ascend_nz_elements(
