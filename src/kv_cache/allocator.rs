@@ -17,10 +17,9 @@
 use crate::num::to_u32;
 use std::sync::Arc;
 
-use super::id_map::IdMap;
 use super::lru::LruList;
 use super::prefix::{BlockContent, BlockRef, Lookup, PrefixHasher, PrefixHit, PrefixIndex};
-use super::{BlockId, SeqId};
+use super::{BlockId, IdMap, SeqId};
 
 /// Why a call on the pool was refused. The pool is then as it was before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -4,13 +4,15 @@
 
 mod allocator;
 mod geometry;
-pub(crate) mod id_map;
 mod lru;
 mod prefix;
 
 pub use allocator::{BlockAllocator, BlockError, BlockStats};
 pub use geometry::{KvDType, KvGeometry};
 pub use prefix::{BlockHashFn, PrefixHasher, PrefixHit};
+
+/// Map over ids and digests. A fixed hash gives the same memory layout in every run; random keys would not.
+pub(crate) type IdMap<K, V> = rustc_hash::FxHashMap<K, V>;
 
 /// One sequence the engine is generating (a request with `n` choices has `n` of them).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -11,8 +11,7 @@
 use crate::num::to_u32;
 use std::sync::Arc;
 
-use super::BlockId;
-use super::id_map::IdMap;
+use super::{BlockId, IdMap};
 
 /// Digest of one block's tokens under its parent's key.
 pub type BlockHashFn = fn(parent: u128, tokens: &[u32]) -> u128;

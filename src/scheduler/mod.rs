@@ -52,8 +52,7 @@ use crate::settings::with_methods;
 pub use plan::{Chunk, Placeholder, SeqResult, StepOutput, StepPlan};
 pub use queue::{PRIORITY_STEP_US, SchedulePolicy, Tick};
 
-use crate::kv_cache::id_map::IdMap;
-use crate::kv_cache::{BlockAllocator, PrefixHit, SeqId};
+use crate::kv_cache::{BlockAllocator, IdMap, PrefixHit, SeqId};
 use in_flight::InFlightPlans;
 use queue::{QueueKey, WaitQueue};
 use sequence::{SeqState, SeqStatus, max_tokens_held};
