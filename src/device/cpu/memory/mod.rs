@@ -19,6 +19,9 @@ pub use disjoint_chunks::DisjointChunks;
 pub use partition::{Partition, Tile};
 
 use crate::device::DeviceError;
+#[cfg(target_os = "linux")]
+use memmap2::Advice;
+use memmap2::{MmapOptions, MmapRaw};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -107,9 +110,10 @@ impl Slab {
 /// Memory that is given back when the last of its buffers is gone.
 #[derive(Debug)]
 enum Memory {
-    /// Base and length of a mapping, which is longer than what is used of it.
-    #[cfg(target_os = "linux")]
-    Mapped(NonNull<u8>, usize),
+    /// A mapping, which is longer than what is used of it.
+    Mapped {
+        _map: MmapRaw,
+    },
     Allocated(NonNull<u8>, Layout),
 }
 
@@ -123,7 +127,6 @@ impl Memory {
     fn zeroed(len: usize) -> Result<(NonNull<u8>, Self), DeviceError> {
         let refused =
             || DeviceError::OutOfMemory { kind: "host", asked_bytes: len as u64, free_bytes: available_bytes() };
-        #[cfg(target_os = "linux")]
         if len >= HUGE_PAGE {
             return Self::mapped(len).ok_or_else(refused);
         }
@@ -133,43 +136,24 @@ impl Memory {
         Ok((start, Self::Allocated(start, layout)))
     }
 
-    #[cfg(target_os = "linux")]
     fn mapped(len: usize) -> Option<(NonNull<u8>, Self)> {
-        let mapped = len.checked_add(HUGE_PAGE)?.checked_next_multiple_of(4096)?;
-        // SAFETY: an anonymous private mapping at an address of the system's choice touches no memory of ours.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapped,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return None;
-        }
-        let base = NonNull::new(base.cast::<u8>())?;
-        let skip = base.as_ptr().align_offset(HUGE_PAGE);
+        let map = MmapRaw::from(MmapOptions::new().len(len.checked_add(HUGE_PAGE)?).map_anon().ok()?);
+        let base = NonNull::new(map.as_mut_ptr())?;
+        let skip = base.align_offset(HUGE_PAGE);
+        // Huge pages are a wish: a refusal changes speed only.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise_range(Advice::HugePage, skip, len);
         // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes lie within the mapping.
         let start = unsafe { base.add(skip) };
-        // SAFETY: the range lies within the mapping. Huge pages are a wish: a refusal changes speed only.
-        unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
-        Some((start, Self::Mapped(base, mapped)))
+        Some((start, Self::Mapped { _map: map }))
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        match *self {
-            #[cfg(target_os = "linux")]
-            Self::Mapped(base, mapped) => {
-                // SAFETY: exactly the mapping made in `mapped`; nothing borrows it any more.
-                unsafe { libc::munmap(base.as_ptr().cast(), mapped) };
-            }
+        if let Self::Allocated(start, layout) = *self {
             // SAFETY: allocated in `zeroed` with this layout.
-            Self::Allocated(start, layout) => unsafe { dealloc(start.as_ptr(), layout) },
+            unsafe { dealloc(start.as_ptr(), layout) };
         }
     }
 }
@@ -190,7 +174,8 @@ mod tests {
     fn buffers_are_aligned_zeroed_and_writable_to_the_end() {
         for len in [0, 1, 63, 4096, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 5] {
             let mut bytes = AlignedBytes::zeroed(len).unwrap();
-            assert_eq!(bytes.as_slice().as_ptr().align_offset(ALIGNMENT), 0);
+            let alignment = if len < HUGE_PAGE { ALIGNMENT } else { HUGE_PAGE };
+            assert_eq!(bytes.as_slice().as_ptr().align_offset(alignment), 0);
             assert!(bytes.len() == len && bytes.as_slice().iter().all(|&byte| byte == 0));
             bytes.as_mut_slice().fill(7);
             assert!(bytes.as_slice().iter().all(|&byte| byte == 7));
