@@ -85,12 +85,12 @@ impl RootInfo {
 
     /// For the way to another process.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
-        self.info.internal.map(c_char::cast_unsigned)
+        self.info.internal.map(|byte| byte.to_ne_bytes()[0])
     }
 
     /// As another process made it.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        Self { info: HcclRootInfo { internal: bytes.map(u8::cast_signed) } }
+        Self { info: HcclRootInfo { internal: bytes.map(|byte| c_char::from_ne_bytes([byte])) } }
     }
 }
 
