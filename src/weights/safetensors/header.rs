@@ -1,19 +1,16 @@
 //! The JSON header of one safetensors file, checked in full before a tensor is handed out.
 //!
-//! Types and sizes of elements are the `safetensors` crate's. The map around them is read here, in one streaming pass:
-//! the crate's own pass buffers the whole header as a tree of values, which costs a hostile header about fifty times
-//! its size, and it takes the last of two tensors of one name. The rules enforced are the format's: the header begins
-//! with `{` (a leading space is refused), offsets are in bounds, the data section is covered without hole or overlap,
-//! and type times shape is the span.
+//! It is read in one streaming pass. The `safetensors` crate buffers the whole header as a tree of values, which costs a
+//! hostile header about fifty times its size, and takes the last of two tensors of one name. The rules enforced are the
+//! format's: the header begins with `{` (a leading space is refused), offsets are in bounds, the data section is covered
+//! without hole or overlap, and type times shape is the span.
 
 #![forbid(unsafe_code)]
 
 use std::fmt;
 use std::ops::Range;
 
-use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
-use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, MapAccess, Unexpected, Visitor};
 
 use crate::weights::DType;
 
@@ -22,11 +19,60 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The length field before the header.
 const LENGTH_BYTES: usize = 8;
 
+/// Types of the format by name: the bits of an element, and the type of this crate where it has one. A file may hold
+/// tensors of any of them; only those that a model asks for must be of a type of this crate.
+const ELEMENT_TYPES: [ElementType; 22] = [
+    ElementType::unsupported("BOOL", 8),
+    ElementType::unsupported("F4", 4),
+    ElementType::unsupported("F6_E2M3", 6),
+    ElementType::unsupported("F6_E3M2", 6),
+    ElementType::unsupported("U8", 8),
+    ElementType::unsupported("I8", 8),
+    ElementType::unsupported("F8_E5M2", 8),
+    ElementType::unsupported("F8_E4M3", 8),
+    ElementType::unsupported("F8_E8M0", 8),
+    ElementType::unsupported("F8_E4M3FNUZ", 8),
+    ElementType::unsupported("F8_E5M2FNUZ", 8),
+    ElementType::unsupported("I16", 16),
+    ElementType::unsupported("U16", 16),
+    ElementType { name: "F16", bits: 16, supported: Some(DType::F16) },
+    ElementType { name: "BF16", bits: 16, supported: Some(DType::BF16) },
+    ElementType::unsupported("I32", 32),
+    ElementType::unsupported("U32", 32),
+    ElementType { name: "F32", bits: 32, supported: Some(DType::F32) },
+    ElementType::unsupported("C64", 64),
+    ElementType::unsupported("F64", 64),
+    ElementType::unsupported("I64", 64),
+    ElementType::unsupported("U64", 64),
+];
+
+#[derive(Clone, Copy, Debug)]
+struct ElementType {
+    name: &'static str,
+    bits: usize,
+    supported: Option<DType>,
+}
+
+impl ElementType {
+    const fn unsupported(name: &'static str, bits: usize) -> Self {
+        Self { name, bits, supported: None }
+    }
+}
+
+/// One tensor as the header describes it; offsets count from the end of the header.
+#[derive(serde::Deserialize)]
+struct TensorInfo {
+    dtype: ElementType,
+    shape: Vec<usize>,
+    data_offsets: (usize, usize),
+}
+
 /// One tensor of a file; `data` counts from the start of the file.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) name: String,
-    pub(super) dtype: Result<DType, Dtype>,
+    /// The type, or the format's name of a type that this crate lacks.
+    pub(super) dtype: Result<DType, &'static str>,
     pub(super) shape: Vec<usize>,
     pub(super) data: Range<usize>,
 }
@@ -74,14 +120,12 @@ pub(super) fn parse(file: &[u8]) -> Result<Vec<Entry>, String> {
         }
         let span = end - begin;
         if span_bytes(&info) != Some(span) {
-            let (dtype, shape) = (info.dtype, &info.shape);
-            return Err(format!(
-                "tensor {name:?} spans {span} bytes, which {dtype:?} of shape {shape:?} does not fill"
-            ));
+            let (dtype, shape) = (info.dtype.name, &info.shape);
+            return Err(format!("tensor {name:?} spans {span} bytes, which {dtype} of shape {shape:?} does not fill"));
         }
         covered = end;
         let data = data_start + begin..data_start + end;
-        entries.push(Entry { name, dtype: float_type(info.dtype), shape: info.shape, data });
+        entries.push(Entry { name, dtype: info.dtype.supported.ok_or(info.dtype.name), shape: info.shape, data });
     }
     if covered != data_len {
         return Err(format!("tensors end at {covered}, but there are {data_len} bytes of data"));
@@ -91,16 +135,26 @@ pub(super) fn parse(file: &[u8]) -> Result<Vec<Entry>, String> {
 
 fn span_bytes(info: &TensorInfo) -> Option<usize> {
     let elements = info.shape.iter().try_fold(1_usize, |product, dim| product.checked_mul(*dim))?;
-    let bits = elements.checked_mul(info.dtype.bitsize())?;
+    let bits = elements.checked_mul(info.dtype.bits)?;
     (bits % 8 == 0).then_some(bits / 8)
 }
 
-fn float_type(dtype: Dtype) -> Result<DType, Dtype> {
-    match dtype {
-        Dtype::F32 => Ok(DType::F32),
-        Dtype::F16 => Ok(DType::F16),
-        Dtype::BF16 => Ok(DType::BF16),
-        other => Err(other),
+impl<'de> Deserialize<'de> for ElementType {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Name;
+        impl Visitor<'_> for Name {
+            type Value = ElementType;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a type of the safetensors format")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, name: &str) -> Result<ElementType, E> {
+                let known = ELEMENT_TYPES.into_iter().find(|element| element.name == name);
+                known.ok_or_else(|| E::invalid_value(Unexpected::Str(name), &self))
+            }
+        }
+        deserializer.deserialize_str(Name)
     }
 }
 
@@ -177,5 +231,28 @@ impl<'de> Deserialize<'de> for Text {
             }
         }
         deserializer.deserialize_str(Any)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn element_types_are_those_of_the_formats_own_crate() {
+        for element in ELEMENT_TYPES {
+            let theirs: ::safetensors::Dtype = serde_json::from_str(&format!("{:?}", element.name)).unwrap();
+            assert_eq!((element.name, element.bits), (theirs.to_string().as_str(), theirs.bitsize()));
+        }
+        let unknown = serde_json::from_str::<::safetensors::Dtype>("\"F128\"").unwrap_err().to_string();
+        assert_eq!(unknown.matches('`').count() / 2, 1 + ELEMENT_TYPES.len(), "{unknown}");
+    }
+
+    #[test]
+    fn an_unknown_type_is_refused_by_its_name() {
+        let header = br#"{"w":{"dtype":"F128","shape":[1],"data_offsets":[0,16]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 16]].concat();
+        let error = parse(&file).unwrap_err();
+        assert!(error.contains("F128") && error.contains("a type of the safetensors format"), "{error}");
     }
 }

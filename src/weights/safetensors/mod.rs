@@ -134,11 +134,11 @@ impl WeightSource for SafetensorsFolder {
 
     fn require(&self, name: &str) -> Result<TensorView<'_>, WeightError> {
         let (file, entry) = self.entry(name).ok_or_else(|| WeightError::MissingTensor { name: name.to_owned() })?;
-        let dtype = entry.dtype.map_err(|dtype| WeightError::UnsupportedType {
+        let dtype = entry.dtype.map_err(|type_name| WeightError::UnsupportedType {
             path: file.path().to_owned(),
             tensor: name.to_owned(),
             type_id: None,
-            type_name: format!("{dtype:?}"),
+            type_name: type_name.to_owned(),
         })?;
         Ok(TensorView { dtype, shape: &entry.shape, data: &file.bytes()[entry.data.clone()] })
     }
