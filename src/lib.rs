@@ -43,6 +43,7 @@ pub mod sampler;
 pub mod scheduler;
 mod settings;
 pub mod text;
+mod version;
 pub mod weights;
 
 /// The README's program is run as a test.

@@ -1,16 +1,30 @@
 //! Instructions of aarch64 without an intrinsic that is stable in the oldest compiler this crate supports.
+//!
+//! Where the compiler in use has the intrinsic as stable, the build script sets a cfg and the intrinsic takes the place of
+//! the assembly: the compiler can then order and merge what it knows.
 
 #![allow(unsafe_code)]
+#![allow(clippy::incompatible_msrv)] // the build script has asked the compiler
 
 use std::arch::aarch64::{float32x4_t, int8x16_t, int16x8_t, int32x4_t, uint16x4_t};
 use std::arch::asm;
 
 /// Four f16 as f32, exactly; NaN becomes quiet.
+#[cfg(neon_f16_intrinsics)]
+#[inline(always)]
+pub(crate) fn widen_f16(halves: uint16x4_t) -> float32x4_t {
+    use std::arch::aarch64::{vcvt_f32_f16, vreinterpret_f16_u16};
+    // SAFETY: every aarch64 machine has NEON.
+    unsafe { vcvt_f32_f16(vreinterpret_f16_u16(halves)) }
+}
+
+/// The same for older compilers.
+#[cfg(not(neon_f16_intrinsics))]
 #[inline(always)]
 pub(crate) fn widen_f16(halves: uint16x4_t) -> float32x4_t {
     let wide;
-    // SAFETY: every aarch64 machine has it, and it touches nothing but registers. (It may raise a flag of the floating-point
-    // status, hence no `preserves_flags`.)
+    // SAFETY: every aarch64 machine has the instruction.
+    // SAFETY: it touches nothing but registers and flags of the floating-point status (hence no `preserves_flags`).
     unsafe {
         asm!("fcvtl {0:v}.4s, {1:v}.4h", lateout(vreg) wide, in(vreg) halves, options(pure, nomem, nostack));
     };
@@ -18,10 +32,20 @@ pub(crate) fn widen_f16(halves: uint16x4_t) -> float32x4_t {
 }
 
 /// Four f32 rounded to f16, to nearest even; NaN becomes quiet.
+#[cfg(neon_f16_intrinsics)]
+#[inline(always)]
+pub(crate) fn narrow_f16(values: float32x4_t) -> uint16x4_t {
+    use std::arch::aarch64::{vcvt_f16_f32, vreinterpret_u16_f16};
+    // SAFETY: every aarch64 machine has NEON.
+    unsafe { vreinterpret_u16_f16(vcvt_f16_f32(values)) }
+}
+
+/// The same for older compilers.
+#[cfg(not(neon_f16_intrinsics))]
 #[inline(always)]
 pub(crate) fn narrow_f16(values: float32x4_t) -> uint16x4_t {
     let halves;
-    // SAFETY: as above.
+    // SAFETY: as in `widen_f16`.
     unsafe {
         asm!("fcvtn {0:v}.4h, {1:v}.4s", lateout(vreg) halves, in(vreg) values, options(pure, nomem, nostack));
     };
@@ -29,10 +53,20 @@ pub(crate) fn narrow_f16(values: float32x4_t) -> uint16x4_t {
 }
 
 /// `sums + Σ of 4 bytes of w · x`, all signed, for each 32-bit lane of `w` and the four bytes at lane `LANE` of `x`.
+#[cfg(neon_dot_intrinsic)]
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+pub(crate) fn dot<const LANE: i32>(sums: int32x4_t, w: int8x16_t, x: int8x16_t) -> int32x4_t {
+    std::arch::aarch64::vdotq_laneq_s32::<LANE>(sums, w, x)
+}
+
+/// The same for older compilers.
+#[cfg(not(neon_dot_intrinsic))]
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 pub(crate) fn dot<const LANE: i32>(mut sums: int32x4_t, w: int8x16_t, x: int8x16_t) -> int32x4_t {
-    // SAFETY: the function has the feature, and the instruction touches nothing but registers.
+    // SAFETY: the function has the feature.
+    // SAFETY: the instruction touches nothing but registers.
     unsafe {
         asm!(
             "sdot {0:v}.4s, {1:v}.16b, {2:v}.4b[{3}]",

@@ -1,0 +1,143 @@
+//! Finds out what the library is built from and with: the commit, and the intrinsics of the compiler.
+//!
+//! Nothing here fails a build, and nothing depends on the day or the machine of the build. What cannot be found out is
+//! left out.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::{env, fs};
+
+/// Set to leave the probes out, so that the code for older compilers can be checked with a new one.
+const NO_PROBES: &str = "ASCEND_LLM_NO_PROBES";
+
+/// What Cargo writes beside the manifest of a published package.
+const PACKAGED_FROM: &str = ".cargo_vcs_info.json";
+
+/// A cfg, and the code that the compiler must accept for it to be set.
+const PROBES: [(&str, &str); 2] = [
+    (
+        "neon_f16_intrinsics",
+        r#"
+        #[target_feature(enable = "neon")]
+        pub fn widen(halves: uint16x4_t) -> float32x4_t {
+            vcvt_f32_f16(vreinterpret_f16_u16(halves))
+        }
+
+        #[target_feature(enable = "neon")]
+        pub fn narrow(values: float32x4_t) -> uint16x4_t {
+            vreinterpret_u16_f16(vcvt_f16_f32(values))
+        }
+        "#,
+    ),
+    (
+        "neon_dot_intrinsic",
+        r#"
+        #[target_feature(enable = "neon,dotprod")]
+        pub fn dot(sums: int32x4_t, w: int8x16_t, x: int8x16_t) -> int32x4_t {
+            vdotq_laneq_s32::<3>(sums, w, x)
+        }
+        "#,
+    ),
+];
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-env-changed=DOCS_RS");
+    println!("cargo::rerun-if-env-changed={NO_PROBES}");
+    for (cfg, _) in PROBES {
+        println!("cargo::rustc-check-cfg=cfg({cfg})");
+    }
+    if env::var_os("DOCS_RS").is_some() {
+        return;
+    }
+    println!("cargo::rustc-env=ASCEND_LLM_COMMIT={}", commit().unwrap_or_default());
+    let is_aarch64 = env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "aarch64");
+    if is_aarch64 && env::var_os(NO_PROBES).is_none() {
+        for (cfg, code) in PROBES {
+            if compiles(cfg, code).unwrap_or(false) {
+                println!("cargo::rustc-cfg={cfg}");
+            }
+        }
+    }
+}
+
+/// The first 12 digits of the commit, with `-dirty` where the files differ from it.
+fn commit() -> Option<String> {
+    if let Ok(info) = fs::read_to_string(PACKAGED_FROM) {
+        println!("cargo::rerun-if-changed={PACKAGED_FROM}");
+        return packaged_commit(&info);
+    }
+    checked_out_commit()
+}
+
+/// The commit in `{"git": {"sha1": "…", "dirty": true}, …}`; a clean package has no `dirty`.
+fn packaged_commit(info: &str) -> Option<String> {
+    let value = |key: &str| {
+        let (_, rest) = info.split_once(&format!("\"{key}\""))?;
+        rest.trim_start().strip_prefix(':').map(str::trim_start)
+    };
+    let digits = value("sha1")?.strip_prefix('"')?.get(..12)?;
+    let is_dirty = value("dirty").is_some_and(|value| value.starts_with("true"));
+    digits.bytes().all(|digit| digit.is_ascii_hexdigit()).then(|| described(digits, is_dirty))
+}
+
+fn checked_out_commit() -> Option<String> {
+    // A copy of the crate in a folder of another repository has a prefix. The commit there says nothing about the copy.
+    if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
+        return None;
+    }
+    // An untracked file belongs to the library only through a change of a tracked one. Cargo leaves one in its checkouts.
+    let changes = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    let digits = git(&["rev-parse", "--short=12", "HEAD"])?;
+    rerun_if_moved();
+    Some(described(&digits, !changes.is_empty()))
+}
+
+/// Has the script run again when another commit is checked out or the sources change, and at no other time. Cargo takes
+/// an absent file for a changed one, so only files that exist are named.
+fn rerun_if_moved() {
+    let path = |name: &str| git(&["rev-parse", "--git-path", name]).map(PathBuf::from).filter(|path| path.is_file());
+    let branch = git(&["symbolic-ref", "--quiet", "HEAD"]);
+    // A packed branch has no file of its own. The log of HEAD grows when such a branch moves.
+    let moved = branch.and_then(|branch| path(&branch).or_else(|| path("logs/HEAD")));
+    for path in [path("HEAD"), moved].into_iter().flatten() {
+        println!("cargo::rerun-if-changed={}", path.display());
+    }
+    println!("cargo::rerun-if-changed=src");
+}
+
+fn described(digits: &str, is_dirty: bool) -> String {
+    format!("{digits}{}", if is_dirty { "-dirty" } else { "" })
+}
+
+/// What git answers for the folder of the manifest, without the last line's end.
+fn git(arguments: &[&str]) -> Option<String> {
+    let mut command = Command::new("git");
+    // Git sets these for its hooks, and a hook of another repository may build this crate.
+    for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
+        command.env_remove(variable);
+    }
+    // Without optional locks the status leaves the index as it is.
+    let output = command.arg("--no-optional-locks").args(arguments).stderr(Stdio::null()).output().ok()?;
+    let text = output.status.success().then(|| String::from_utf8(output.stdout))?.ok()?;
+    Some(text.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+/// Whether the compiler in use accepts code for the target as stable.
+fn compiles(name: &str, code: &str) -> Option<bool> {
+    let out = env::var_os("OUT_DIR")?;
+    let file = Path::new(&out).join(name).with_extension("rs");
+    fs::write(&file, format!("#![no_std]\nuse core::arch::aarch64::*;\n{code}")).ok()?;
+    let flags = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();
+    let status = Command::new(env::var_os("RUSTC")?)
+        .args(["--edition=2024", "--crate-type=lib", "--emit=metadata", "--cap-lints=allow", "--target"])
+        .arg(env::var_os("TARGET")?)
+        .args(flags.split('\x1f').filter(|flag| !flag.is_empty()))
+        .arg("--out-dir")
+        .arg(&out)
+        .arg(&file)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    Some(status.ok()?.success())
+}

@@ -1,0 +1,27 @@
+//! What the library is: its version, and the commit that it was built from.
+
+#![forbid(unsafe_code)]
+#![allow(dead_code)] // only tests read them yet
+
+/// The version of the crate.
+pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The commit by its first 12 digits, with `-dirty` where files differed from it; none if the build script found none.
+pub(crate) const COMMIT: Option<&str> = match option_env!("ASCEND_LLM_COMMIT") {
+    Some(commit) if !commit.is_empty() => Some(commit),
+    _ => None,
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_commit_is_a_number_in_hexadecimal() {
+        assert!(VERSION.split('.').count() >= 3);
+        if let Some(commit) = COMMIT {
+            let digits = commit.strip_suffix("-dirty").unwrap_or(commit);
+            assert!(digits.len() >= 12 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()), "{commit}");
+        }
+    }
+}
