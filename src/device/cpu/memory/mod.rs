@@ -158,12 +158,22 @@ impl Drop for Memory {
     }
 }
 
-/// Memory the system could still give, for the error message; 0 if it does not say.
+/// Memory the system could still give; 0 if it does not say.
+#[cfg(target_os = "linux")]
 pub(in crate::device::cpu) fn available_bytes() -> u64 {
     let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return 0 };
     text.lines()
         .find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
         .map_or(0, |kib| kib * 1024)
+}
+
+/// Memory the system could still give; 0 if it does not say.
+#[cfg(not(target_os = "linux"))]
+pub(in crate::device::cpu) fn available_bytes() -> u64 {
+    use sysinfo::{MemoryRefreshKind, RefreshKind, System};
+
+    let memory = RefreshKind::nothing().with_memory(MemoryRefreshKind::nothing().with_ram());
+    System::new_with_specifics(memory).available_memory()
 }
 
 #[cfg(test)]
