@@ -1,7 +1,6 @@
 //! What the library is: its version, and the commit that it was built from.
 
 #![forbid(unsafe_code)]
-#![allow(dead_code)] // only tests read them yet
 
 /// The version of the crate.
 pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");

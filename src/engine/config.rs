@@ -133,6 +133,15 @@ impl EngineConfig {
         }
     }
 
+    /// Sets `max_model_len` to `longest`, the model's own limit, where it is left open, and returns it.
+    pub(super) fn resolve_max_model_len(&mut self, longest: u32) -> Result<u32, ParamError> {
+        let len = *self.max_model_len.get_or_insert(longest);
+        if !(2..=longest).contains(&len) {
+            return Err(ParamError::new("max_model_len", len, format!("2..={longest}, the model's own limit")));
+        }
+        Ok(len)
+    }
+
     /// Checks every field that can be checked without a model.
     pub fn validate(&self) -> Result<(), ParamError> {
         at_least("max_num_seqs", self.max_num_seqs, 1)?;

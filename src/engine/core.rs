@@ -454,12 +454,7 @@ fn resolve_config(
     if model.max_logit_rows == 0 {
         return Err(ParamError::new("max_logit_rows", 0, "at least 1".to_owned()).into());
     }
-    let asked = config.max_model_len.unwrap_or(model.max_model_len);
-    if asked > model.max_model_len || asked < 2 {
-        let expected = format!("2..={}, the model's own limit", model.max_model_len);
-        return Err(ParamError::new("max_model_len", asked, expected).into());
-    }
-    config.max_model_len = Some(asked);
+    config.resolve_max_model_len(model.max_model_len)?;
     let depth = *config.pipeline_depth.get_or_insert(1);
     if depth > max_in_flight {
         let expected = format!("at most {max_in_flight}, the batches that the model's runner can have in flight");

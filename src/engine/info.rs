@@ -5,6 +5,7 @@ use serde::Serialize;
 use crate::graph::{Cost, Numerics, OverflowPolicy, Plan};
 use crate::kv_cache::{KvDType, KvGeometry};
 use crate::model::Architecture;
+use crate::version::{COMMIT, VERSION};
 use crate::weights::DType;
 
 /// How far loading has come.
@@ -29,6 +30,8 @@ pub struct LoadProgress {
 pub struct EngineInfo {
     /// Version of this crate.
     pub version: &'static str,
+    /// Commit the crate was built from: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
+    pub commit: Option<&'static str>,
     /// Family of the model.
     pub architecture: Option<Architecture>,
     /// Parameters of the model.
@@ -78,7 +81,8 @@ impl EngineInfo {
     /// Facts of an engine that was made of parts.
     pub(super) fn without_device(vocab_size: u32, max_model_len: u32, block_size: u32, pool_blocks: u32) -> Self {
         Self {
-            version: env!("CARGO_PKG_VERSION"),
+            version: VERSION,
+            commit: COMMIT,
             vocab_size,
             max_model_len,
             block_size,

@@ -244,7 +244,7 @@ fn bad_configurations() {
         ("max_num_seqs", "0", "at least 1", |c| c.max_num_seqs = 0),
         ("max_num_batched_tokens", "3", "at least max_num_seqs (4)", |c| c.max_num_batched_tokens = 3),
         ("max_model_len", "1", "at least 2", |c| c.max_model_len = Some(1)),
-        ("max_model_len", "513", "at most the 512 positions", |c| c.max_model_len = Some(513)),
+        ("max_model_len", "513", "2..=512", |c| c.max_model_len = Some(513)),
         ("block_size", "0", "a multiple of 16", |c| c.block_size = Some(0)),
         ("block_size", "24", "a multiple of 16", |c| c.block_size = Some(24)),
         ("block_size", "2048", "up to 1024 on device cpu", |c| c.block_size = Some(2048)),

@@ -10,6 +10,7 @@ use crate::engine::request::encoding::PromptEncoder;
 use crate::engine::{EngineInfo, LoadProgress};
 use crate::num::to_u32;
 use crate::sampler::ParamError;
+use crate::version::{COMMIT, VERSION};
 use crate::weights::DType;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
@@ -169,7 +170,7 @@ impl EngineBuilder {
             Arc::new(CpuDevice::new(options)?)
         };
         config.pipeline_depth.get_or_insert(device.caps().default_pipeline_depth);
-        let max_model_len = resolve_model_len(&mut config, &model)?;
+        let max_model_len = config.resolve_max_model_len(to_u32(model.max_position_embeddings))?;
         let ranks = resolve_ranks(&config, device.as_ref())?;
         let overflow = resolve_overflow(&mut config.compile, device.caps())?;
         let graphs = shard_graphs(&graph, ranks)?;
@@ -206,7 +207,8 @@ impl EngineBuilder {
         limits.max_logit_rows = config.max_num_seqs;
         notes.extend(text.note.clone());
         let info = EngineInfo {
-            version: env!("CARGO_PKG_VERSION"),
+            version: VERSION,
+            commit: COMMIT,
             architecture: Some(model.architecture),
             parameters: model.parameters(),
             weight_dtype: main_dtype(&graph),
@@ -264,17 +266,6 @@ fn read_config(files: &ModelFiles) -> Result<ModelConfig, BuildError> {
             Ok(config_from_hub(&json)?)
         }
     }
-}
-
-fn resolve_model_len(config: &mut EngineConfig, model: &ModelConfig) -> Result<u32, BuildError> {
-    let longest = to_u32(model.max_position_embeddings);
-    let len = config.max_model_len.unwrap_or(longest);
-    if len > longest {
-        let expected = format!("at most the {longest} positions the model was made for");
-        return Err(ParamError::new("max_model_len", len, expected).into());
-    }
-    config.max_model_len = Some(len);
-    Ok(len)
 }
 
 fn resolve_geometry(
