@@ -33,7 +33,7 @@ const BLOCK_SIZE: usize = 16;
 const Q_WIDTH: usize = SHAPE.heads * SHAPE.head_dim;
 
 const fn geometry(dtype: KvDType) -> KvGeometry {
-    KvGeometry { layers: LAYERS, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim, block_size: BLOCK_SIZE, dtype }
+    KvGeometry::new(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, BLOCK_SIZE, dtype)
 }
 
 /// Visible tokens of the steps that are run in each loop order.

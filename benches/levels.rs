@@ -107,14 +107,13 @@ impl Level {
 
     fn step(&mut self, tokens: &[u32], kv_len: u32) -> u32 {
         let rows = u32::try_from(tokens.len()).expect("few rows");
-        let input = ForwardInput {
-            tokens: tokens.to_vec(),
-            q_lens: vec![rows],
-            kv_lens: vec![kv_len],
-            tables: (0..kv_len.div_ceil(BLOCK_SIZE)).map(BlockId).collect(),
-            logit_rows: vec![rows - 1],
-            ..ForwardInput::default()
-        };
+        let input = ForwardInput::new(
+            tokens.to_vec(),
+            vec![rows],
+            vec![kv_len],
+            (0..kv_len.div_ceil(BLOCK_SIZE)).map(BlockId).collect(),
+        )
+        .with_logit_rows(vec![rows - 1]);
         self.runner.forward(input).expect("the batch runs").logits.argmax[0]
     }
 }

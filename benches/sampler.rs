@@ -60,7 +60,7 @@ fn sample(c: &mut Criterion) {
         let mut noise = Noise(1);
         let logits: Vec<f32> = (0..vocab).map(|_| 2.5 * noise.normal()).collect();
         let (prompt, output) = (noise.ids(PROMPT_TOKENS, vocab), noise.ids(OUTPUT_TOKENS, vocab));
-        let rows = LogitRows { logits: &logits, vocab: logits.len(), status: &[0], argmax: &[] };
+        let rows = LogitRows::new(&logits, logits.len(), &[0]);
         let mut sampler = Sampler::new(logits.len());
         let mut answers = Vec::new();
         group.throughput(Throughput::Elements(u64::from(vocab)));
@@ -70,16 +70,7 @@ fn sample(c: &mut Criterion) {
                 b.iter(|| {
                     // A new seed for each draw, so that branches do not learn one answer.
                     seed += 1;
-                    let row = SampleRow {
-                        row: 0,
-                        params,
-                        prompt: &prompt,
-                        output: &output,
-                        eos_ids: &[0],
-                        bad_words: &[],
-                        seed,
-                        choice: 0,
-                    };
+                    let row = SampleRow::new(0, params, &prompt, &output).with_eos_ids(&[0]).with_seed(seed);
                     sampler.sample(rows, black_box(&[row]), &mut answers);
                     assert!(answers[0].is_ok(), "{:?}", answers[0]);
                 });

@@ -304,31 +304,23 @@ impl Decoding {
         let kv_heads = config.kv_heads().max(graphs.len());
         let (layers, head_dim) = (config.layers.len(), config.head_dim());
         let dtype = device.kv_dtype(&graphs[0].weights).ok_or("the device names no type of keys and values")?;
-        let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
+        let geometry = KvGeometry::new(layers, kv_heads, head_dim, block_size, dtype);
         let layout = device.kv_layout(&geometry)?;
         let plan_steps = plans[0].steps.len();
         let rates = plans.iter().map(|plan| CostRates::new(plan, dtype.bytes() as u64)).collect();
         let program = OwnedProgram::load(device, &plans, weights, &geometry)?;
-        let programs = Programs { by_bucket: vec![(bucket, program)], f32: None, rates, custom_ops: false };
+        let programs = Programs::new(vec![(bucket, program)], rates);
         let blocks = args.context.div_ceil(u32::try_from(block_size)?);
-        let shape = RunnerShape {
-            bucket,
-            max_seqs: batch,
-            max_blocks_per_seq: kv_tokens.div_ceil(block_size),
-            block_size,
-            pool_blocks: (args.batch * blocks) as usize,
-            vocab_size: config.vocab_size,
-            max_in_flight: args.depth as usize,
-        };
-        let input = ForwardInput {
-            tokens: vec![1; batch],
-            q_lens: vec![1; batch],
-            kv_lens: vec![args.context; batch],
-            tables: (0..args.batch * blocks).map(BlockId).collect(),
-            logit_rows: (0..args.batch).collect(),
-            argmax_only: vec![true; batch],
-            ..ForwardInput::default()
-        };
+        let shape = RunnerShape::new(bucket, block_size, (args.batch * blocks) as usize, config.vocab_size)
+            .with_max_in_flight(args.depth as usize);
+        let input = ForwardInput::new(
+            vec![1; batch],
+            vec![1; batch],
+            vec![args.context; batch],
+            (0..args.batch * blocks).map(BlockId).collect(),
+        )
+        .with_logit_rows((0..args.batch).collect())
+        .with_argmax_only(vec![true; batch]);
         let runner = ModelRunner::new(Arc::clone(device), programs, layout, shape)?;
         let weight_bytes = graphs.iter().map(|graph| args.weights.bytes(&graph.weights)).sum();
         let depth = args.depth as usize;
@@ -510,7 +502,7 @@ impl WeightSource for Zeros {
         let shape = self.shapes.get(name)?;
         let dtype = self.dtype_of(shape);
         let data = &self.bytes[..dtype.bytes_for(shape.iter().product())?];
-        Some(TensorView { dtype, shape, data })
+        Some(TensorView::new(dtype, shape, data))
     }
 
     fn names(&self) -> Vec<String> {

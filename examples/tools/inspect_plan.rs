@@ -92,12 +92,7 @@ fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOp
     if ranks > 1 {
         println!("shard\n{}", graph.dump());
     }
-    let policy = PrecisionPolicy {
-        default: options.resolved_precision(numerics),
-        overrides: &options.precision_overrides,
-        int8_activations: target.int8_activations,
-        bf16_activations: target.bf16_activations,
-    };
+    let policy = PrecisionPolicy::new(options, numerics, target);
     let rounded = apply_precision(&graph, &policy)?;
     println!("precision\n{}", rounded.dump());
     let (fused, report) = fuse(&rounded, options.resolved_fusion(), target.ops, options.attention);

@@ -127,14 +127,13 @@ impl Profiled {
     /// Runs one step of a sequence that then has `kv_len` tokens; gives its most likely next token.
     fn step(&mut self, tokens: &[u32], kv_len: u32, sums: &mut OpTable) -> Result<u32> {
         let rows = u32::try_from(tokens.len())?;
-        let input = ForwardInput {
-            tokens: tokens.to_vec(),
-            q_lens: vec![rows],
-            kv_lens: vec![kv_len],
-            tables: self.table[..kv_len.div_ceil(self.block_size) as usize].to_vec(),
-            logit_rows: vec![rows - 1],
-            ..ForwardInput::default()
-        };
+        let input = ForwardInput::new(
+            tokens.to_vec(),
+            vec![rows],
+            vec![kv_len],
+            self.table[..kv_len.div_ceil(self.block_size) as usize].to_vec(),
+        )
+        .with_logit_rows(vec![rows - 1]);
         let ForwardOutput { logits, input, .. } = self.runner.forward(input)?;
         let best = logits.argmax.first().map_or(0, |&id| id as usize);
         let times = self.device.take_profile(self.runner.program());

@@ -31,6 +31,7 @@ pub use peaks::PeakRates;
 
 use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
+use crate::settings::with_methods;
 use crate::weights::WeightSource;
 
 macro_rules! ids {
@@ -140,6 +141,7 @@ impl DeviceCaps {
 
 /// How a device lays out a block of the KV cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct KvLayout {
     /// Names the layout; part of the fingerprint of anything that stores blocks.
     pub id: String,
@@ -151,8 +153,23 @@ pub struct KvLayout {
     pub reserved_blocks: u64,
 }
 
+impl KvLayout {
+    /// A layout without reserved blocks.
+    pub fn new(id: impl Into<String>, bytes_per_block: u64, alignment: u64) -> Self {
+        Self { id: id.into(), bytes_per_block, alignment, reserved_blocks: 0 }
+    }
+
+    with_methods! {
+        value {
+            bytes_per_block with_bytes_per_block: u64,
+            reserved_blocks with_reserved_blocks: u64,
+        }
+    }
+}
+
 /// Buffers of one launch: eight different ones, each span exactly as long as the launch's shape says.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Bindings {
     /// `u32` ids, one a row.
     pub token_ids: Span,
@@ -173,8 +190,38 @@ pub struct Bindings {
     pub kv_pool: Span,
 }
 
+impl Bindings {
+    /// Only the KV pool. A launch is refused until the spans that its shape needs are set.
+    pub const fn new(kv_pool: Span) -> Self {
+        let none = Span { bytes: 0, ..kv_pool };
+        Self {
+            token_ids: none,
+            positions: none,
+            block_tables: none,
+            logit_rows: none,
+            logits: none,
+            argmax: none,
+            row_status: none,
+            kv_pool,
+        }
+    }
+
+    with_methods! {
+        value {
+            token_ids with_token_ids: Span,
+            positions with_positions: Span,
+            block_tables with_block_tables: Span,
+            logit_rows with_logit_rows: Span,
+            logits with_logits: Span,
+            argmax with_argmax: Span,
+            row_status with_row_status: Span,
+        }
+    }
+}
+
 /// Actual sizes of one launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LaunchShape {
     /// Rows of the batch.
     pub tokens: usize,
@@ -186,9 +233,17 @@ pub struct LaunchShape {
     pub table_stride: usize,
 }
 
+impl LaunchShape {
+    /// Sizes of a launch.
+    pub const fn new(tokens: usize, seqs: usize, logit_rows: usize, table_stride: usize) -> Self {
+        Self { tokens, seqs, logit_rows, table_stride }
+    }
+}
+
 /// Everything a launch needs beside the program. Lengths are given on the host as well, because some devices take
 /// attention's lengths there.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct LaunchArgs<'a> {
     /// Buffers.
     pub io: Bindings,
@@ -200,8 +255,16 @@ pub struct LaunchArgs<'a> {
     pub kv_lens: &'a [u32],
 }
 
+impl<'a> LaunchArgs<'a> {
+    /// Arguments of a launch.
+    pub const fn new(io: Bindings, shape: LaunchShape, q_lens: &'a [u32], kv_lens: &'a [u32]) -> Self {
+        Self { io, shape, q_lens, kv_lens }
+    }
+}
+
 /// A custom operation that failed in a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CustomFailure {
     /// Rows of the batch it was called for.
     pub rows: std::ops::Range<usize>,
@@ -209,6 +272,13 @@ pub struct CustomFailure {
     pub name: String,
     /// What it or its panic said.
     pub reason: String,
+}
+
+impl CustomFailure {
+    /// The call of operation `name` for these rows of the batch failed.
+    pub fn new(rows: std::ops::Range<usize>, name: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self { rows, name: name.into(), reason: reason.into() }
+    }
 }
 
 /// A machine that executes plans. See the [module](self) for the contract.

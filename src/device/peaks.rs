@@ -4,6 +4,7 @@
 ///
 /// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Device::peak_rates`](super::Device::peak_rates)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct PeakRates {
     /// f32 operations, a fused multiply-add counted as two.
     pub f32_flops_per_s: u64,
@@ -14,6 +15,11 @@ pub struct PeakRates {
 }
 
 impl PeakRates {
+    /// Rates by the second: f32 operations, int8 operations, bytes read.
+    pub const fn new(f32_flops_per_s: u64, int8_ops_per_s: u64, read_bytes_per_s: u64) -> Self {
+        Self { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s }
+    }
+
     /// Compute density, also called model FLOPs utilization: the share of `seconds` that the operations would have taken at
     /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
     ///

@@ -23,12 +23,7 @@ pub fn compile(
     if !target.alignment.is_power_of_two() || target.alignment < 64 {
         return Err(CompileError::Invalid(format!("alignment {} is no power of two of at least 64", target.alignment)));
     }
-    let policy = PrecisionPolicy {
-        default: options.resolved_precision(numerics),
-        overrides: &options.precision_overrides,
-        int8_activations: target.int8_activations,
-        bf16_activations: target.bf16_activations,
-    };
+    let policy = PrecisionPolicy::new(options, numerics, target);
     let graph = apply_precision(graph, &policy)?;
     let (graph, fused) = fuse(&graph, fusion, target.ops, options.attention);
     let graph = legalize(&graph, target.ops, target.attention_schedules)?;

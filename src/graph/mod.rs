@@ -29,6 +29,7 @@ pub use plan::cost::{Cost, CostShape, OpCost, attended_tokens, shown_tokens};
 pub use plan::cost_rates::CostRates;
 pub use plan::{Operand, Plan, PlanValue, Step, Target};
 
+use crate::settings::with_methods;
 use crate::weights::DType;
 
 /// The argmax of a row with a logit that is not finite: no vocabulary has this id.
@@ -120,6 +121,7 @@ pub enum Io {
 
 /// Shape and meaning of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Value {
     /// Short name for dumps, unique in the graph.
     pub name: String,
@@ -129,6 +131,13 @@ pub struct Value {
     pub cols: usize,
     /// Element type.
     pub elem: Elem,
+}
+
+impl Value {
+    /// A value of the graph.
+    pub fn new(name: impl Into<String>, rows: RowDim, cols: usize, elem: Elem) -> Self {
+        Self { name: name.into(), rows, cols, elem }
+    }
 }
 
 /// How a device should hold a weight.
@@ -152,6 +161,7 @@ impl WeightRole {
 
 /// A tensor the graph needs, with the shape and type it has in its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Weight {
     /// Name as the weight source spells it.
     pub name: String,
@@ -163,6 +173,17 @@ pub struct Weight {
     pub role: WeightRole,
     /// The part of the source's tensor that `shape` is the shape of; none means all of it.
     pub slice: Option<WeightSlice>,
+}
+
+impl Weight {
+    /// A whole tensor of the source.
+    pub fn new(name: impl Into<String>, shape: Vec<usize>, dtype: DType, role: WeightRole) -> Self {
+        Self { name: name.into(), shape, dtype, role, slice: None }
+    }
+
+    with_methods! {
+        option { slice with_slice: WeightSlice }
+    }
 }
 
 /// A range along one dimension of a tensor.
@@ -201,6 +222,7 @@ impl TpRank {
 
 /// Rotary frequencies shared by all layers that rotate alike.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RopeFrequencies {
     /// Radians a position for each rotated pair.
     pub inv_freq: Vec<f32>,
@@ -208,8 +230,20 @@ pub struct RopeFrequencies {
     pub attention_factor: f32,
 }
 
+impl RopeFrequencies {
+    /// Frequencies without a factor on cosine and sine.
+    pub const fn new(inv_freq: Vec<f32>) -> Self {
+        Self { inv_freq, attention_factor: 1.0 }
+    }
+
+    with_methods! {
+        value { attention_factor with_attention_factor: f32 }
+    }
+}
+
 /// One operation with what it reads and writes.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Node {
     /// The operation with its weights and constants.
     pub op: Op,
@@ -221,8 +255,16 @@ pub struct Node {
     pub layer: Option<u32>,
 }
 
+impl Node {
+    /// An operation of one layer, or of none.
+    pub const fn new(op: Op, inputs: Vec<ValueId>, outputs: Vec<ValueId>, layer: Option<u32>) -> Self {
+        Self { op, inputs, outputs, layer }
+    }
+}
+
 /// A model's computation over one batch, in topological order.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Graph {
     /// All values; a [`ValueId`] indexes here.
     pub values: Vec<Value>,

@@ -2,6 +2,7 @@
 //! a device runs it. Fused operations and collectives are made by passes only.
 
 use super::{AttentionSchedules, Elem, WeightId};
+use crate::settings::with_methods;
 use std::fmt;
 
 /// What a row is rounded to where it enters a product. Sums are in f32 always.
@@ -62,6 +63,7 @@ pub enum RopeStyle {
 
 /// RMS normalization over groups of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct NormSpec {
     /// Scale vector, as long as a group.
     pub weight: WeightId,
@@ -71,8 +73,16 @@ pub struct NormSpec {
     pub group: usize,
 }
 
+impl NormSpec {
+    /// A norm over groups of `group` elements.
+    pub const fn new(weight: WeightId, eps: f32, group: usize) -> Self {
+        Self { weight, eps, group }
+    }
+}
+
 /// One matrix of a linear operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LinearPart {
     /// `[n, k]`.
     pub weight: WeightId,
@@ -80,8 +90,20 @@ pub struct LinearPart {
     pub bias: Option<WeightId>,
 }
 
+impl LinearPart {
+    /// A matrix without a bias.
+    pub const fn new(weight: WeightId) -> Self {
+        Self { weight, bias: None }
+    }
+
+    with_methods! {
+        option { bias with_bias: WeightId }
+    }
+}
+
 /// Constants of one layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct AttentionShape {
     /// Layer in the KV pool.
     pub layer: usize,
@@ -97,6 +119,19 @@ pub struct AttentionShape {
     pub window: Option<u32>,
     /// Loop orders by length; none means the one that is right for every length (blocked).
     pub schedules: Option<AttentionSchedules>,
+}
+
+impl AttentionShape {
+    /// Attention over all tokens before a row, with scores scaled by `1 / sqrt(head_dim)`.
+    pub fn new(layer: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        Self { layer, heads, kv_heads, head_dim, scale, window: None, schedules: None }
+    }
+
+    with_methods! {
+        value { scale with_scale: f32 }
+        option { window with_window: u32, schedules with_schedules: AttentionSchedules }
+    }
 }
 
 /// An operation. Comments give inputs → outputs.

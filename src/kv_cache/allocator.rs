@@ -54,6 +54,7 @@ pub enum BlockError {
 
 /// Gauges and counters of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BlockStats {
     /// Blocks in the pool.
     pub capacity_blocks: u32,

@@ -1,5 +1,7 @@
 //! What a KV block holds.
 
+use crate::settings::with_methods;
+
 /// Element type of stored keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -35,6 +37,7 @@ impl KvDType {
 
 /// Shape of the KV cache of one model (one cache group, one rank).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct KvGeometry {
     /// Transformer layers that keep keys and values.
     pub layers: usize,
@@ -49,6 +52,21 @@ pub struct KvGeometry {
 }
 
 impl KvGeometry {
+    /// Shape of a cache of `layers` layers with `kv_heads` heads of `head_dim` elements, in blocks of `block_size` tokens.
+    pub const fn new(layers: usize, kv_heads: usize, head_dim: usize, block_size: usize, dtype: KvDType) -> Self {
+        Self { layers, kv_heads, head_dim, block_size, dtype }
+    }
+
+    with_methods! {
+        value {
+            layers with_layers: usize,
+            kv_heads with_kv_heads: usize,
+            head_dim with_head_dim: usize,
+            block_size with_block_size: usize,
+            dtype with_dtype: KvDType,
+        }
+    }
+
     /// Bytes of one token's keys and values over all layers, scales included.
     pub const fn bytes_per_token(&self) -> usize {
         2 * self.layers * self.kv_heads * (self.head_dim * self.dtype.bytes() + self.dtype.scale_bytes())

@@ -21,6 +21,7 @@ use crate::device::{CustomFailure, DeviceError};
 use crate::graph::{Cost, RowStatus};
 use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
+use crate::settings::with_methods;
 
 /// One step's batch: rows of all sequences concatenated, sequence after sequence.
 ///
@@ -36,6 +37,7 @@ pub use crate::sampler::LogitRows;
 /// ```
 /// Row `r` of sequence `s` stands at position `kv_lens[s] - q_lens[s] + r`.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct ForwardInput {
     /// Token ids of all rows.
     pub tokens: Vec<u32>,
@@ -74,6 +76,20 @@ pub struct DeferredToken {
 pub struct BatchId(pub u64);
 
 impl ForwardInput {
+    /// A batch without requested logits: rows of all sequences, rows and visible length of each, and their block tables.
+    pub fn new(tokens: Vec<u32>, q_lens: Vec<u32>, kv_lens: Vec<u32>, tables: Vec<BlockId>) -> Self {
+        Self { tokens, q_lens, kv_lens, tables, ..Self::default() }
+    }
+
+    with_methods! {
+        value {
+            logit_rows with_logit_rows: Vec<u32>,
+            f32_from with_f32_from: Vec<Option<u32>>,
+            argmax_only with_argmax_only: Vec<bool>,
+            deferred with_deferred: Vec<DeferredToken>,
+        }
+    }
+
     /// An empty batch with room for so many rows, sequences, table entries and rows of logits.
     pub(crate) fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
@@ -119,6 +135,7 @@ pub enum RowOutcome {
 
 /// An [`RowOutcome`] with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SequenceOutcome {
     /// Index of the sequence in the batch.
     pub sequence: usize,
@@ -126,6 +143,13 @@ pub struct SequenceOutcome {
     pub position: u32,
     /// What came of it.
     pub outcome: RowOutcome,
+}
+
+impl SequenceOutcome {
+    /// Outcome of the sequence with this index in the batch, whose first bad row stands at `position`.
+    pub const fn new(sequence: usize, position: u32, outcome: RowOutcome) -> Self {
+        Self { sequence, position, outcome }
+    }
 }
 
 /// Results of a batch.

@@ -20,9 +20,11 @@ use crate::device::{
 };
 use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
+use crate::settings::with_methods;
 
 /// The programs of one model.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Programs {
     /// One a bucket, ascending in its rows; the last has [`RunnerShape::bucket`].
     pub by_bucket: Vec<(Bucket, OwnedProgram)>,
@@ -32,6 +34,18 @@ pub struct Programs {
     pub rates: Vec<CostRates>,
     /// Whether custom operations are in it.
     pub custom_ops: bool,
+}
+
+impl Programs {
+    /// Programs by bucket, ascending in their rows, without an f32 fallback and custom operations.
+    pub fn new(by_bucket: Vec<(Bucket, OwnedProgram)>, rates: Vec<CostRates>) -> Self {
+        Self { by_bucket, f32: None, rates, custom_ops: false }
+    }
+
+    with_methods! {
+        option { f32 with_f32: OwnedProgram }
+        value { custom_ops with_custom_ops: bool }
+    }
 }
 
 /// Runs batches of one model on one device.

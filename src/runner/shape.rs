@@ -1,9 +1,11 @@
 //! The sizes that a runner is built for.
 
 use crate::graph::Bucket;
+use crate::settings::with_methods;
 
 /// Sizes that fix a runner's buffers.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct RunnerShape {
     /// Upper bounds of one batch.
     pub bucket: Bucket,
@@ -19,4 +21,25 @@ pub struct RunnerShape {
     pub vocab_size: usize,
     /// Most batches in flight, at least 1; each has buffers of its own.
     pub max_in_flight: usize,
+}
+
+impl RunnerShape {
+    /// A runner for batches up to `bucket`, with one batch in flight.
+    pub fn new(bucket: Bucket, block_size: usize, pool_blocks: usize, vocab_size: usize) -> Self {
+        Self {
+            bucket,
+            max_seqs: bucket.seqs,
+            max_blocks_per_seq: bucket.kv_tokens.div_ceil(block_size.max(1)).min(pool_blocks),
+            block_size,
+            pool_blocks,
+            vocab_size,
+            max_in_flight: 1,
+        }
+    }
+
+    with_methods! {
+        value {
+            max_in_flight with_max_in_flight: usize,
+        }
+    }
 }

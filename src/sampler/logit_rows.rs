@@ -2,6 +2,7 @@
 
 /// Logits of the rows asked for, with a status byte each.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct LogitRows<'a> {
     /// `rows × vocab` logits, row-major.
     pub logits: &'a [f32],
@@ -13,7 +14,18 @@ pub struct LogitRows<'a> {
     pub argmax: &'a [u32],
 }
 
-impl LogitRows<'_> {
+impl<'a> LogitRows<'a> {
     /// No rows.
-    pub const EMPTY: Self = Self { logits: &[], vocab: 0, status: &[], argmax: &[] };
+    pub const EMPTY: Self = Self::new(&[], 0, &[]);
+
+    /// Rows whose argmax is not known yet.
+    pub const fn new(logits: &'a [f32], vocab: usize, status: &'a [u8]) -> Self {
+        Self { logits, vocab, status, argmax: &[] }
+    }
+
+    /// The same rows with the argmax of each.
+    #[must_use]
+    pub const fn with_argmax(self, argmax: &'a [u32]) -> Self {
+        Self { argmax, ..self }
+    }
 }

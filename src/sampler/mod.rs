@@ -17,6 +17,7 @@ mod ranking;
 mod rng;
 mod softmax;
 
+use crate::settings::with_methods;
 use filter::Filter;
 use penalties::Penalties;
 use std::fmt;
@@ -27,6 +28,7 @@ pub use params::{GREEDY_EPSILON, LogprobsMode, MAX_N, ParamError, ParamLimits, S
 
 /// One token to sample.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct SampleRow<'a> {
     /// Row of the logits.
     pub row: usize,
@@ -46,6 +48,24 @@ pub struct SampleRow<'a> {
     pub choice: u32,
 }
 
+impl<'a> SampleRow<'a> {
+    /// The first choice of a request with seed 0, without end-of-sequence ids and bad words.
+    pub const fn new(row: usize, params: &'a SamplingParams, prompt: &'a [u32], output: &'a [u32]) -> Self {
+        Self { row, params, prompt, output, eos_ids: &[], bad_words: &[], seed: 0, choice: 0 }
+    }
+
+    with_methods! {
+        value {
+            row with_row: usize,
+            output with_output: &'a [u32],
+            eos_ids with_eos_ids: &'a [u32],
+            bad_words with_bad_words: &'a [Vec<u32>],
+            seed with_seed: u64,
+            choice with_choice: u32,
+        }
+    }
+}
+
 /// Whether every token of a request is the one with the largest logit, the lowest id of equals, and nothing else of its rows
 /// is looked at: greedy, and neither edited nor asked for log-probabilities, whatever has been put out.
 pub(crate) fn is_argmax_only(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
@@ -54,6 +74,7 @@ pub(crate) fn is_argmax_only(params: &SamplingParams, eos_ids: &[u32], bad_words
 
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Sampled {
     /// The token.
     pub token: u32,

@@ -106,6 +106,7 @@ pub enum LogprobsMode {
 
 /// What the engine behind a request can do; [`SamplingParams::validate`] checks against it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ParamLimits {
     /// Ids the model knows.
     pub vocab_size: u32,
@@ -117,9 +118,26 @@ pub struct ParamLimits {
     pub has_vocabulary: bool,
 }
 
+impl ParamLimits {
+    /// Limits of an engine without a vocabulary and without log-probabilities.
+    pub const fn new(vocab_size: u32, max_model_len: u32) -> Self {
+        Self { vocab_size, max_model_len, max_logprobs: 0, has_vocabulary: false }
+    }
+
+    with_methods! {
+        value {
+            vocab_size with_vocab_size: u32,
+            max_model_len with_max_model_len: u32,
+            max_logprobs with_max_logprobs: u32,
+            has_vocabulary with_has_vocabulary: bool,
+        }
+    }
+}
+
 /// A parameter that breaks a rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: got {value}, expected {expected}")]
+#[non_exhaustive]
 pub struct ParamError {
     /// The field, as it is spelled in [`SamplingParams`].
     pub field: &'static str,

@@ -24,6 +24,7 @@ pub use open::{ModelFiles, ModelKind, open};
 
 /// One tensor as it stands in its file.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct TensorView<'a> {
     /// Storage type of the elements.
     pub dtype: DType,
@@ -34,6 +35,11 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
+    /// A tensor of `data.len()` bytes as stored.
+    pub const fn new(dtype: DType, shape: &'a [usize], data: &'a [u8]) -> Self {
+        Self { dtype, shape, data }
+    }
+
     /// Number of elements: the product of the dimensions, 1 for a scalar.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()

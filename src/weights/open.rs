@@ -11,6 +11,7 @@ use super::{WeightError, WeightSource};
 
 /// Weights, and the form they came in, which says where configuration and tokenizer are to be found.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ModelFiles {
     /// The tensors, by hub name.
     pub source: Arc<dyn WeightSource>,

@@ -42,7 +42,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 fn heads_of_other_sizes_are_refused_with_the_reason() {
     let device = Npu::new().device();
     for (head_dim, is_taken) in [(16, true), (80, true), (12, false), (8, false)] {
-        let geometry = KvGeometry { layers: 2, kv_heads: 2, head_dim, block_size: 128, dtype: KvDType::F16 };
+        let geometry = KvGeometry::new(2, 2, head_dim, 128, KvDType::F16);
         let outcome = device.kv_layout(&geometry);
         assert_eq!(outcome.is_ok(), is_taken, "{head_dim}: {outcome:?}");
         if let Err(error) = outcome {

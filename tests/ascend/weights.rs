@@ -232,29 +232,15 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
     let plan = compile(&graph, device.caps().target, Numerics::Fast, &options, bucket).unwrap();
     let (layers, kv_heads, head_dim, block_size) = (config.layers.len(), config.kv_heads(), config.head_dim(), 128);
     let dtype = device.kv_dtype(&graph.weights).unwrap();
-    let geometry = KvGeometry { layers, kv_heads, head_dim, block_size, dtype };
+    let geometry = KvGeometry::new(layers, kv_heads, head_dim, block_size, dtype);
     let layout = device.kv_layout(&geometry).unwrap();
     let rates = vec![CostRates::new(&plan, 2)];
     let program = OwnedProgram::load(&device, &[plan], &[uploaded], &geometry).unwrap();
-    let programs = Programs { by_bucket: vec![(bucket, program)], f32: None, rates, custom_ops: false };
-    let shape = RunnerShape {
-        bucket,
-        max_seqs: 1,
-        max_blocks_per_seq: 1,
-        block_size,
-        pool_blocks: 1,
-        vocab_size: config.vocab_size,
-        max_in_flight: 1,
-    };
+    let programs = Programs::new(vec![(bucket, program)], rates);
+    let shape = RunnerShape::new(bucket, block_size, 1, config.vocab_size);
     let mut runner = ModelRunner::new(device, programs, layout, shape).unwrap();
-    let input = ForwardInput {
-        tokens: prompt.to_vec(),
-        q_lens: vec![rows as u32],
-        kv_lens: vec![rows as u32],
-        tables: vec![BlockId(0)],
-        logit_rows: (0..rows as u32).collect(),
-        ..ForwardInput::default()
-    };
+    let input = ForwardInput::new(prompt.to_vec(), vec![rows as u32], vec![rows as u32], vec![BlockId(0)])
+        .with_logit_rows((0..rows as u32).collect());
     runner.forward(input).unwrap().logits.logits.to_vec()
 }
 
@@ -413,7 +399,7 @@ fn shapes_the_operations_refuse_are_held_in_16_bits_and_said() {
     let npu = Npu::new();
     let weight = |index: usize, shape: [usize; 2], dtype| {
         let (name, role) = (format!("w{index}"), WeightRole::Matrix);
-        Weight { name, shape: shape.to_vec(), dtype, role, slice: None }
+        Weight::new(name, shape.to_vec(), dtype, role)
     };
     // Too many rows; columns no longer than a group; an odd number of int4 rows.
     let shapes =
@@ -461,7 +447,7 @@ fn weights_of_impossible_sizes_are_refused() {
         ] {
             for dtype in [DType::F16, DType::Q8_0, DType::Q4_K] {
                 let (name, role) = ("w".to_owned(), WeightRole::Matrix);
-                let weight = Weight { name, shape: shape.clone(), dtype, role, slice: None };
+                let weight = Weight::new(name, shape.clone(), dtype, role);
                 let uploaded = OwnedWeights::upload(&device, &MemorySource::new(), &[weight], 0);
                 assert!(uploaded.is_err(), "{shape:?} of {dtype} in {form:?}");
             }

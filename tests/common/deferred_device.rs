@@ -200,7 +200,7 @@ impl LateDevice {
             Work::Feed { ids, best, rows } => self.cpu.copy_sampled_tokens(ids, best, &rows, inline),
             Work::Launch { program, io, shape, q_lens, kv_lens } => {
                 queues.launched -= 1;
-                self.cpu.launch(program, &LaunchArgs { io, shape, q_lens: &q_lens, kv_lens: &kv_lens }, inline)?;
+                self.cpu.launch(program, &LaunchArgs::new(io, shape, &q_lens, &kv_lens), inline)?;
                 self.spoil_launched(&io, shape.logit_rows, inline)
             }
             Work::CopyBlocks { layout, src, dst, pairs } => self.cpu.copy_blocks(&layout, src, dst, &pairs, inline),
@@ -307,7 +307,7 @@ impl Device for LateDevice {
     }
     fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError> {
         self.call()?;
-        let LaunchArgs { io, shape, q_lens, kv_lens } = *args;
+        let LaunchArgs { io, shape, q_lens, kv_lens, .. } = *args;
         let (q_lens, kv_lens) = (q_lens.to_vec(), kv_lens.to_vec());
         self.push(on, Work::Launch { program, io, shape, q_lens, kv_lens })
     }

@@ -103,13 +103,7 @@ fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionDims {
 fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) -> (Vec<Vec<f32>>, usize) {
     let shape = &setup.shape;
     let (q_width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let geometry = KvGeometry {
-        layers: LAYERS,
-        kv_heads: shape.kv_heads,
-        head_dim: shape.head_dim,
-        block_size: setup.block_size,
-        dtype: setup.dtype,
-    };
+    let geometry = KvGeometry::new(LAYERS, shape.kv_heads, shape.head_dim, setup.block_size, setup.dtype);
     let layout = CpuKvLayout::new(geometry);
     let mut rng = Rng(setup.blocks_seed);
     let needed: usize = sequences.iter().map(|s| s.tokens.div_ceil(setup.block_size)).sum();
@@ -675,11 +669,11 @@ fn scratch_holds_the_longest_unit_of_the_partial_order() {
 
 #[test]
 fn stores_round_to_nearest_even_and_clamp() {
-    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 8, block_size: 16, dtype: KvDType::F16 };
+    let geometry = KvGeometry::new(1, 1, 8, 16, KvDType::F16);
     let v = [1e6, -1e6, f32::NAN, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0, 65519.0, f32::INFINITY, 6e-8];
     for &isa in Isa::available() {
         for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
-            let layout = CpuKvLayout::new(KvGeometry { dtype, ..geometry });
+            let layout = CpuKvLayout::new(geometry.with_dtype(dtype));
             let mut pool = vec![0; layout.bytes_per_block()];
             let rows = BatchRows { q_lens: &[1], kv_lens: &[6], tables: &[BlockId(0)] };
             let kv = KvRows { k: &v, k_stride: 8, v: &v, v_stride: 8 };
@@ -707,7 +701,7 @@ fn stores_round_to_nearest_even_and_clamp() {
 
 /// Writes one row of keys and values of two heads of 20 into slot 21 of a block of 32, and gives each head's bytes.
 fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (CpuKvLayout, Vec<u8>) {
-    let geometry = KvGeometry { layers: 1, kv_heads: 2, head_dim: 20, block_size: 32, dtype: KvDType::I8 };
+    let geometry = KvGeometry::new(1, 2, 20, 32, KvDType::I8);
     let layout = CpuKvLayout::new(geometry);
     let mut pool = vec![0xa5; layout.bytes_per_block()];
     let rows = BatchRows { q_lens: &[1], kv_lens: &[22], tables: &[BlockId(0)] };
@@ -766,7 +760,7 @@ fn int8_stores_round_each_row_by_its_own_scale() {
 #[test]
 fn int8_blocks_are_half_as_large_and_each_rank_has_its_heads_of_them() {
     for (head_dim, block_size) in [(64, 16), (128, 32), (20, 16), (7, 48)] {
-        let geometry = |dtype| KvGeometry { layers: 3, kv_heads: 4, head_dim, block_size, dtype };
+        let geometry = |dtype| KvGeometry::new(3, 4, head_dim, block_size, dtype);
         let [half, int8] = [KvDType::F16, KvDType::I8].map(|dtype| CpuKvLayout::new(geometry(dtype)));
         assert_eq!(half.bytes_per_block(), geometry(KvDType::F16).bytes_per_block());
         let rows = 2 * 3 * 4 * block_size;

@@ -199,7 +199,7 @@ fn an_instruction_set_that_is_missing_is_refused() {
 
 // --------------------------------------------------------------------------------------------------- KV blocks
 
-const GEOMETRY: KvGeometry = KvGeometry { layers: 2, kv_heads: 2, head_dim: 16, block_size: 16, dtype: KvDType::F32 };
+const GEOMETRY: KvGeometry = KvGeometry::new(2, 2, 16, 16, KvDType::F32);
 
 fn layout(device: &CpuDevice) -> KvLayout {
     device.kv_layout(&GEOMETRY).unwrap()
@@ -212,7 +212,7 @@ fn layouts_differ_where_bytes_do_and_impossible_ones_are_invalid() {
     for block_size in [16, 32, 1024] {
         for dtype in device.caps().kv_dtypes.clone() {
             for head_dim in [16, 20] {
-                let geometry = KvGeometry { block_size, dtype, head_dim, ..GEOMETRY };
+                let geometry = GEOMETRY.with_block_size(block_size).with_dtype(dtype).with_head_dim(head_dim);
                 let layout = device.kv_layout(&geometry).unwrap();
                 assert!(layout.bytes_per_block >= geometry.bytes_per_block() as u64);
                 assert!(ids.insert(layout.id), "two layouts of one name");
@@ -221,16 +221,16 @@ fn layouts_differ_where_bytes_do_and_impossible_ones_are_invalid() {
     }
     let huge = usize::MAX / 16 * 16;
     for geometry in [
-        KvGeometry { block_size: 0, ..GEOMETRY },
-        KvGeometry { block_size: 8, ..GEOMETRY },
-        KvGeometry { block_size: 24, ..GEOMETRY },
-        KvGeometry { block_size: 2048, ..GEOMETRY },
-        KvGeometry { block_size: huge, ..GEOMETRY },
-        KvGeometry { layers: 0, ..GEOMETRY },
-        KvGeometry { kv_heads: 0, ..GEOMETRY },
-        KvGeometry { head_dim: 0, ..GEOMETRY },
-        KvGeometry { layers: usize::MAX, ..GEOMETRY },
-        KvGeometry { head_dim: 1 << 60, kv_heads: 1 << 60, ..GEOMETRY },
+        GEOMETRY.with_block_size(0),
+        GEOMETRY.with_block_size(8),
+        GEOMETRY.with_block_size(24),
+        GEOMETRY.with_block_size(2048),
+        GEOMETRY.with_block_size(huge),
+        GEOMETRY.with_layers(0),
+        GEOMETRY.with_kv_heads(0),
+        GEOMETRY.with_head_dim(0),
+        GEOMETRY.with_layers(usize::MAX),
+        GEOMETRY.with_head_dim(1 << 60).with_kv_heads(1 << 60),
     ] {
         invalid(&format!("{geometry:?}"), device.kv_layout(&geometry));
     }
@@ -239,7 +239,7 @@ fn layouts_differ_where_bytes_do_and_impossible_ones_are_invalid() {
 #[test]
 fn blocks_are_copied_whole_and_in_order() {
     for dtype in device().caps().kv_dtypes.clone() {
-        blocks_are_copied(&KvGeometry { dtype, ..GEOMETRY });
+        blocks_are_copied(&GEOMETRY.with_dtype(dtype));
     }
 }
 
@@ -274,7 +274,7 @@ fn blocks_are_copied(geometry: &KvGeometry) {
     let before = (blocks(a), blocks(b));
     let unknown = Span { buffer: BufferId(3), ..a };
     let outside = Span { bytes: a.bytes + 1, ..a };
-    let forged = |bytes_per_block| KvLayout { bytes_per_block, ..layout.clone() };
+    let forged = |bytes_per_block| layout.clone().with_bytes_per_block(bytes_per_block);
     for (label, layout, src, dst, pairs) in [
         ("from outside", layout.clone(), a, b, vec![pair(0, 0), pair(4, 0)]),
         ("to outside", layout.clone(), a, b, vec![pair(0, 0), pair(0, 4)]),
@@ -326,22 +326,20 @@ impl Rig {
             device.write(span, &words.iter().flat_map(|w| w.to_ne_bytes()).collect::<Vec<u8>>(), stream).unwrap();
             span
         };
-        let io = Bindings {
-            token_ids: words(&[5, 6, 7, 8, 9, 10]),
-            positions: words(&[0, 1, 2, 3, 4, 17]),
-            block_tables: words(&[3, 0, 1, 4]),
-            logit_rows: words(&[4, 5]),
-            logits: whole(&device, 2 * 160 * 4),
-            argmax: whole(&device, 2 * 4),
-            row_status: whole(&device, 6),
-            kv_pool: whole(&device, POOL_BLOCKS * layout(&device).bytes_per_block),
-        };
-        let shape = LaunchShape { tokens: 6, seqs: 2, logit_rows: 2, table_stride: 2 };
+        let io = Bindings::new(whole(&device, POOL_BLOCKS * layout(&device).bytes_per_block))
+            .with_token_ids(words(&[5, 6, 7, 8, 9, 10]))
+            .with_positions(words(&[0, 1, 2, 3, 4, 17]))
+            .with_block_tables(words(&[3, 0, 1, 4]))
+            .with_logit_rows(words(&[4, 5]))
+            .with_logits(whole(&device, 2 * 160 * 4))
+            .with_argmax(whole(&device, 2 * 4))
+            .with_row_status(whole(&device, 6));
+        let shape = LaunchShape::new(6, 2, 2, 2);
         Self { device, graph, plan, weights, program, stream, io, shape, q_lens: vec![5, 1], kv_lens: vec![5, 18] }
     }
 
     fn launch(&self) -> Result<(), DeviceError> {
-        let args = LaunchArgs { io: self.io, shape: self.shape, q_lens: &self.q_lens, kv_lens: &self.kv_lens };
+        let args = LaunchArgs::new(self.io, self.shape, &self.q_lens, &self.kv_lens);
         self.device.launch(self.program, &args, self.stream)
     }
 
@@ -563,13 +561,13 @@ fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
     let load =
         |plan: &Plan, geometry: &KvGeometry| rig.device.load(std::slice::from_ref(plan), &[rig.weights], geometry);
     for geometry in [
-        KvGeometry { block_size: 0, ..GEOMETRY },
-        KvGeometry { block_size: 24, ..GEOMETRY },
-        KvGeometry { layers: 1, ..GEOMETRY },
-        KvGeometry { kv_heads: 1, ..GEOMETRY },
-        KvGeometry { kv_heads: 4, head_dim: 8, ..GEOMETRY },
-        KvGeometry { head_dim: 32, ..GEOMETRY },
-        KvGeometry { layers: usize::MAX, ..GEOMETRY },
+        GEOMETRY.with_block_size(0),
+        GEOMETRY.with_block_size(24),
+        GEOMETRY.with_layers(1),
+        GEOMETRY.with_kv_heads(1),
+        GEOMETRY.with_kv_heads(4).with_head_dim(8),
+        GEOMETRY.with_head_dim(32),
+        GEOMETRY.with_layers(usize::MAX),
     ] {
         refused(&format!("{geometry:?}"), load(&rig.plan, &geometry));
     }

@@ -6,7 +6,7 @@
 #[allow(dead_code)] // this file uses a part
 #[cfg(feature = "ascend")]
 use crate::common::sim_npu;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use ascend_llm::graph::passes::{OpSet, PrecisionPolicy, apply_precision, fuse};
 use ascend_llm::graph::{
     ActivationKind, ActivationType, AttentionSchedules, AttentionShape, Bucket, CompileOptions, CustomCall, CustomOp,
     CustomOpError, CustomSite, Elem, Graph, LinearPart, Node, NormSpec, Numerics, Op, Precision, RegisteredOp,
-    RopeFrequencies, RopeStyle, RowDim, RowStatus, Value, ValueId, Weight, WeightId, WeightRole, compile,
+    RopeFrequencies, RopeStyle, RowDim, RowStatus, Target, Value, ValueId, Weight, WeightId, WeightRole, compile,
 };
 use ascend_llm::kv_cache::{KvDType, KvGeometry};
 use ascend_llm::model::{self, AttentionConfig, config_from_gguf, config_from_hub, decoder_graph};
@@ -137,7 +137,7 @@ impl Case {
         let name = format!("w{}", self.graph.weights.len());
         self.source.insert_f32(name.clone(), dtype, shape, values).unwrap();
         let role = if shape.len() == 2 { WeightRole::Matrix } else { WeightRole::Vector };
-        self.graph.weights.push(Weight { name, shape: shape.to_vec(), dtype, role, slice: None });
+        self.graph.weights.push(Weight::new(name, shape.to_vec(), dtype, role));
         WeightId(self.graph.weights.len() as u32 - 1)
     }
 
@@ -148,9 +148,9 @@ impl Case {
         let first = self.graph.values.len() as u32;
         let ids: Vec<ValueId> = (first..first + outputs.len() as u32).map(ValueId).collect();
         for (id, &(cols, elem)) in ids.iter().zip(outputs) {
-            self.graph.values.push(Value { name: format!("v{}", id.0), rows, cols, elem });
+            self.graph.values.push(Value::new(format!("v{}", id.0), rows, cols, elem));
         }
-        self.graph.nodes.push(Node { op, inputs: inputs.to_vec(), outputs: ids.clone(), layer: None });
+        self.graph.nodes.push(Node::new(op, inputs.to_vec(), ids.clone(), None));
         ids
     }
 
@@ -167,18 +167,18 @@ impl Case {
 
     fn angles(&mut self, pairs: usize) -> ValueId {
         let inv_freq = (0..pairs).map(|i| 1.0 / 100f32.powf(i as f32 / pairs as f32)).collect();
-        self.graph.ropes.push(RopeFrequencies { inv_freq, attention_factor: 1.25 });
+        self.graph.ropes.push(RopeFrequencies::new(inv_freq).with_attention_factor(1.25));
         let rope = self.graph.ropes.len() - 1;
         self.one(Op::RopeAngles { rope }, &[], 2 * pairs)
     }
 
     fn norm(&mut self, group: usize) -> NormSpec {
-        NormSpec { weight: self.weight(DType::F32, &[group]), eps: 1e-5, group }
+        NormSpec::new(self.weight(DType::F32, &[group]), 1e-5, group)
     }
 
     fn part(&mut self, dtype: DType, n: usize, k: usize, bias: bool) -> LinearPart {
         let weight = self.weight(dtype, &[n, k]);
-        LinearPart { weight, bias: bias.then(|| self.weight(DType::F32, &[n])) }
+        LinearPart::new(weight).with_bias(bias.then(|| self.weight(DType::F32, &[n])))
     }
 
     /// Makes `out` the logits of every row: for int8 rows through an integer identity, whose 1 is 127 steps of an f16
@@ -190,15 +190,15 @@ impl Case {
         let mut x = out;
         if elem == Elem::Q8 {
             let weight = self.weight_of(DType::Q8_0, &[cols, cols], &identity);
-            x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
+            x = self.one(Op::Linear(LinearPart::new(weight)), &[x], cols);
         }
         if elem == Elem::BF16 {
             let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
-            x = self.one(Op::Linear(LinearPart { weight, bias: None }), &[x], cols);
+            x = self.one(Op::Linear(LinearPart::new(weight)), &[x], cols);
         }
         let weight = self.weight_of(DType::F32, &[cols, cols], &identity);
         let wanted = self.push(Op::GatherRows, &[x], RowDim::LogitRows, &[(cols, Elem::F32)])[0];
-        let head = LinearPart { weight, bias: None };
+        let head = LinearPart::new(weight);
         let (logits, best) = ((cols, Elem::F32), (1, Elem::U32));
         let best = if fused_head {
             self.push(Op::LinearArgMax(head), &[wanted], RowDim::LogitRows, &[logits, best])[1]
@@ -260,7 +260,7 @@ fn geometry_of(graph: &Graph) -> KvGeometry {
     });
     let (kv_heads, head_dim) = shape.unwrap_or((1, 16));
     let layers = graph.nodes.iter().filter(|node| matches!(node.op, Op::Attention(_))).count().max(1);
-    KvGeometry { layers, kv_heads, head_dim, block_size: 16, dtype: KvDType::F32 }
+    KvGeometry::new(layers, kv_heads, head_dim, 16, KvDType::F32)
 }
 
 /// Compiles as it stands (no pass changes it) and launches once: one sequence, blocks in falling order.
@@ -273,7 +273,7 @@ fn launch(
     rows: &[u32],
 ) -> (Vec<f32>, Vec<u8>) {
     let (device, geometry) =
-        (machine.device.as_ref(), KvGeometry { block_size: machine.block_size, dtype: machine.kv_dtype, ..geometry });
+        (machine.device.as_ref(), geometry.with_block_size(machine.block_size).with_dtype(machine.kv_dtype));
     let mut options = CompileOptions::default();
     options.fusion = Some(0);
     let bucket = Bucket { tokens: TOKENS, logit_rows: rows.len(), seqs: 1, kv_tokens: TOKENS };
@@ -292,19 +292,17 @@ fn launch(
     let pool_bytes = (u64::from(blocks) + layout.reserved_blocks) * layout.bytes_per_block;
     let positions: Vec<u32> = (0..tokens.len() as u32).collect();
     let table: Vec<u32> = (0..blocks).rev().collect();
-    let io = Bindings {
-        token_ids: words(tokens),
-        positions: words(&positions),
-        block_tables: words(&table),
-        logit_rows: words(rows),
-        logits: buffer(device, rows.len() * graph.vocab_size * 4),
-        argmax: buffer(device, rows.len() * 4),
-        row_status: buffer(device, tokens.len()),
-        kv_pool: buffer(device, pool_bytes as usize),
-    };
-    let shape = LaunchShape { tokens: tokens.len(), seqs: 1, logit_rows: rows.len(), table_stride: blocks as usize };
+    let io = Bindings::new(buffer(device, pool_bytes as usize))
+        .with_token_ids(words(tokens))
+        .with_positions(words(&positions))
+        .with_block_tables(words(&table))
+        .with_logit_rows(words(rows))
+        .with_logits(buffer(device, rows.len() * graph.vocab_size * 4))
+        .with_argmax(buffer(device, rows.len() * 4))
+        .with_row_status(buffer(device, tokens.len()));
+    let shape = LaunchShape::new(tokens.len(), 1, rows.len(), blocks as usize);
     let lens = [tokens.len() as u32];
-    device.launch(program, &LaunchArgs { io, shape, q_lens: &lens, kv_lens: &lens }, stream).unwrap();
+    device.launch(program, &LaunchArgs::new(io, shape, &lens, &lens), stream).unwrap();
     let (mut logits, mut status) = (vec![0; rows.len() * graph.vocab_size * 4], vec![9; tokens.len()]);
     device.read(io.logits, &mut logits, None).unwrap();
     device.read(io.row_status, &mut status, None).unwrap();
@@ -334,13 +332,10 @@ impl CustomOp for Halve {
 
 /// The graph with int8 activations in front of integer weights, perhaps bf16 ones in front of bf16 weights.
 fn mixed(graph: &Graph, bf16_activations: bool) -> Graph {
-    let policy = PrecisionPolicy {
-        default: Precision::Mix,
-        overrides: &BTreeMap::new(),
-        int8_activations: true,
-        bf16_activations,
-    };
-    apply_precision(graph, &policy).unwrap()
+    let mut target = Target::new(64);
+    target.bf16_activations = bf16_activations;
+    let options = CompileOptions::default();
+    apply_precision(graph, &PrecisionPolicy::new(&options, Numerics::Fast, target)).unwrap()
 }
 
 /// Keys, values and queries as inputs, then attention behind `write`.
@@ -355,7 +350,7 @@ fn attention(
     let (op, inputs) = write(case, k, v);
     let stored = case.push(op, &inputs, RowDim::Tokens, &[(0, Elem::Effect)])[0];
     let scale = 1.0 / (head_dim as f32).sqrt();
-    let shape = AttentionShape { layer: 0, heads, kv_heads, head_dim, scale, window, schedules: None };
+    let shape = AttentionShape::new(0, heads, kv_heads, head_dim).with_scale(scale).with_window(window);
     case.one(Op::Attention(shape), &[q, stored], heads * head_dim)
 }
 

@@ -10,14 +10,8 @@ use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::{ForwardInput, ModelExecutor as _};
 
 fn good() -> ForwardInput {
-    ForwardInput {
-        tokens: vec![17, 101, 127, 5],
-        q_lens: vec![3, 1],
-        kv_lens: vec![3, 1],
-        tables: vec![BlockId(0), BlockId(1)],
-        logit_rows: vec![2, 3],
-        ..ForwardInput::default()
-    }
+    ForwardInput::new(vec![17, 101, 127, 5], vec![3, 1], vec![3, 1], vec![BlockId(0), BlockId(1)])
+        .with_logit_rows(vec![2, 3])
 }
 
 #[test]

@@ -23,8 +23,7 @@ use ascend_llm::sampler::SamplingParams;
 use op_table::OpTable;
 
 /// A thousand f32 operations a microsecond, four thousand on int8, fifty bytes.
-const PEAKS: PeakRates =
-    PeakRates { f32_flops_per_s: 1_000_000_000, int8_ops_per_s: 4_000_000_000, read_bytes_per_s: 50_000_000 };
+const PEAKS: PeakRates = PeakRates::new(1_000_000_000, 4_000_000_000, 50_000_000);
 
 fn model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fable/gguf/fable-q8_0.gguf")
@@ -50,8 +49,7 @@ fn runner(profile: bool) -> (Arc<CpuDevice>, ModelRunner) {
 
 fn forward(runner: &mut ModelRunner, logit_rows: Vec<u32>) -> Vec<u32> {
     let (tokens, tables) = (vec![5, 6, 7, 8], vec![BlockId(3)]);
-    let input =
-        ForwardInput { tokens, q_lens: vec![4], kv_lens: vec![4], tables, logit_rows, ..ForwardInput::default() };
+    let input = ForwardInput::new(tokens, vec![4], vec![4], tables).with_logit_rows(logit_rows);
     runner.forward(input).unwrap().logits.logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
@@ -122,7 +120,7 @@ impl ModelExecutor for Timed {
     fn cost(&self, input: &ForwardInput) -> Cost {
         let rows = input.tokens.len() as u64;
         // 100 us at the peaks: 100,000 operations in f32, 400,000 in int8, 5,000 bytes.
-        Cost { flops: 90_000 * rows, int8_flops: 80_000 * rows, weight_bytes: 1_000, ..Cost::default() }
+        Cost::default().with_flops(90_000 * rows).with_int8_flops(80_000 * rows).with_weight_bytes(1_000)
     }
 }
 
@@ -186,7 +184,9 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
 
 #[test]
 fn a_table_of_operations_shows_time_work_and_shares() {
-    let cost = |flops, int8_flops, weight_bytes| Cost { flops, int8_flops, weight_bytes, ..Cost::default() };
+    let cost = |flops, int8_flops, weight_bytes| {
+        Cost::default().with_flops(flops).with_int8_flops(int8_flops).with_weight_bytes(weight_bytes)
+    };
     let mut table = OpTable::default();
     for _ in 0..2 {
         table.add_launch([

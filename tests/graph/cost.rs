@@ -45,7 +45,7 @@ fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
 fn small_graph(layers: usize, window: Option<u32>) -> Graph {
     let mut graph = GraphBuilder::new();
     let mut matrix = |name: &str, n: usize, k: usize, dtype: DType| {
-        let weight = Weight { name: name.into(), shape: vec![n, k], dtype, role: WeightRole::Matrix, slice: None };
+        let weight = Weight::new(name, vec![n, k], dtype, WeightRole::Matrix);
         graph.weight(weight)
     };
     let table = matrix("table", 10, 32, DType::F16);
@@ -54,25 +54,25 @@ fn small_graph(layers: usize, window: Option<u32>) -> Graph {
     let (gate, down) = (matrix("gate", 64, 32, DType::Q8_0), matrix("down", 32, 64, DType::Q8_0));
     let mut vector = |name: &str, len: usize| {
         let (shape, dtype, role) = (vec![len], DType::F32, WeightRole::Vector);
-        graph.weight(Weight { name: name.into(), shape, dtype, role, slice: None })
+        graph.weight(Weight::new(name, shape, dtype, role))
     };
     let (norm, bias) = (vector("norm", 32), vector("bias", 32));
-    let norm = NormSpec { weight: norm, eps: 1e-5, group: 32 };
-    let part = |weight| LinearPart { weight, bias: None };
+    let norm = NormSpec::new(norm, 1e-5, 32);
+    let part = |weight| LinearPart::new(weight);
 
     let mut x = graph.embed(table, "x");
-    let angles = graph.rope_angles(RopeFrequencies { inv_freq: vec![1.0; 8], attention_factor: 1.0 }, "angles");
+    let angles = graph.rope_angles(RopeFrequencies::new(vec![1.0; 8]), "angles");
     for layer in 0..layers {
         graph.set_layer(Some(u32::try_from(layer).unwrap()));
         let name = |name: &str| format!("{name}.{layer}");
         let h = graph.rms_norm(x, norm, &name("h"));
-        let q = graph.linear(h, LinearPart { weight: q, bias: Some(bias) }, &name("q"));
+        let q = graph.linear(h, LinearPart::new(q).with_bias(Some(bias)), &name("q"));
         let (k, v) = (graph.linear(h, part(k), &name("k")), graph.linear(h, part(v), &name("v")));
         let q = graph.rope(q, angles, 16, RopeStyle::Half, &name("q_rot"));
         let k = graph.rope(k, angles, 16, RopeStyle::Half, &name("k_rot"));
         let stored = graph.kv_write(k, v, layer, &name("kv"));
         let window = window.filter(|_| layer + 1 == layers);
-        let shape = AttentionShape { layer, heads: 2, kv_heads: 1, head_dim: 16, scale: 0.25, window, schedules: None };
+        let shape = AttentionShape::new(layer, 2, 1, 16).with_scale(0.25).with_window(window);
         let a = graph.attention(q, stored, shape, &name("a"));
         let o = graph.linear(a, part(o), &name("o"));
         let mid = graph.add(x, o, &name("mid"));
@@ -92,7 +92,12 @@ fn small_graph(layers: usize, window: Option<u32>) -> Graph {
 
 /// Without integer operations.
 fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> Cost {
-    Cost { flops, int8_flops: 0, weight_bytes, activation_bytes, kv_bytes }
+    Cost::default()
+        .with_flops(flops)
+        .with_int8_flops(0)
+        .with_weight_bytes(weight_bytes)
+        .with_activation_bytes(activation_bytes)
+        .with_kv_bytes(kv_bytes)
 }
 
 /// Three rows of a sequence of 5 tokens; f16 keys and values; one row of logits. A row of 32 floats is 128 bytes, a
@@ -102,7 +107,13 @@ fn steps_cost_what_one_counts_by_hand() {
     let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
     assert_eq!(
         shape,
-        CostShape { tokens: 3, logit_rows: 1, seqs: 1, attended_tokens: 3 + 4 + 5, kv_tokens: 5, kv_element_bytes: 2 }
+        CostShape::default()
+            .with_tokens(3)
+            .with_logit_rows(1)
+            .with_seqs(1)
+            .with_attended_tokens(3 + 4 + 5)
+            .with_kv_tokens(5)
+            .with_kv_element_bytes(2)
     );
     let plan = plan(&small_graph(1, None), Numerics::Exact, 0);
     let expected = [
@@ -151,12 +162,12 @@ fn steps_cost_what_one_counts_by_hand() {
 fn a_scale_costs_one_operation_an_element() {
     let mut graph = GraphBuilder::new();
     let (shape, dtype, role) = (vec![10, 32], DType::F32, WeightRole::Matrix);
-    let table = graph.weight(Weight { name: "table".into(), shape, dtype, role, slice: None });
+    let table = graph.weight(Weight::new("table", shape, dtype, role));
     let x = graph.embed(table, "x");
     let x = graph.scale(x, 12.0, "x_scaled");
     let wanted = graph.gather_rows(x, "wanted");
     let wanted = graph.scale(wanted, 0.125, "wanted_scaled");
-    let logits = graph.linear(wanted, LinearPart { weight: table, bias: None }, "logits");
+    let logits = graph.linear(wanted, LinearPart::new(table), "logits");
     let graph = graph.finish(x, logits);
     assert!(graph.dump().contains("wanted_scaled[logit_rows,32]f32 = scale<0.125>(wanted)"), "{}", graph.dump());
     let plan = plan(&graph, Numerics::Exact, 3);
@@ -301,14 +312,13 @@ fn empty_and_absurd_batches_are_counted_without_panic() {
     assert_eq!(plan.cost(&CostShape::default()), Cost::default());
     assert_eq!(Cost::default().intensity(), 0.0);
     let most = u64::MAX;
-    let shape = CostShape {
-        tokens: most,
-        logit_rows: most,
-        seqs: most,
-        attended_tokens: most,
-        kv_tokens: most,
-        kv_element_bytes: most,
-    };
+    let shape = CostShape::default()
+        .with_tokens(most)
+        .with_logit_rows(most)
+        .with_seqs(most)
+        .with_attended_tokens(most)
+        .with_kv_tokens(most)
+        .with_kv_element_bytes(most);
     assert_eq!(plan.cost(&shape), cost(most, plan.cost(&shape).weight_bytes, most, most));
     assert!(plan.cost(&CostShape::prefill(u32::MAX, 4)).flops > 0);
 }

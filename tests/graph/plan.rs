@@ -119,23 +119,21 @@ fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
         let graph = graph(path);
         for numerics in [Numerics::Exact, Numerics::Fast] {
             let none = FusionReport::default();
-            let one = FusionReport {
-                add_rms_norm: layers,
-                qk_norm_rope: if head_norms { 2 * layers } else { 0 },
-                rope_kv_write: layers,
-                act_mul: layers,
-                ..none.clone()
-            };
-            // Both norms of each layer and the last one, if what reads them takes int8.
-            let norms = if quantized && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
-            let two = FusionReport { linear_multi: 2 * layers, swiglu_linear: layers, norm_cast: norms, ..one.clone() };
-            // The last layer's sum is gathered before it is normed.
-            let three = FusionReport {
-                add_rms_norm_across: layers - 1,
-                linear_arg_max: 1,
-                attention_schedules: layers,
-                ..two.clone()
-            };
+            let mut one = none.clone();
+            one.add_rms_norm = layers;
+            one.qk_norm_rope = if head_norms { 2 * layers } else { 0 };
+            one.rope_kv_write = layers;
+            one.act_mul = layers;
+            let mut two = one.clone();
+            two.linear_multi = 2 * layers;
+            two.swiglu_linear = layers;
+            // Both norms of each layer and the final one, if the products that read them take int8.
+            two.norm_cast = if quantized && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
+            let mut three = two.clone();
+            // The last layer's sum is gathered before it is normalized.
+            three.add_rms_norm_across = layers - 1;
+            three.linear_arg_max = 1;
+            three.attention_schedules = layers;
             for (fusion, expected) in [(0, none), (1, one), (2, two), (3, three)] {
                 assert_eq!(plan(&graph, numerics, fusion).fused, expected, "{name}, {numerics:?}, fusion {fusion}");
             }
@@ -206,7 +204,7 @@ struct Shapes(std::collections::BTreeMap<String, Vec<usize>>);
 
 impl WeightSource for Shapes {
     fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        self.0.get(name).map(|shape| TensorView { dtype: DType::F16, shape, data: &[] })
+        self.0.get(name).map(|shape| TensorView::new(DType::F16, shape, &[]))
     }
 
     fn names(&self) -> Vec<String> {

@@ -659,7 +659,7 @@ impl WeightSource for Changed<'_> {
         let view = self.source.tensor(name)?;
         match &self.shape {
             _ if name != self.name => Some(view),
-            Some(shape) => Some(TensorView { shape, ..view }),
+            Some(shape) => Some(TensorView::new(view.dtype, shape, view.data)),
             None => None,
         }
     }

@@ -27,13 +27,13 @@ fn ids(value: &Value) -> Vec<u32> {
 
 fn sample(logits: &[f32], row: SampleRow<'_>) -> Result<Sampled, SampleError> {
     let mut out = Vec::new();
-    let rows = LogitRows { logits, vocab: logits.len(), status: &[0], argmax: &[] };
+    let rows = LogitRows::new(logits, logits.len(), &[0]);
     Sampler::new(logits.len()).sample(rows, &[row], &mut out);
     out.remove(0)
 }
 
 fn row<'a>(params: &'a SamplingParams, prompt: &'a [u32], output: &'a [u32], seed: u64) -> SampleRow<'a> {
-    SampleRow { row: 0, params, prompt, output, eos_ids: &[], bad_words: &[], seed, choice: 0 }
+    SampleRow::new(0, params, prompt, output).with_seed(seed)
 }
 
 /// Parameters in the case file's spelling.
@@ -111,8 +111,8 @@ fn bad_logits_end_their_row_only() {
     for params in [SamplingParams::greedy(), SamplingParams::default()] {
         let mut out = Vec::new();
         let logits = [good, nan, infinite, good, good].concat();
-        let at = |at| SampleRow { row: at, ..row(&params, &[], &[], 1) };
-        let rows = LogitRows { logits: &logits, vocab: 3, status: &[0, 0, 0, 0, 1], argmax: &[] };
+        let at = |at| row(&params, &[], &[], 1).with_row(at);
+        let rows = LogitRows::new(&logits, 3, &[0, 0, 0, 0, 1]);
         Sampler::new(3).sample(rows, &[at(0), at(1), at(2), at(3), at(4), at(5)], &mut out);
         assert_eq!(out[0], sample(&good, row(&params, &[], &[], 1)));
         assert_eq!(out[1], Err(SampleError::NonFinite { row: 1, token: Some(1) }));
@@ -129,9 +129,9 @@ fn masking_everything_is_an_error() {
         p.allowed_token_ids = Some(vec![1]);
         p.min_tokens = 1;
     });
-    let all_masked = SampleRow { eos_ids: &[1], ..row(&params, &[], &[], 0) };
+    let all_masked = row(&params, &[], &[], 0).with_eos_ids(&[1]);
     assert_eq!(sample(&[0.0, 9.0, 0.0], all_masked), Err(SampleError::NoTokenLeft));
-    assert_eq!(sample(&[0.0, 9.0, 0.0], SampleRow { output: &[0], ..all_masked }).expect("a token").token, 1);
+    assert_eq!(sample(&[0.0, 9.0, 0.0], all_masked.with_output(&[0])).expect("a token").token, 1);
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn numbers_out_of_range_and_foreign_logits_are_errors() {
     }
     let params = SamplingParams::default();
     let mut out = Vec::new();
-    let rows = LogitRows { logits: &[0.0; 4], vocab: 4, status: &[0], argmax: &[] };
+    let rows = LogitRows::new(&[0.0; 4], 4, &[0]);
     Sampler::new(5).sample(rows, &[row(&params, &[], &[], 0)], &mut out);
     assert_eq!(out, [Err(SampleError::WrongWidth { got: 4, expected: 5 })]);
 }
@@ -196,7 +196,7 @@ fn end_of_sequence_waits_for_min_tokens() {
         logits[3] = if params.stop_token_ids.is_empty() { 0.0 } else { 50.0 };
         let mut output = Vec::new();
         loop {
-            let at = SampleRow { eos_ids: &[7, 9], ..row(&params, &[1], &output, 5) };
+            let at = row(&params, &[1], &output, 5).with_eos_ids(&[7, 9]);
             let token = sample(&logits, at).expect("a token").token;
             if [7, 9].contains(&token) {
                 break;
@@ -291,7 +291,7 @@ fn prompt_logprobs_repeat_and_refuse_what_they_cannot_read() {
 }
 
 fn limits(vocab_size: u32) -> ascend_llm::sampler::ParamLimits {
-    ascend_llm::sampler::ParamLimits { vocab_size, max_model_len: 64, max_logprobs: 20, has_vocabulary: true }
+    ascend_llm::sampler::ParamLimits::new(vocab_size, 64).with_max_logprobs(20).with_has_vocabulary(true)
 }
 
 fn with(mut params: SamplingParams, change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {

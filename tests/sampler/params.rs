@@ -3,7 +3,9 @@
 use ascend_llm::sampler::{LogprobsMode, ParamLimits, SamplingParams};
 use serde_json::{Value, json};
 
-const LIMITS: ParamLimits = ParamLimits { vocab_size: 1000, max_model_len: 64, max_logprobs: 20, has_vocabulary: true };
+fn limits() -> ParamLimits {
+    ParamLimits::new(1000, 64).with_max_logprobs(20).with_has_vocabulary(true)
+}
 
 /// The field an error names, or "" if the parameters are fine. JSON cannot spell NaN: "nan" and "inf" stand for them.
 fn refused(request: &Value, limits: &ParamLimits) -> String {
@@ -31,7 +33,7 @@ fn public_cases_about_parameters() {
             "v05" | "v10" => "",
             _ => continue,
         };
-        assert_eq!(refused(&Value::Object(request), &LIMITS), field, "{}", case["id"]);
+        assert_eq!(refused(&Value::Object(request), &limits()), field, "{}", case["id"]);
         seen += 1;
     }
     assert_eq!(seen, 9);
@@ -65,26 +67,26 @@ fn each_rule_at_its_edge() {
     ];
     for (field, good, bad) in table {
         for value in good.as_array().expect("a list") {
-            assert_eq!(refused(&json!({ field: value }), &LIMITS), "", "{field}: {value}");
+            assert_eq!(refused(&json!({ field: value }), &limits()), "", "{field}: {value}");
         }
         for value in bad.as_array().expect("a list") {
-            assert_eq!(refused(&json!({ field: value }), &LIMITS), field, "{field}: {value}");
+            assert_eq!(refused(&json!({ field: value }), &limits()), field, "{field}: {value}");
         }
     }
 }
 
 #[test]
 fn rules_between_fields() {
-    assert_eq!(refused(&json!({"n": 2, "temperature": 0}), &LIMITS), "n");
-    assert_eq!(refused(&json!({"n": 2, "temperature": 1e-6}), &LIMITS), "n", "that is greedy too");
-    assert_eq!(refused(&json!({"n": 2, "temperature": 0.01}), &LIMITS), "");
-    assert_eq!(refused(&json!({"min_tokens": 5, "max_tokens": 4}), &LIMITS), "min_tokens");
-    assert_eq!(refused(&json!({"min_tokens": 4, "max_tokens": 4}), &LIMITS), "");
-    let bare = ParamLimits { has_vocabulary: false, ..LIMITS };
+    assert_eq!(refused(&json!({"n": 2, "temperature": 0}), &limits()), "n");
+    assert_eq!(refused(&json!({"n": 2, "temperature": 1e-6}), &limits()), "n", "that is greedy too");
+    assert_eq!(refused(&json!({"n": 2, "temperature": 0.01}), &limits()), "");
+    assert_eq!(refused(&json!({"min_tokens": 5, "max_tokens": 4}), &limits()), "min_tokens");
+    assert_eq!(refused(&json!({"min_tokens": 4, "max_tokens": 4}), &limits()), "");
+    let bare = limits().with_has_vocabulary(false);
     assert_eq!(refused(&json!({"stop": ["a"]}), &bare), "stop");
     assert_eq!(refused(&json!({"bad_words": ["a"]}), &bare), "bad_words");
     assert_eq!(refused(&json!({"stop_token_ids": [1]}), &bare), "");
-    let small = ParamLimits { vocab_size: 10, ..LIMITS };
+    let small = limits().with_vocab_size(10);
     assert_eq!(refused(&json!({"logprobs": 11}), &small), "logprobs", "more than there are tokens");
 }
 
@@ -104,7 +106,7 @@ fn nan_and_infinity_are_refused_everywhere() {
         for value in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut params = SamplingParams::default();
             set(&mut params, value);
-            let error = params.validate(&LIMITS).expect_err(field);
+            let error = params.validate(&limits()).expect_err(field);
             assert_eq!(error.field, field);
         }
     }
@@ -115,12 +117,12 @@ fn errors_say_what_would_be_right() {
     let params = with(SamplingParams::default(), |p| {
         p.temperature = f32::NAN;
     });
-    let error = params.validate(&LIMITS).expect_err("NaN");
+    let error = params.validate(&limits()).expect_err("NaN");
     assert_eq!(error.to_string(), "temperature: got NaN, expected a finite number in 0..=2");
     let params = with(SamplingParams::default(), |p| {
         p.logit_bias = vec![(7, 250.0)];
     });
-    let error = params.validate(&LIMITS).expect_err("too much");
+    let error = params.validate(&limits()).expect_err("too much");
     assert_eq!(error.to_string(), "logit_bias: got 250 for id 7, expected finite numbers in -100..=100");
 }
 
@@ -128,8 +130,8 @@ fn errors_say_what_would_be_right() {
 fn json_reads_back_and_refuses_what_it_does_not_know() {
     let default: SamplingParams = serde_json::from_str("{}").expect("all fields have defaults");
     assert_eq!(default, SamplingParams::default());
-    assert!(default.validate(&LIMITS).is_ok() && !default.is_greedy());
-    assert!(SamplingParams::greedy().validate(&LIMITS).is_ok() && SamplingParams::greedy().is_greedy());
+    assert!(default.validate(&limits()).is_ok() && !default.is_greedy());
+    assert!(SamplingParams::greedy().validate(&limits()).is_ok() && SamplingParams::greedy().is_greedy());
     let full: SamplingParams = serde_json::from_value(json!({
         "temperature": 0.5, "seed": u64::MAX, "logprobs_mode": "processed_logprobs", "logit_bias": {"3": 1.5, "4": -2},
         "allowed_token_ids": [3, 4], "stop": ["x"], "max_tokens": 5,

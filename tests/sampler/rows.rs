@@ -23,14 +23,18 @@ struct Case {
 impl Case {
     fn row(&self, at: usize) -> SampleRow<'_> {
         let Self { params, prompt, output, bad_words, seed, choice, .. } = self;
-        SampleRow { row: at, params, prompt, output, eos_ids: &[2], bad_words, seed: *seed, choice: *choice }
+        SampleRow::new(at, params, prompt, output)
+            .with_eos_ids(&[2])
+            .with_bad_words(bad_words)
+            .with_seed(*seed)
+            .with_choice(*choice)
     }
 }
 
 fn run(sampler: &mut Sampler, cases: &[Case], order: &[usize], out: &mut Vec<Result<Sampled, SampleError>>) {
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
     let rows: Vec<SampleRow<'_>> = order.iter().map(|&at| cases[at].row(at)).collect();
-    sampler.sample(LogitRows { logits: &logits, vocab: VOCAB, status: &vec![0; cases.len()], argmax: &[] }, &rows, out);
+    sampler.sample(LogitRows::new(&logits, VOCAB, &vec![0; cases.len()]), &rows, out);
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -124,7 +128,7 @@ proptest! {
         let rows: Vec<SampleRow<'_>> = cases.iter().enumerate().map(|(at, case)| case.row(at)).collect();
         let mut out = [Vec::new(), Vec::new()];
         for (out, argmax) in out.iter_mut().zip([[].as_slice(), &argmax]) {
-            let logits = LogitRows { logits: &logits, vocab: VOCAB, status: &status, argmax };
+            let logits = LogitRows::new(&logits, VOCAB, &status).with_argmax(argmax);
             Sampler::new(VOCAB).sample(logits, &rows, out);
         }
         prop_assert_eq!(&out[0], &out[1]);
@@ -138,18 +142,9 @@ fn a_known_best_is_used() {
     let logits = [0.0, 1.0, 5.0, 2.0];
     let mut token = |best: &[u32], change: fn(&mut SamplingParams)| {
         change(&mut params);
-        let row = SampleRow {
-            row: 0,
-            params: &params,
-            prompt: &[],
-            output: &[],
-            eos_ids: &[],
-            bad_words: &[],
-            seed: 1,
-            choice: 0,
-        };
+        let row = SampleRow::new(0, &params, &[], &[]).with_seed(1);
         let mut out = Vec::new();
-        Sampler::new(4).sample(LogitRows { logits: &logits, vocab: 4, status: &[0], argmax: best }, &[row], &mut out);
+        Sampler::new(4).sample(LogitRows::new(&logits, 4, &[0]).with_argmax(best), &[row], &mut out);
         out.remove(0).unwrap().token
     };
     assert_eq!(token(&[1], |_| {}), 1);
@@ -161,9 +156,9 @@ fn a_known_best_is_used() {
 
 fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, position: usize) -> u32 {
     let output = vec![0; position];
-    let row = SampleRow { row: 0, params, prompt: &[], output: &output, eos_ids: &[], bad_words: &[], seed, choice };
+    let row = SampleRow::new(0, params, &[], &output).with_seed(seed).with_choice(choice);
     let mut out = Vec::new();
-    let logits = LogitRows { logits, vocab: logits.len(), status: &[0], argmax: &[] };
+    let logits = LogitRows::new(logits, logits.len(), &[0]);
     Sampler::new(logits.vocab).sample(logits, &[row], &mut out);
     out.remove(0).expect("a token").token
 }
@@ -278,24 +273,15 @@ fn frequencies_match_the_probabilities() {
         for by_seed in [false, true] {
             let mut counts = vec![0.0; 200];
             let zeros = vec![0; DRAWS];
-            let rows: Vec<SampleRow<'_>> = (0..DRAWS)
-                .map(|at| SampleRow {
-                    row: 0,
-                    params: &params,
-                    prompt: &[],
-                    output: if by_seed { &[] } else { &zeros[..at] },
-                    eos_ids: &[],
-                    bad_words: &[],
-                    seed: if by_seed { at as u64 } else { 9 },
-                    choice: 0,
-                })
-                .collect();
+            let rows: Vec<SampleRow<'_>> =
+                (0..DRAWS)
+                    .map(|at| {
+                        SampleRow::new(0, &params, &[], if by_seed { &[] } else { &zeros[..at] })
+                            .with_seed(if by_seed { at as u64 } else { 9 })
+                    })
+                    .collect();
             let mut out = Vec::new();
-            Sampler::new(200).sample(
-                LogitRows { logits: &logits, vocab: 200, status: &[0], argmax: &[] },
-                &rows,
-                &mut out,
-            );
+            Sampler::new(200).sample(LogitRows::new(&logits, 200, &[0]), &rows, &mut out);
             for sampled in out {
                 counts[sampled.expect("a token").token as usize] += 1.0;
             }

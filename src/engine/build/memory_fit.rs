@@ -138,15 +138,8 @@ impl MemoryFit<'_> {
         *pool_blocks = self.pool_blocks(config, plans, most_blocks)?;
         let pool_blocks = *pool_blocks as usize;
         let block_size = self.geometry.block_size;
-        let shape = RunnerShape {
-            bucket: self.bucket(config),
-            max_seqs: config.max_num_seqs as usize,
-            max_blocks_per_seq: (self.max_model_len as usize).div_ceil(block_size).min(pool_blocks),
-            block_size,
-            pool_blocks,
-            vocab_size: self.vocab_size,
-            max_in_flight: config.pipeline_depth.unwrap_or(1) as usize,
-        };
+        let shape = RunnerShape::new(self.bucket(config), block_size, pool_blocks, self.vocab_size)
+            .with_max_in_flight(config.pipeline_depth.unwrap_or(1) as usize);
         Ok(ModelRunner::new(Arc::clone(self.device), programs, self.layout.clone(), shape)?)
     }
 

@@ -8,6 +8,7 @@ use crate::num::to_u32;
 /// How often each rule fired; a rule that is on and never fires is worth a look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct FusionReport {
     pub add_rms_norm: u32,
     pub add_rms_norm_across: u32,

@@ -6,11 +6,15 @@
 use crate::num::to_u32;
 use std::collections::{BTreeMap, HashMap};
 
-use crate::graph::{ActivationType, CompileError, Graph, LinearPart, Node, Op, Precision, Value, ValueId};
+use crate::graph::{
+    ActivationType, CompileError, CompileOptions, Graph, LinearPart, Node, Numerics, Op, Precision, Target, Value,
+    ValueId,
+};
 use crate::weights::DType;
 
 /// One rule for all products, and exceptions by the name of the projection.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PrecisionPolicy<'a> {
     /// Where no exception says otherwise.
     pub default: Precision,
@@ -20,6 +24,18 @@ pub struct PrecisionPolicy<'a> {
     pub int8_activations: bool,
     /// Whether `mix` rounds to bfloat16 in front of bf16 weights.
     pub bf16_activations: bool,
+}
+
+impl<'a> PrecisionPolicy<'a> {
+    /// The policy of the options for a device.
+    pub fn new(options: &'a CompileOptions, numerics: Numerics, target: Target) -> Self {
+        Self {
+            default: options.resolved_precision(numerics),
+            overrides: &options.precision_overrides,
+            int8_activations: target.int8_activations,
+            bf16_activations: target.bf16_activations,
+        }
+    }
 }
 
 /// Puts one cast in front of the products that want narrower activations, shared by all that read the same value and want

@@ -12,6 +12,7 @@ use std::ops::{Add, AddAssign};
 use crate::graph::{
     ActivationKind, ActivationType, Elem, LinearPart, NormSpec, Op, Plan, PlanValue, RowDim, Step, Weight, WeightId,
 };
+use crate::settings::with_methods;
 
 /// Operations an element: square and sum, scale, weight.
 const NORM_FLOPS: u64 = 4;
@@ -28,6 +29,7 @@ const STATUS_BYTES: u64 = 1;
 
 /// Operations and bytes of one step or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+#[non_exhaustive]
 pub struct Cost {
     /// Arithmetic operations, integer ones included.
     pub flops: u64,
@@ -42,6 +44,16 @@ pub struct Cost {
 }
 
 impl Cost {
+    with_methods! {
+        value {
+            flops with_flops: u64,
+            int8_flops with_int8_flops: u64,
+            weight_bytes with_weight_bytes: u64,
+            activation_bytes with_activation_bytes: u64,
+            kv_bytes with_kv_bytes: u64,
+        }
+    }
+
     /// All bytes moved.
     pub const fn bytes(&self) -> u64 {
         self.weight_bytes.saturating_add(self.activation_bytes).saturating_add(self.kv_bytes)
@@ -81,6 +93,7 @@ impl Sum for Cost {
 
 /// All steps of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpCost {
     /// The operation's name.
     pub op: &'static str,
@@ -92,6 +105,7 @@ pub struct OpCost {
 
 /// Sizes of a batch, as far as cost depends on them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct CostShape {
     /// Rows of the batch.
     pub tokens: u64,
@@ -108,6 +122,17 @@ pub struct CostShape {
 }
 
 impl CostShape {
+    with_methods! {
+        value {
+            tokens with_tokens: u64,
+            logit_rows with_logit_rows: u64,
+            seqs with_seqs: u64,
+            attended_tokens with_attended_tokens: u64,
+            kv_tokens with_kv_tokens: u64,
+            kv_element_bytes with_kv_element_bytes: u64,
+        }
+    }
+
     /// The shape of a batch whose sequences bring `q_lens` rows and have `kv_lens` tokens after it, for layers with this
     /// window.
     pub fn from_batch(

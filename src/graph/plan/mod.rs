@@ -56,6 +56,7 @@ pub enum Operand {
 
 /// A value with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanValue {
     /// Name in dumps.
     pub name: String,
@@ -83,6 +84,7 @@ impl PlanValue {
 
 /// One step; indices point into [`Plan::values`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Step {
     /// The operation.
     pub op: Op,
@@ -102,6 +104,7 @@ pub struct Step {
 
 /// A compiled graph for one bucket.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Plan {
     /// Values with their places.
     pub values: Vec<PlanValue>,

@@ -23,6 +23,7 @@ const MAX_LAYERS: usize = 1 << 16;
 
 /// How positions enter queries and keys.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub theta: f64,
