@@ -2,7 +2,7 @@
 
 /// The most a device does in a second.
 ///
-/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Device::peak_rates`](super::Device::peak_rates)).
+/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Telemetry::peak_rates`](super::Telemetry::peak_rates)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PeakRates {

@@ -6,7 +6,7 @@
 //! ```
 //! [`AscendDevice::open`] says what is missing where it cannot be had, and never falls back to the CPU. A plan's layers run
 //! as operations of the vendor's library at the rows of their bucket, activations in 16 bits; decode steps are captured
-//! into graphs where the runtime can ([`Device::notes`](crate::device::Device::notes) says what is in force, and why).
+//! into graphs where the runtime can ([`Telemetry::notes`](crate::device::Telemetry::notes) says what is in force, and why).
 //!
 //! What it does not do is refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
 

@@ -35,7 +35,7 @@ pub struct CpuOptions {
     /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
     pub profile: bool,
     /// What the machine is known to do at most; `None` = measured when it is first asked for, once a process for each
-    /// instruction-set path and number of threads. See [`Device::peak_rates`].
+    /// instruction-set path and number of threads. See [`Telemetry::peak_rates`](crate::device::Telemetry::peak_rates).
     pub peaks: Option<PeakRates>,
     /// For tests of placement: what of the arena is filled with NaN between steps.
     #[cfg(feature = "internals")]

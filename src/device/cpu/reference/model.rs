@@ -1,7 +1,7 @@
 //! A model run by the reference bodies: one sequence, keys and values in plain matrices, one operation after the other.
 //!
 //! The oracle of every device: it knows no plan, arena, block, panel, team or instruction set, only the graph and the
-//! definitions in [`reference`](crate::device::cpu::reference). A fused operation is its parts in order. It allocates as it likes and
+//! definitions in [`reference`](super). A fused operation is its parts in order. It allocates as it likes and
 //! is made for small models; graphs come from [`decoder_graph`](crate::model::decoder_graph) or a builder and are taken
 //! to be sound.
 

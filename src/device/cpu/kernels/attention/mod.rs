@@ -150,7 +150,7 @@ impl AttentionScratch {
 
 impl<'a> Attention<'a> {
     /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
-    /// `row · kv_heads + kv_head` of [`AttentionShape::piece_len`] floats, so that pieces in order are the output matrix
+    /// `row · kv_heads + kv_head` of [`AttentionDims::piece_len`] floats, so that pieces in order are the output matrix
     /// `rows × heads × head_dim`), or partials of [`AttentionDims::partial_len`] floats if [`WorkSplit::needs_merge`].
     /// Indices are within the member's part of [`WorkSplit::bounds`].
     pub fn attend(
