@@ -1,18 +1,20 @@
-//! The pool of KV blocks: who holds which block, and what may be taken next.
+//! Allocator of the pool of KV blocks: block tables, reference counts, copy on write, prefix cache.
 //!
-//! Every block of the pool is in exactly one state:
+//! Each block of the pool is in exactly one state:
 //!
 //! ```text
-//!   free ──take──► live (held by 1..n sequences) ──last release──► cached (idle, findable)   if it was published
+//!   free ──alloc─► live (held by 1..n sequences) ──last release──► cached (idle, in the index)   if it was published
 //!     ▲                     ▲        │                               │      │
 //!     └──last release───────┼────────┘ (never published)             │      │
-//!     └──evicted, oldest first, when nothing is free ────────────────┼──────┘
+//!     └──evicted, oldest first, when no block is free ───────────────┼──────┘
 //!                           └──────────────── prefix hit ────────────┘
 //! ```
 //!
-//! free + live + cached = capacity; a block's count equals the tables that name it; a table names a block once. Calls
-//! that fail change nothing. Taking and giving back blocks never allocates once a table is
-//! [reserved](BlockAllocator::reserve_table). No null block: the whole pool can be asked for by one sequence.
+//! Invariants: free + live + cached = capacity. The reference count of a block equals the number of block tables that
+//! contain it. A block table contains a block at most once. A call that fails changes nothing.
+//!
+//! Allocating and releasing blocks allocates no memory once a block table is [reserved](BlockAllocator::reserve_table).
+//! The pool has no null block: one sequence can use the whole pool.
 
 use crate::num::to_u32;
 use std::sync::Arc;
@@ -21,33 +23,33 @@ use super::lru::LruList;
 use super::prefix::{BlockContent, BlockRef, Lookup, PrefixHasher, PrefixHit, PrefixIndex};
 use super::{BlockId, IdMap, SeqId};
 
-/// Why a call on the pool was refused. The pool is then as it was before.
+/// Reason why a call on the pool failed. The failed call changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BlockError {
-    /// No such sequence holds blocks (never admitted, or released before).
+    /// The sequence holds no blocks: it was never admitted, or it has been released.
     #[error("sequence {0:?} holds no blocks: it was never admitted or has been released already")]
     UnknownSeq(SeqId),
-    /// The sequence holds blocks already.
-    #[error("sequence {0:?} holds blocks already: release it first or grow it")]
+    /// The sequence already holds blocks.
+    #[error("sequence {0:?} already holds blocks: release it first or grow it")]
     SeqExists(SeqId),
-    /// Not enough blocks.
-    #[error("{needed_blocks} blocks needed, {available_blocks} available")]
+    /// The pool has too few available blocks.
+    #[error("the call needs {needed_blocks} blocks, but only {available_blocks} are available")]
     NoSpace {
-        /// Blocks the call would have taken.
+        /// Number of blocks that the call needs.
         needed_blocks: u32,
-        /// Blocks that could be had: free and idle cached ones.
+        /// Number of available blocks: free and idle cached ones.
         available_blocks: u32,
     },
-    /// The hit names a block whose content has gone since the look-up.
-    #[error("the prefix hit is stale: block {0:?} holds something else by now, look up again")]
+    /// The prefix hit contains a block whose content has changed since the lookup.
+    #[error("the prefix hit is stale: the content of block {0:?} has changed, look up again")]
     StaleHit(BlockId),
-    /// The hit covers more than the sequence asks room for.
-    #[error("the prefix hit covers {hit_tokens} tokens, room was asked for {tokens}")]
+    /// The prefix hit covers more tokens than the admission requests.
+    #[error("the prefix hit covers {hit_tokens} tokens, expected at most the {tokens} tokens of the admission")]
     HitTooLong {
-        /// Tokens of the hit.
+        /// Number of tokens of the hit.
         hit_tokens: u32,
-        /// Tokens asked for.
+        /// Number of requested tokens.
         tokens: u32,
     },
 }
@@ -56,31 +58,31 @@ pub enum BlockError {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockStats {
-    /// Blocks in the pool.
+    /// Number of blocks in the pool.
     pub capacity_blocks: u32,
-    /// Blocks that hold nothing.
+    /// Number of free blocks.
     pub free_blocks: u32,
-    /// Blocks held by sequences. 0 when nothing runs, whatever the prefix cache keeps.
+    /// Number of blocks held by sequences; 0 while no sequence is running, however many blocks the prefix cache keeps.
     pub live_blocks: u32,
-    /// Blocks held by nobody that the prefix cache keeps until the room is needed.
+    /// Number of idle blocks: no sequence holds them, and the prefix cache keeps them until they are evicted.
     pub cached_blocks: u32,
-    /// Tokens that admitted sequences looked up.
+    /// Number of tokens of all prefix lookups of admitted sequences.
     pub queried_tokens: u64,
-    /// Of those, tokens found.
+    /// Number of those tokens that the prefix cache contained.
     pub hit_tokens: u64,
-    /// Cached blocks given up for room.
+    /// Number of cached blocks that were evicted.
     pub evicted_blocks: u64,
 }
 
-/// How far a sequence's blocks have been offered to the prefix cache.
+/// Progress of a sequence in publishing its blocks to the prefix cache.
 #[derive(Clone, Copy, Debug)]
 struct Chain {
-    /// Leading blocks that are in the index, or whose content is there in another block.
+    /// Number of leading blocks that are in the index, or whose content is in the index in another block.
     blocks: u32,
-    /// Key and place of the last of them.
+    /// Key of the last of them; `parent` is its entry.
     key: u128,
     parent: BlockRef,
-    /// A foreign content sits on the next key: nothing below it can be found, so nothing more is offered.
+    /// Other content has the key of the next block (a collision): no later block could be found, so none is published.
     broken: bool,
 }
 
@@ -91,13 +93,13 @@ struct SeqBlocks {
     salt: Arc<[u8]>,
 }
 
-/// Bookkeeping of one pool of KV blocks, with reference counts, copy on write and prefix cache.
+/// Allocator of one pool of KV blocks, with reference counts, copy on write and prefix cache.
 #[derive(Clone, Debug)]
 pub struct BlockAllocator {
     block_size: u32,
-    /// Tables that name a block.
+    /// Reference count of each block: number of block tables that contain it.
     refs: Vec<u32>,
-    /// Taken from the end, so that a block just given back is taken next while it is warm.
+    /// Stack of free blocks: the block freed last is allocated next, while it is still in a processor cache.
     free: Vec<BlockId>,
     idle: LruList,
     index: Option<PrefixIndex>,
@@ -109,13 +111,13 @@ pub struct BlockAllocator {
 }
 
 impl BlockAllocator {
-    /// A pool of `blocks` blocks of `block_size` tokens, without prefix cache.
+    /// Creates a pool of `blocks` blocks of `block_size` tokens, without prefix cache.
     ///
     /// # Panics
-    /// If `block_size` is 0 or the pool holds more than `u32::MAX` tokens; both are settled when an engine is built.
+    /// If `block_size` is 0 or the pool holds more than `u32::MAX` tokens. The engine checks both when it is built.
     pub fn new(blocks: u32, block_size: u32) -> Self {
-        assert!(block_size > 0, "block_size is 0, at least 1 token is needed");
-        assert!(blocks.checked_mul(block_size).is_some(), "{blocks} blocks of {block_size} tokens exceed u32");
+        assert!(block_size > 0, "block_size is 0, expected at least 1 token");
+        assert!(blocks.checked_mul(block_size).is_some(), "{blocks} blocks of {block_size} tokens hold more than u32::MAX tokens");
         Self {
             block_size,
             refs: vec![0; blocks as usize],
@@ -130,48 +132,50 @@ impl BlockAllocator {
         }
     }
 
-    /// Turns the prefix cache on. `fingerprint` names the model and all else that changes what a block holds.
+    /// Enables the prefix cache. `fingerprint` identifies the model and everything else that changes the content of a
+    /// block.
     #[must_use]
     pub fn with_prefix_cache(self, fingerprint: u128) -> Self {
         self.with_prefix_keyer(PrefixHasher::new(fingerprint))
     }
 
-    /// Turns the prefix cache on with keys made by `keyer`.
+    /// Enables the prefix cache with keys computed by `keyer`.
     #[must_use]
     pub fn with_prefix_keyer(mut self, keyer: PrefixHasher) -> Self {
         self.index = Some(PrefixIndex::new(keyer, self.refs.len(), self.block_size as usize));
         self
     }
 
-    /// Tokens a block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
 
-    /// Blocks in the pool, all of them usable.
+    /// Returns the number of blocks in the pool; all of them are usable.
     pub fn capacity(&self) -> u32 {
         to_u32(self.refs.len())
     }
 
-    /// Blocks that can be had: free ones and idle cached ones.
+    /// Returns the number of available blocks: free and idle cached ones.
     pub fn available(&self) -> u32 {
         to_u32(self.free.len()) + self.idle.len()
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Returns the number of blocks that hold `tokens` tokens.
     pub fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.block_size)
     }
 
-    /// Leading whole blocks of `tokens` that are cached under `salt`. The last token is never part of it: it has to be
-    /// computed for its logits.
+    /// Looks up the leading full blocks of `tokens` that are cached under `salt`.
+    ///
+    /// The hit never contains the last token, which has to be computed for its logits.
     pub fn lookup(&self, tokens: &[u32], salt: &[u8]) -> PrefixHit {
         let mut hit = PrefixHit::default();
         self.lookup_into(tokens, salt, &mut hit);
         hit
     }
 
-    /// [`lookup`](Self::lookup) into a hit whose memory is used again.
+    /// Does the same as [`lookup`](Self::lookup), but reuses the memory of `hit`.
     pub fn lookup_into(&self, tokens: &[u32], salt: &[u8], hit: &mut PrefixHit) {
         match &self.index {
             Some(index) => index.walk(tokens, salt, hit),
@@ -179,14 +183,20 @@ impl BlockAllocator {
         }
     }
 
-    /// Blocks an admission with this hit would take from [`available`](Self::available): new ones, and those of the hit
-    /// that are idle now.
+    /// Returns the number of [available](Self::available) blocks that an admission with this hit uses.
+    ///
+    /// These are new blocks, and blocks of the hit that are idle now.
     pub fn admission_blocks(&self, hit: &PrefixHit, tokens: u32) -> u32 {
         let idle = to_u32(hit.blocks().filter(|&block| self.idle.contains(block)).count());
         self.blocks_for(tokens).saturating_sub(to_u32(hit.links.len())) + idle
     }
 
-    /// Gives a new sequence the hit's blocks and room for `tokens` tokens in all.
+    /// Allocates the block table of a new sequence: the blocks of the hit, then new blocks, for `tokens` tokens in all.
+    ///
+    /// # Errors
+    /// [`BlockError::SeqExists`] if the sequence already holds blocks; [`BlockError::HitTooLong`] if the hit covers
+    /// more than `tokens` tokens; [`BlockError::StaleHit`] if a block of the hit has changed since the lookup;
+    /// [`BlockError::NoSpace`] if the pool has too few available blocks.
     pub fn admit(&mut self, seq: SeqId, hit: &PrefixHit, tokens: u32) -> Result<(), BlockError> {
         if self.seqs.contains_key(&seq) {
             return Err(BlockError::SeqExists(seq));
@@ -196,8 +206,8 @@ impl BlockAllocator {
         if hits > total {
             return Err(BlockError::HitTooLong { hit_tokens: hit.tokens, tokens });
         }
-        let alive = |link: &&BlockRef| !self.index.as_ref().is_some_and(|index| index.is_alive(**link));
-        if let Some(stale) = hit.links.iter().find(alive) {
+        let is_stale = |link: &&BlockRef| !self.index.as_ref().is_some_and(|index| index.is_alive(**link));
+        if let Some(stale) = hit.links.iter().find(is_stale) {
             return Err(BlockError::StaleHit(stale.block));
         }
         self.require(self.admission_blocks(hit, tokens))?;
@@ -211,7 +221,7 @@ impl BlockAllocator {
             table.push(block);
         }
         for _ in hits..total {
-            table.push(self.take());
+            table.push(self.allocate());
         }
         self.queried_tokens += u64::from(hit.queried_tokens);
         self.hit_tokens += u64::from(hit.tokens);
@@ -224,7 +234,10 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// Makes room in the sequence's table, so that growing it up to `tokens` tokens allocates nothing.
+    /// Reserves capacity in the sequence's block table, so that growing it up to `tokens` tokens allocates no memory.
+    ///
+    /// # Errors
+    /// [`BlockError::UnknownSeq`] if the sequence holds no blocks.
     pub fn reserve_table(&mut self, seq: SeqId, tokens: u32) -> Result<(), BlockError> {
         let blocks = self.blocks_for(tokens).min(self.capacity()) as usize;
         let table = &mut self.seqs.get_mut(&seq).ok_or(BlockError::UnknownSeq(seq))?.table;
@@ -232,14 +245,24 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// Gives the sequence room for `tokens` tokens in all; all or nothing.
+    /// Grows the sequence's block table to `tokens` tokens in all, or changes nothing.
+    ///
+    /// # Errors
+    /// [`BlockError::UnknownSeq`] if the sequence holds no blocks; [`BlockError::NoSpace`] if the pool has too few
+    /// available blocks.
     pub fn grow(&mut self, seq: SeqId, tokens: u32) -> Result<(), BlockError> {
-        // No row is written below the room itself, hence nothing is copied.
+        // The first row to write is beyond every block, so no block is copied.
         self.prepare_rows(seq, u32::MAX, tokens, &mut Vec::new())
     }
 
-    /// Makes every block from the one with token `from_token` on the sequence's own. `copies` receives `(from, to)` where
-    /// earlier tokens have to be carried over before the next write.
+    /// Makes the sequence the only holder of every block from the one with token `from_token` on.
+    ///
+    /// For a shared block that contains rows before `from_token`, `copies` receives `(from, to)`: copy that block
+    /// before the next write.
+    ///
+    /// # Errors
+    /// [`BlockError::UnknownSeq`] if the sequence holds no blocks; [`BlockError::NoSpace`] if the pool has too few
+    /// available blocks for the copies.
     pub fn make_writable(
         &mut self,
         seq: SeqId,
@@ -250,8 +273,14 @@ impl BlockAllocator {
         self.prepare_rows(seq, from_token, capacity, copies)
     }
 
-    /// Before rows `from_token..tokens` are written: grows the sequence to `tokens` and makes those rows' blocks its own, in
-    /// one all-or-nothing call.
+    /// Prepares blocks for writing rows `from_token..tokens`, or changes nothing.
+    ///
+    /// Grows the block table to `tokens` tokens, and makes the sequence the only holder of the blocks of those rows, as
+    /// [`make_writable`](Self::make_writable) does. Call this method before the rows are written.
+    ///
+    /// # Errors
+    /// [`BlockError::UnknownSeq`] if the sequence holds no blocks; [`BlockError::NoSpace`] if the pool has too few
+    /// available blocks.
     pub fn prepare_rows(
         &mut self,
         seq: SeqId,
@@ -260,37 +289,39 @@ impl BlockAllocator {
         copies: &mut Vec<(BlockId, BlockId)>,
     ) -> Result<(), BlockError> {
         let table = &self.seqs.get(&seq).ok_or(BlockError::UnknownSeq(seq))?.table;
-        let wanted = self.blocks_for(tokens) as usize;
+        let needed = self.blocks_for(tokens) as usize;
         let first = (from_token / self.block_size) as usize;
-        let written = first.min(table.len())..wanted.clamp(first.min(table.len()), table.len());
+        let written = first.min(table.len())..needed.clamp(first.min(table.len()), table.len());
         let shared = table[written.clone()].iter().filter(|block| self.refs[block.0 as usize] > 1).count();
-        self.require(to_u32(shared + wanted.saturating_sub(table.len())))?;
+        self.require(to_u32(shared + needed.saturating_sub(table.len())))?;
 
         for at in written {
             let old = self.seqs[&seq].table[at];
             let carries_rows = at == first && !from_token.is_multiple_of(self.block_size);
             if self.refs[old.0 as usize] > 1 {
-                let new = self.take();
+                let new = self.allocate();
                 self.refs[old.0 as usize] -= 1;
                 if carries_rows {
                     copies.push((old, new));
                 }
                 self.rewrite(seq, at, new);
             } else if self.index.as_ref().is_some_and(|index| index.contains(old)) {
-                // The content that made it findable is about to be overwritten.
+                // The rows of this block are about to be overwritten, so its index entry becomes invalid.
                 self.unpublish(old);
                 self.rewrite(seq, at, old);
             }
         }
-        while self.table(seq).len() < wanted {
-            let new = self.take();
+        while self.table(seq).len() < needed {
+            let new = self.allocate();
             self.seqs.entry(seq).and_modify(|held| held.table.push(new));
         }
         Ok(())
     }
 
-    /// Offers what the sequence has computed: `tokens` are its tokens from the start whose keys and values are written. Full
-    /// blocks become findable; where the content is known already, the block that had it first stays the one to find.
+    /// Publishes the computed full blocks of a sequence to the prefix cache.
+    ///
+    /// `tokens` are the sequence's tokens from the start whose keys and values are written. If the index already
+    /// contains the content of a block, the block that it contains stays the one that lookups find.
     pub fn publish(&mut self, seq: SeqId, tokens: &[u32]) {
         let (Some(index), Some(held)) = (&mut self.index, self.seqs.get_mut(&seq)) else { return };
         let full = (tokens.len() / self.block_size as usize).min(held.table.len());
@@ -298,7 +329,8 @@ impl BlockAllocator {
             return;
         }
         if !index.is_alive(held.chain.parent) {
-            // The block that stood for our last one is gone: start over and offer our own copies.
+            // The block of the parent entry has left the index: start again from the root and publish the sequence's
+            // own blocks.
             held.chain = root_chain(Some(index), &held.salt);
         }
         for at in held.chain.blocks as usize..full {
@@ -320,7 +352,8 @@ impl BlockAllocator {
                             self.free.push(block);
                         }
                     }
-                    // After starting over, our own block may still stand under a parent that has gone.
+                    // After such a restart, the sequence's own block may still be in the index under a parent that has
+                    // left it.
                     index.remove(own);
                     index.insert(own, &content)
                 }
@@ -329,8 +362,13 @@ impl BlockAllocator {
         }
     }
 
-    /// Lets `child` share all blocks of `parent`. Whoever writes first copies, see
-    /// [`make_writable`](Self::make_writable).
+    /// Makes `child` share all blocks of `parent`.
+    ///
+    /// The sequence that first writes to a shared block copies it; see [`make_writable`](Self::make_writable).
+    ///
+    /// # Errors
+    /// [`BlockError::SeqExists`] if the child already holds blocks; [`BlockError::UnknownSeq`] if the parent holds no
+    /// blocks.
     pub fn fork(&mut self, parent: SeqId, child: SeqId) -> Result<(), BlockError> {
         if self.seqs.contains_key(&child) {
             return Err(BlockError::SeqExists(child));
@@ -343,10 +381,14 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// Takes the sequence's blocks back. Published ones stay findable until their room is needed.
+    /// Releases the blocks of a sequence. Published blocks can be found until they are evicted.
+    ///
+    /// # Errors
+    /// [`BlockError::UnknownSeq`] if the sequence holds no blocks.
     pub fn release(&mut self, seq: SeqId) -> Result<(), BlockError> {
         let held = self.seqs.remove(&seq).ok_or(BlockError::UnknownSeq(seq))?;
-        // From the end, so that a chain's tail grows old before the head it hangs on.
+        // In reverse order, so that the tail of a chain is older, and is evicted earlier, than the blocks it depends
+        // on.
         for &block in held.table.iter().rev() {
             let refs = &mut self.refs[block.0 as usize];
             *refs -= 1;
@@ -361,12 +403,12 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// The sequence's blocks in order; empty for a sequence that holds none.
+    /// Returns the block table of a sequence; empty for a sequence that holds no blocks.
     pub fn table(&self, seq: SeqId) -> &[BlockId] {
         self.seqs.get(&seq).map_or(&[], |held| &held.table)
     }
 
-    /// Gauges and counters.
+    /// Returns the gauges and counters.
     pub fn stats(&self) -> BlockStats {
         BlockStats {
             capacity_blocks: self.capacity(),
@@ -379,43 +421,46 @@ impl BlockAllocator {
         }
     }
 
-    /// Every invariant named at the head of this file; the error says which one broke.
+    /// Checks every invariant listed in the module documentation.
+    ///
+    /// # Errors
+    /// A description of the first violated invariant.
     pub fn check(&self) -> Result<(), String> {
         let mut counted = vec![0u32; self.refs.len()];
         for (seq, held) in &self.seqs {
             let mut seen = held.table.clone();
             seen.sort_unstable();
             if seen.windows(2).any(|pair| pair[0] == pair[1]) {
-                return Err(format!("{seq:?} names a block twice: {:?}", held.table));
+                return Err(format!("the block table of {seq:?} contains a block twice: {:?}", held.table));
             }
             for block in seen {
                 counted[block.0 as usize] += 1;
             }
         }
         if counted != self.refs {
-            return Err(format!("counts are {:?}, the tables name {counted:?}", self.refs));
+            return Err(format!("reference counts are {:?}, expected {counted:?} by the block tables", self.refs));
         }
         let mut states = counted.iter().map(|&refs| u32::from(refs > 0)).collect::<Vec<_>>();
         for block in self.free.iter().copied().chain(self.idle.iter()) {
             states[block.0 as usize] += 1;
         }
         if let Some(block) = states.iter().position(|&states| states != 1) {
-            return Err(format!("block {block} is in {} states of free, live, cached", states[block]));
+            return Err(format!("block {block} is in {} of the states free, live and cached, expected 1", states[block]));
         }
         if self.idle.iter().count() != self.idle.len() as usize {
-            return Err(format!("{} idle blocks are linked, {} counted", self.idle.iter().count(), self.idle.len()));
+            return Err(format!("{} idle blocks are linked, but {} are counted", self.idle.iter().count(), self.idle.len()));
         }
         let Some(index) = &self.index else {
-            return if self.idle.len() == 0 { Ok(()) } else { Err("idle blocks without a prefix cache".into()) };
+            return if self.idle.len() == 0 { Ok(()) } else { Err("idle blocks exist, but the prefix cache is disabled".into()) };
         };
         if let Some(block) = self.free.iter().find(|&&block| index.contains(block)) {
-            return Err(format!("free block {block:?} is still findable"));
+            return Err(format!("free block {block:?} is still in the prefix index"));
         }
         if let Some(block) = self.idle.iter().find(|&block| !index.contains(block)) {
-            return Err(format!("idle block {block:?} cannot be found"));
+            return Err(format!("idle block {block:?} is not in the prefix index"));
         }
         if index.len() > self.refs.len() {
-            return Err(format!("{} contents in {} blocks", index.len(), self.refs.len()));
+            return Err(format!("the prefix index has {} entries for {} blocks", index.len(), self.refs.len()));
         }
         index.check()
     }
@@ -428,10 +473,10 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// One block, held once. The caller has made sure that one is available.
-    fn take(&mut self) -> BlockId {
+    /// Allocates one block with a reference count of 1. The caller has checked that a block is available.
+    fn allocate(&mut self) -> BlockId {
         let block = self.free.pop().unwrap_or_else(|| {
-            let oldest = self.idle.pop_oldest().expect("availability was checked before");
+            let oldest = self.idle.pop_oldest().expect("the caller checked that a block is available");
             if let Some(index) = &mut self.index {
                 index.remove(oldest);
             }
@@ -448,7 +493,7 @@ impl BlockAllocator {
         }
     }
 
-    /// Puts `block` into the table at `at`. What was offered from there on is void.
+    /// Puts `block` into the block table at index `at`. Publishing restarts from the root if that block was published.
     fn rewrite(&mut self, seq: SeqId, at: usize, block: BlockId) {
         let index = self.index.as_ref();
         if let Some(held) = self.seqs.get_mut(&seq) {

@@ -1,4 +1,4 @@
-//! What a KV block holds.
+//! Geometry of KV blocks: element type and shape.
 
 use crate::settings::with_methods;
 
@@ -11,13 +11,13 @@ pub enum KvDType {
     F32,
     F16,
     BF16,
-    /// Whole numbers from -127 to 127 with one f32 scale for a token's key and one for its value under each KV head.
+    /// Integers from -127 to 127. Each KV head has one f32 scale per token for the key and one for the value.
     #[serde(alias = "int8")]
     I8,
 }
 
 impl KvDType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -26,7 +26,7 @@ impl KvDType {
         }
     }
 
-    /// Bytes of the scale that each token's key (or value) under a head has; none for floats.
+    /// Returns the bytes of the scale of one token's key (or value) in one head; 0 for float types.
     pub const fn scale_bytes(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 0,
@@ -39,20 +39,21 @@ impl KvDType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct KvGeometry {
-    /// Transformer layers that keep keys and values.
+    /// Number of transformer layers that store keys and values.
     pub layers: usize,
-    /// KV heads a layer.
+    /// KV heads per layer.
     pub kv_heads: usize,
-    /// Elements of a head of keys and of a head of values.
+    /// Elements of one head of a key or of a value.
     pub head_dim: usize,
-    /// Tokens a block, a multiple of 16 (attention's tile).
+    /// Tokens per block, a multiple of 16 (the tile of attention).
     pub block_size: usize,
-    /// Element type as stored.
+    /// Storage type of the elements.
     pub dtype: KvDType,
 }
 
 impl KvGeometry {
-    /// Shape of a cache of `layers` layers with `kv_heads` heads of `head_dim` elements, in blocks of `block_size` tokens.
+    /// Creates the shape of a cache of `layers` layers with `kv_heads` heads of `head_dim` elements, in blocks of
+    /// `block_size` tokens.
     pub const fn new(layers: usize, kv_heads: usize, head_dim: usize, block_size: usize, dtype: KvDType) -> Self {
         Self { layers, kv_heads, head_dim, block_size, dtype }
     }
@@ -67,12 +68,12 @@ impl KvGeometry {
         }
     }
 
-    /// Bytes of one token's keys and values over all layers, scales included.
+    /// Returns the bytes of one token's keys and values over all layers, scales included.
     pub const fn bytes_per_token(&self) -> usize {
         2 * self.layers * self.kv_heads * (self.head_dim * self.dtype.bytes() + self.dtype.scale_bytes())
     }
 
-    /// Bytes of one block over all layers, without any padding a device may add.
+    /// Returns the bytes of one block over all layers, without any padding that a device adds.
     pub const fn bytes_per_block(&self) -> usize {
         self.bytes_per_token() * self.block_size
     }

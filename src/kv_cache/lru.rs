@@ -1,17 +1,17 @@
-//! Blocks that nobody holds but that are still findable, oldest first.
+//! LRU list of idle cached blocks: no sequence holds them, and the prefix index still contains them.
 //!
-//! A doubly linked list threaded through the pool: any block enters, leaves or is taken as the oldest in constant time,
-//! and no call allocates. A block is in it at most once.
+//! A doubly linked list threaded through the pool. Each operation on one block (insert, remove, pop the oldest) runs in
+//! constant time, and no call allocates memory. The list contains a block at most once.
 
 use super::BlockId;
 use crate::num::to_u32;
 
 const NONE: u32 = u32::MAX;
 
-/// Least recently used order of idle cached blocks.
+/// Idle cached blocks in least-recently-used order.
 #[derive(Clone, Debug)]
 pub(super) struct LruList {
-    /// `(previous, next)` a block; the last element is the ring's anchor: its next is the oldest block.
+    /// `(previous, next)` of each block. The last element is the anchor of the ring: its `next` is the oldest block.
     links: Vec<(u32, u32)>,
     len: u32,
 }
@@ -56,7 +56,7 @@ impl LruList {
         Some(oldest)
     }
 
-    /// Oldest first.
+    /// Iterates over the blocks, oldest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         let anchor = self.anchor();
         let mut at = anchor;

@@ -1,4 +1,6 @@
-//! The KV cache as bookkeeping: geometry of blocks, block allocator, prefix cache. Pure: no device, no I/O.
+//! Bookkeeping of the KV cache: geometry of blocks, block allocator, prefix cache.
+//!
+//! This module uses no device and performs no I/O.
 
 #![forbid(unsafe_code)]
 
@@ -11,13 +13,14 @@ pub use allocator::{BlockAllocator, BlockError, BlockStats};
 pub use geometry::{KvDType, KvGeometry};
 pub use prefix::{BlockHashFn, PrefixHasher, PrefixHit};
 
-/// Map over ids and digests. A fixed hash gives the same memory layout in every run; random keys would not.
+/// Map keyed by ids or digests. Its hash function is fixed, so every run has the same memory layout; random keys would
+/// change it.
 pub(crate) type IdMap<K, V> = rustc_hash::FxHashMap<K, V>;
 
-/// One sequence the engine is generating (a request with `n` choices has `n` of them).
+/// Id of one sequence. A request with `n` choices has `n` sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SeqId(pub u64);
 
-/// One physical KV block, an index into the device's pool.
+/// Id of one physical KV block: its index in the device's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);

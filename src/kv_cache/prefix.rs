@@ -1,22 +1,22 @@
-//! The prefix cache's index: which block holds which content.
+//! Index of the prefix cache: maps chained content keys to blocks.
 //!
-//! A content is a chain: (model fingerprint, salt), then the tokens of block 0, of block 1, and so on. Its key is a
-//! 128-bit digest chained block by block, the same on every run and platform. The key only finds a candidate; a hit also
-//! needs equal tokens, the very parent the walk came from and, at the root, an equal salt. So a collision costs a miss,
-//! never a foreign answer.
+//! The content of a block is a chain: (model fingerprint, salt), then the tokens of block 0, of block 1, and so on. Its
+//! key is a 128-bit digest, chained block by block and equal on every run and platform. The key only finds a candidate.
+//! A hit also needs equal tokens, the same parent entry that the walk came from and, at the root, an equal salt. So a
+//! key collision costs a cache miss and never returns other content.
 //!
-//! Invariants: a key names at most one block; a block has at most one key; a block that leaves the index takes its key
-//! along. Memory is reserved for the whole pool at the start: nothing here allocates later.
+//! Invariants: a key maps to at most one block. A block has at most one key. A block that leaves the index also removes
+//! its key. The index reserves memory for the whole pool when it is created and allocates none later.
 
 use crate::num::to_u32;
 use std::sync::Arc;
 
 use super::{BlockId, IdMap};
 
-/// Digest of one block's tokens under its parent's key.
+/// Function that digests one block's tokens under the key of its parent.
 pub type BlockHashFn = fn(parent: u128, tokens: &[u32]) -> u128;
 
-/// Makes the chained keys of the prefix cache.
+/// Computes the chained keys of the prefix cache.
 #[derive(Clone, Copy, Debug)]
 pub struct PrefixHasher {
     fingerprint: u128,
@@ -24,28 +24,30 @@ pub struct PrefixHasher {
 }
 
 impl PrefixHasher {
-    /// Keys of one model: `fingerprint` names weights, numerics and whatever else changes keys and values.
+    /// Creates the hasher of one model.
+    ///
+    /// `fingerprint` identifies the weights, the numerics and everything else that changes keys and values.
     pub fn new(fingerprint: u128) -> Self {
         Self { fingerprint, digest: digest_tokens }
     }
 
-    /// The same with another digest of a block's tokens, for tests that want collisions.
+    /// Creates a hasher with another digest function, for tests that need collisions.
     pub fn with_digest(fingerprint: u128, digest: BlockHashFn) -> Self {
         Self { fingerprint, digest }
     }
 
-    /// Key above block 0 of every sequence with this salt (tenant, adapter).
+    /// Returns the root key of all sequences with this salt (tenant, adapter): the parent key of block 0.
     pub fn root(&self, salt: &[u8]) -> u128 {
         digest_bytes(self.fingerprint, salt)
     }
 
-    /// Key of a block that holds `tokens` below the block with key `parent`.
+    /// Returns the key of a block with these `tokens` whose parent block has the key `parent`.
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
         (self.digest)(parent, tokens)
     }
 }
 
-/// What [`BlockAllocator::lookup`](super::BlockAllocator::lookup) found: whole blocks from the start of a prompt.
+/// Result of [`BlockAllocator::lookup`](super::BlockAllocator::lookup): full blocks from the start of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct PrefixHit {
     pub(super) links: Vec<BlockRef>,
@@ -56,12 +58,12 @@ pub struct PrefixHit {
 }
 
 impl PrefixHit {
-    /// Nothing found, because nothing was asked: what the sequence computes is still published under `salt`.
+    /// Creates an empty hit without a lookup. The sequence's computed blocks are still published under `salt`.
     pub fn miss(salt: &[u8]) -> Self {
         Self { salt: salt.to_vec(), ..Self::default() }
     }
 
-    /// Turns this into [`PrefixHit::miss`], keeping its memory.
+    /// Resets the hit to [`PrefixHit::miss`] and keeps its memory.
     pub fn reset(&mut self, salt: &[u8]) {
         self.links.clear();
         self.salt.clear();
@@ -71,24 +73,25 @@ impl PrefixHit {
         self.key = 0;
     }
 
-    /// Makes room for a hit of that many blocks and a salt of that many bytes.
+    /// Reserves capacity for a hit of `blocks` blocks and a salt of `salt_bytes` bytes.
     pub fn reserve(&mut self, blocks: usize, salt_bytes: usize) {
         self.links.reserve(blocks.saturating_sub(self.links.len()));
         self.salt.reserve(salt_bytes.saturating_sub(self.salt.len()));
     }
 
-    /// Tokens whose keys and values need not be computed: a multiple of the block size.
+    /// Returns the number of cached tokens, which need not be computed: a multiple of the block size.
     pub fn tokens(&self) -> u32 {
         self.tokens
     }
 
-    /// The blocks found, in the order of the prompt.
+    /// Iterates over the blocks of the hit, in the order of the prompt.
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.links.iter().map(|link| link.block)
     }
 }
 
-/// Names one content in one block. The number is never used twice, so a link goes stale as soon as its content leaves.
+/// Reference to one content in one block. Content numbers are never reused, so a reference becomes stale as soon as its
+/// content leaves the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockRef {
     pub(super) block: BlockId,
@@ -96,11 +99,11 @@ pub(super) struct BlockRef {
 }
 
 impl BlockRef {
-    /// The parent of every block 0.
+    /// The parent of block 0 of every sequence.
     pub(super) const ROOT: Self = Self { block: BlockId(u32::MAX), content: 0 };
 }
 
-/// A content about to be looked for: the block's tokens in their place.
+/// Content to look up or insert: a block's tokens and their position in the chain.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockContent<'a> {
     pub(super) key: u128,
@@ -109,13 +112,14 @@ pub(super) struct BlockContent<'a> {
     pub(super) tokens: &'a [u32],
 }
 
-/// What the index has under a key.
+/// Result of a lookup of a key in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lookup {
     Nothing,
-    /// The content itself.
+    /// The index contains this content.
     Same(BlockRef),
-    /// Another content with that key. `orphan`: its parent has left, so no walk can reach it any more.
+    /// The index contains other content with this key. `orphan`: its parent has left the index, so no walk can reach
+    /// it.
     Other {
         block: BlockId,
         orphan: bool,
@@ -125,21 +129,21 @@ pub(super) enum Lookup {
 #[derive(Clone, Debug)]
 struct Entry {
     key: u128,
-    /// 0 while the block is not in the index.
+    /// 0 if the block is not in the index.
     content: u64,
     parent: BlockRef,
-    /// Kept by block 0 only: deeper blocks are told apart by their parent.
+    /// Salt of a block 0; `None` for later blocks, which their parent identifies.
     salt: Option<Arc<[u8]>>,
 }
 
-/// Key → block, with what is needed to prove a hit.
+/// Map from key to block, with the data that verifies a hit.
 #[derive(Clone, Debug)]
 pub(super) struct PrefixIndex {
     keyer: PrefixHasher,
     block_size: usize,
     by_key: IdMap<u128, BlockId>,
     entries: Vec<Entry>,
-    /// `block_size` tokens a block, valid while the block is in the index.
+    /// `block_size` tokens per block; valid while the block is in the index.
     tokens: Vec<u32>,
     last_content: u64,
 }
@@ -147,7 +151,7 @@ pub(super) struct PrefixIndex {
 impl PrefixIndex {
     pub(super) fn new(keyer: PrefixHasher, blocks: usize, block_size: usize) -> Self {
         let mut by_key = IdMap::default();
-        // Twice the entries that can be live: below half full the table cleans up removed entries in place.
+        // Twice the maximum number of entries: below half full, the table cleans up removed entries in place.
         by_key.reserve(2 * blocks);
         let absent = Entry { key: 0, content: 0, parent: BlockRef::ROOT, salt: None };
         Self {
@@ -172,13 +176,13 @@ impl PrefixIndex {
         self.entries[block.0 as usize].content != 0
     }
 
-    /// Whether the content is still where the link says.
+    /// Whether the block of the link still has the same content.
     pub(super) fn is_alive(&self, link: BlockRef) -> bool {
         link == BlockRef::ROOT
             || self.entries.get(link.block.0 as usize).is_some_and(|entry| entry.content == link.content)
     }
 
-    /// Walks from the root as far as whole blocks of `tokens` are known, never onto the last token.
+    /// Walks from the root over the leading full blocks of `tokens` that are in the index, without the last token.
     pub(super) fn walk(&self, tokens: &[u32], salt: &[u8], hit: &mut PrefixHit) {
         hit.reset(salt);
         hit.queried_tokens = to_u32(tokens.len());
@@ -204,7 +208,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Makes `block` findable. The key must be unused and the block absent.
+    /// Inserts `block`. Its key must be unused and the block must not be in the index.
     pub(super) fn insert(&mut self, block: BlockId, content: &BlockContent<'_>) -> BlockRef {
         debug_assert!(!self.contains(block) && !self.by_key.contains_key(&content.key));
         self.last_content += 1;
@@ -220,7 +224,7 @@ impl PrefixIndex {
         BlockRef { block, content: self.last_content }
     }
 
-    /// Takes a block out, if it was in.
+    /// Removes a block if the index contains it.
     pub(super) fn remove(&mut self, block: BlockId) {
         let entry = &mut self.entries[block.0 as usize];
         if entry.content != 0 {
@@ -239,7 +243,7 @@ impl PrefixIndex {
         equal.then_some(BlockRef { block, content: entry.content })
     }
 
-    /// Every invariant of the index.
+    /// Checks every invariant of the index.
     pub(super) fn check(&self) -> Result<(), String> {
         let mut present = 0;
         for (at, entry) in self.entries.iter().enumerate() {
@@ -248,21 +252,22 @@ impl PrefixIndex {
             }
             present += 1;
             if self.by_key.get(&entry.key) != Some(&BlockId(to_u32(at))) {
-                return Err(format!("block {at} is published but its key leads elsewhere"));
+                return Err(format!("block {at} is published, but its key maps to another block"));
             }
             if (entry.parent == BlockRef::ROOT) != entry.salt.is_some() {
-                return Err(format!("block {at} keeps a salt it should not, or lacks one"));
+                return Err(format!("block {at} must have a salt exactly if its parent is the root"));
             }
         }
         if present == self.by_key.len() {
             Ok(())
         } else {
-            Err(format!("{present} blocks are published, {} keys are known", self.by_key.len()))
+            Err(format!("{present} blocks are published, but the index has {} keys", self.by_key.len()))
         }
     }
 }
 
-/// SipHash-2-4 with 128-bit output, the key being the parent's digest: chaining for free, and good in every bit.
+/// SipHash-2-4 with 128-bit output. Its key is the parent's digest, which chains the blocks without extra input; all
+/// output bits are of good quality.
 struct Sip([u64; 4]);
 
 impl Sip {
@@ -297,7 +302,7 @@ impl Sip {
         self.0[0] ^= word;
     }
 
-    /// `tail`: the bytes after the last whole word, at most 7, little endian.
+    /// Finishes the digest. `tail` contains the bytes after the last full word (at most 7), little endian.
     fn finish(mut self, tail: u64, total_bytes: usize) -> u128 {
         self.word(tail | ((total_bytes as u64 & 0xff) << 56));
         self.0[2] ^= 0xee;
@@ -315,7 +320,7 @@ impl Sip {
     }
 }
 
-/// Low half, high half.
+/// Splits a value into its low and high halves.
 #[allow(clippy::cast_possible_truncation, reason = "splitting is the purpose")]
 const fn halves(value: u128) -> [u64; 2] {
     [value as u64, (value >> 64) as u64]
@@ -332,7 +337,7 @@ fn digest_bytes(key: u128, bytes: &[u8]) -> u128 {
     sip.finish(u64::from_le_bytes(last), bytes.len())
 }
 
-/// The digest of the tokens' little-endian bytes.
+/// Digests the tokens' little-endian bytes.
 fn digest_tokens(key: u128, tokens: &[u32]) -> u128 {
     let mut sip = Sip::new(key);
     let (pairs, tail) = tokens.as_chunks::<2>();
@@ -346,7 +351,8 @@ fn digest_tokens(key: u128, tokens: &[u32]) -> u128 {
 mod tests {
     use super::*;
 
-    /// Key and messages of the algorithm's published vectors: bytes 00, 01, 02, …
+    /// Key of the algorithm's published test vectors: bytes 00, 01, 02, … Their messages are the prefixes of the same
+    /// bytes.
     const KEY: u128 = u128::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
     #[test]

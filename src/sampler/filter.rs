@@ -1,36 +1,38 @@
-//! Which tokens stay, and which of them is drawn: temperature, `min_p`, `top_k`, `top_p`, draw.
+//! Filters and sampling: temperature, `min_p`, `top_k`, `top_p`, then the choice of a token.
 //!
-//! The best token always stays. Equal logits are ordered by id, lowest first. With `top_k` only the tokens it keeps are
-//! weighed; with `top_p` alone the last token kept is found by halving the range it can be in, among tokens heavy enough
-//! to matter. No path sorts the vocabulary. Draws walk the kept tokens in id order, so a filter that is off draws as one
-//! that drops nothing. Lists keep their room between rows.
+//! Every filter keeps the argmax. Equal logits are ordered by id, lowest first. If `top_k` is on, only the tokens that
+//! it keeps are weighed. If only `top_p` is on, a search that halves the candidate range finds the last kept token,
+//! among the tokens whose weights are large enough to matter. No path sorts the whole vocabulary.
+//!
+//! Sampling walks the kept tokens in id order, so a filter that is off samples the same token as a filter that removes
+//! no token. Buffers keep their capacity between rows.
 
 use super::softmax::{self, BLOCK, TopLogit};
 use super::{SamplingParams, ranking};
 
-/// Tokens that were kept, as the last call of [`Filter::narrow`] left them in the filter.
+/// Tokens that the last call of [`Filter::narrow`] kept, and the place where the filter stores them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kept {
-    /// All with a weight above 0 in the table of weights.
+    /// All tokens with a weight above 0 in `weights`.
     Weights {
         /// Sum of the weights.
         total: f64,
     },
-    /// Those in the list of picks.
+    /// The tokens in `picks`.
     Picks {
         /// Sum of their weights.
         total: f64,
     },
 }
 
-/// Scratch of the filters, of the vocabulary's size.
+/// Scratch memory of the filters, of the vocabulary's size.
 #[derive(Debug)]
 pub(super) struct Filter {
     weights: Vec<f32>,
     blocks: Vec<f64>,
     /// Ids and weights of kept tokens, in id order.
     picks: Vec<(u32, f32)>,
-    /// Room for ordering ids; see [`ranking`].
+    /// Scratch memory for sort keys; see [`ranking`].
     pub(super) keys: Vec<u64>,
 }
 
@@ -44,16 +46,16 @@ impl Filter {
         }
     }
 
-    /// Weighs and filters a row whose best entry is `best`.
-    pub(super) fn narrow(&mut self, row: &[f32], best: TopLogit, params: &SamplingParams) -> Kept {
+    /// Computes the weights of a row and filters it.
+    pub(super) fn narrow(&mut self, row: &[f32], argmax: TopLogit, params: &SamplingParams) -> Kept {
         let top_k = usize::try_from(params.top_k).unwrap_or(0);
         let temperature = params.temperature;
         self.picks.clear();
         if top_k > 0 && top_k < row.len() {
-            ranking::best_first(row, top_k, &mut self.keys);
+            ranking::top_tokens(row, top_k, &mut self.keys);
             for &key in &self.keys {
                 let id = ranking::id(key);
-                let weight = softmax::exp_neg((row[id as usize] - best.value) / temperature);
+                let weight = softmax::exp_neg((row[id as usize] - argmax.value) / temperature);
                 if weight < params.min_p {
                     break;
                 }
@@ -73,7 +75,7 @@ impl Filter {
             self.picks.sort_unstable_by_key(|&(id, _)| id);
         } else {
             let Self { weights, blocks, .. } = self;
-            let total = softmax::weigh(row, best.value, temperature, params.min_p, weights, blocks);
+            let total = softmax::weigh(row, argmax.value, temperature, params.min_p, weights, blocks);
             if params.top_p >= 1.0 {
                 return Kept::Weights { total };
             }
@@ -82,7 +84,7 @@ impl Filter {
         Kept::Picks { total: sum(&self.picks) }
     }
 
-    /// Picks the best tokens until their weights reach `top_p` of the total.
+    /// Keeps the tokens of largest weight until their sum reaches `top_p` of the total.
     fn nucleus(&mut self, row: &[f32], top_p: f64, total: f64) {
         let goal = top_p * total;
         let lightest = lightest(&self.weights, top_p, total);
@@ -101,13 +103,14 @@ impl Filter {
         }
     }
 
-    /// The token at `uniform` (in `0.0..1.0`) of the kept weights, laid end to end in id order.
-    pub(super) fn draw(&self, kept: Kept, uniform: f64) -> u32 {
+    /// Samples a kept token: the one at position `uniform` (in `0.0..1.0`) of the kept weights, laid end to end in id
+    /// order.
+    pub(super) fn sample(&self, kept: Kept, uniform: f64) -> u32 {
         match kept {
             Kept::Picks { total } => walk(self.picks.iter().copied(), uniform * total),
             Kept::Weights { total } => {
                 let mut left = uniform * total;
-                // Rounding may carry the last draws past the end: the last block of any weight takes them.
+                // Rounding may move a position near 1 past the end: the last block with a weight above 0 receives it.
                 let (mut at, mut found) = (0, false);
                 for (block, &sum) in self.blocks.iter().enumerate() {
                     if sum > 0.0 {
@@ -127,10 +130,10 @@ impl Filter {
         }
     }
 
-    /// Masks what was not kept, for log-probabilities of the distribution drawn from.
+    /// Masks the tokens that were not kept, for log-probabilities of the distribution that was sampled.
     pub(super) fn mask_rest(&self, kept: Kept, params: &SamplingParams, row: &mut [f32]) {
         match kept {
-            // Without min_p a weight of 0 is a token too unlikely for an f32, not one left out.
+            // Without min_p, a weight of 0 means a token too unlikely for an f32, not a removed token.
             Kept::Weights { .. } if params.min_p == 0.0 => {}
             Kept::Weights { .. } => {
                 for (logit, &weight) in row.iter_mut().zip(&self.weights) {
@@ -151,13 +154,14 @@ impl Filter {
     }
 }
 
-/// A weight, above 0, that no token of the nucleus is below.
+/// Returns a weight above 0 that is a lower bound for the tokens of the nucleus (the tokens kept by `top_p`).
 ///
-/// Steps of 16 down from the best: tokens above the first that holds enough are few, and each try is one pass of vector
-/// code. Where none does, tokens below the last resort sum to at most half of what may be left out.
+/// The search steps down from the largest weight by factors of 16. The tokens above the first sufficient bound are few,
+/// and each try is one pass of vector code. If no step suffices, the tokens below the fallback bound sum to at most
+/// half of the weight that may be left out.
 #[allow(clippy::cast_possible_truncation)] // f32 is what weights are compared with
 fn lightest(weights: &[f32], top_p: f64, total: f64) -> f32 {
-    /// Sums are f32 within a block; this is far more than their error.
+    /// Sums are f32 within a block; this margin is much larger than their error.
     const MARGIN: f64 = 1.0 + 1e-5;
     let resort = (0.5 * (1.0 - top_p) * total / weights.len() as f64) as f32;
     let mut step = 1.0f32 / 16.0;
@@ -170,22 +174,23 @@ fn lightest(weights: &[f32], top_p: f64, total: f64) -> f32 {
     resort
 }
 
-/// The key of the token at which weights, summed from the best, reach `goal`; of the worst token if they never do.
+/// Returns the key of the token at which the weights, summed in descending order, reach `goal`; that of the last token
+/// if they never do.
 ///
-/// Halves the range that holds it, so that nothing but its last part is sorted.
+/// The search halves the range that contains the token, so that only the final part is sorted.
 fn last_kept(keys: &mut [u64], weights: &[f32], goal: f64) -> u64 {
     let weight = |key: u64| f64::from(weights[ranking::id(key) as usize]);
     let (mut range, mut before) = (keys, 0.0);
     while range.len() > 64 {
         let middle = range.len() / 2;
         range.select_nth_unstable_by(middle, |a, b| b.cmp(a));
-        let (better, worse) = range.split_at_mut(middle);
-        let through = before + better.iter().copied().map(weight).sum::<f64>();
+        let (upper, lower) = range.split_at_mut(middle);
+        let through = before + upper.iter().copied().map(weight).sum::<f64>();
         if through >= goal {
-            range = better;
+            range = upper;
         } else {
             before = through;
-            range = worse;
+            range = lower;
         }
     }
     ranking::lead(range, range.len());
@@ -204,7 +209,7 @@ fn sum(picks: &[(u32, f32)]) -> f64 {
     picks.iter().map(|&(_, weight)| f64::from(weight)).sum()
 }
 
-/// The id whose weight covers the distance `left`; the last one of any weight if that lies past the end.
+/// Returns the id whose weight covers the distance `left`; the last id with a weight above 0 if `left` is past the end.
 fn walk(weights: impl Iterator<Item = (u32, f32)>, mut left: f64) -> u32 {
     let mut last = 0;
     for (id, weight) in weights {
@@ -227,7 +232,7 @@ mod tests {
     use proptest::prelude::*;
 
     impl Filter {
-        /// Kept tokens with their probabilities, in id order.
+        /// Returns the kept tokens with their probabilities, in id order.
         fn kept(&self, kept: Kept) -> Vec<(u32, f64)> {
             let (list, total): (Vec<(u32, f32)>, f64) = match kept {
                 Kept::Picks { total } => (self.picks.clone(), total),
@@ -237,8 +242,8 @@ mod tests {
         }
     }
 
-    /// The plain twin: f64, one full sort, one rule after the other. `None` where a token stands so near a limit that
-    /// rounding decides.
+    /// Reference implementation: f64, one full sort, one filter after the other. `None` if a token is so close to a
+    /// limit that rounding decides.
     fn plain(row: &[f32], params: &SamplingParams) -> Option<Vec<(u32, f64)>> {
         const NEAR: f64 = 1e-5;
         let mut list: Vec<(u32, f64)> =
@@ -269,7 +274,7 @@ mod tests {
             }
             kept.push(entry);
         }
-        // A weight of the sampler ends at exp(-87).
+        // The sampler's weights end at exp(-87).
         if kept.iter().any(|e| (-88.0..-86.0).contains(&e.1.ln())) {
             return None;
         }
@@ -299,30 +304,30 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
         #[test]
-        fn equals_the_plain_twin(row in prop::collection::vec(logit(), 1..300), params in params(), u in 0.0f64..1.0) {
-            let Some(best) = softmax::top_logit(&row) else { return Ok(()) };
+        fn equals_the_reference(row in prop::collection::vec(logit(), 1..300), params in params(), u in 0.0f64..1.0) {
+            let Some(argmax) = softmax::top_logit(&row) else { return Ok(()) };
             let Some(want) = plain(&row, &params) else { return Ok(()) };
             let mut filter = Filter::new(row.len());
             let capacity = (filter.picks.capacity(), filter.keys.capacity());
-            let kept = filter.narrow(&row, best, &params);
+            let kept = filter.narrow(&row, argmax, &params);
             let got = filter.kept(kept);
             let ids = |list: &[(u32, f64)]| list.iter().map(|e| e.0).collect::<Vec<_>>();
             prop_assert_eq!(ids(&got), ids(&want));
-            prop_assert!(got.iter().any(|e| e.0 == best.id), "the best token went");
+            prop_assert!(got.iter().any(|e| e.0 == argmax.id), "the argmax was removed");
             for (got, want) in got.iter().zip(&want) {
                 prop_assert!((got.1 - want.1).abs() < 1e-5, "token {}: {} against {}", got.0, got.1, want.1);
             }
             prop_assert_eq!(capacity, (filter.picks.capacity(), filter.keys.capacity()), "scratch grew");
 
-            // The draw is the token at which the running sum passes u.
-            let drawn = filter.draw(kept, u);
-            let before: f64 = got.iter().take_while(|e| e.0 < drawn).map(|e| e.1).sum();
-            let mine = got.iter().find(|e| e.0 == drawn);
-            prop_assert!(mine.is_some(), "{} was not kept", drawn);
-            let mine = mine.expect("checked").1;
+            // The sampled token is the one at which the running sum passes u.
+            let sampled = filter.sample(kept, u);
+            let before: f64 = got.iter().take_while(|e| e.0 < sampled).map(|e| e.1).sum();
+            let mine = got.iter().find(|e| e.0 == sampled);
+            prop_assert!(mine.is_some(), "token {} was not kept", sampled);
+            let mine = mine.expect("checked above").1;
             prop_assert!(before - 1e-6 <= u && u <= before + mine + 1e-6, "{u} in {before}+{mine}");
 
-            // What log-probabilities see is what was kept.
+            // Log-probabilities use exactly the kept tokens.
             let mut seen = row.clone();
             filter.mask_rest(kept, &params, &mut seen);
             for (id, _) in &got {
@@ -340,27 +345,27 @@ mod tests {
     fn the_nucleus_of_a_wide_flat_row_is_its_lowest_ids() {
         // 5,000 equal tokens: half of the sum is the 2,500 lowest ids.
         let row = vec![0.25; 5000];
-        let best = softmax::top_logit(&row).expect("not empty");
+        let argmax = softmax::top_logit(&row).expect("the row is not empty");
         let params = SamplingParams { top_p: 0.5, ..SamplingParams::default() };
         let mut filter = Filter::new(row.len());
-        let kept = filter.narrow(&row, best, &params);
+        let kept = filter.narrow(&row, argmax, &params);
         assert_eq!(filter.kept(kept).iter().map(|e| e.0).collect::<Vec<_>>(), (0..2500).collect::<Vec<_>>());
     }
 
     #[test]
-    fn a_draw_at_the_very_end_is_the_last_token_of_any_weight() {
+    fn a_sample_at_the_very_end_is_the_last_token_with_a_weight() {
         let mut row = vec![f32::NEG_INFINITY; 300];
         row[3] = 0.0;
         row[140] = 0.0;
         row[150] = -1.0;
-        let best = softmax::top_logit(&row).expect("not masked");
+        let argmax = softmax::top_logit(&row).expect("the row is not masked");
         let mut filter = Filter::new(row.len());
         for top_p in [1.0, 0.9999] {
-            let kept = filter.narrow(&row, best, &SamplingParams { top_p, ..SamplingParams::default() });
+            let kept = filter.narrow(&row, argmax, &SamplingParams { top_p, ..SamplingParams::default() });
             for end in [1.0, 2.0] {
-                assert_eq!(filter.draw(kept, end), 150);
+                assert_eq!(filter.sample(kept, end), 150);
             }
-            assert_eq!(filter.draw(kept, 0.0), 3);
+            assert_eq!(filter.sample(kept, 0.0), 3);
         }
     }
 }

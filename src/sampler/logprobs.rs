@@ -1,23 +1,23 @@
-//! Log-probabilities that go to people.
+//! Log-probabilities for the results of a request.
 //!
-//! Values are natural logarithms of a softmax, summed in fixed order. A masked entry has none and is left out of every
-//! list, so no list ever holds an infinity or a NaN and any JSON writer takes it.
+//! Values are natural logarithms of a softmax, summed in fixed order. A masked token has no log-probability and is left
+//! out of every list. So no list contains an infinity or a NaN, and every JSON writer accepts it.
 
 use super::{ranking, softmax};
 use serde::{Deserialize, Serialize};
 
-/// A token and its log-probability; in a list the best comes first.
+/// A token and its log-probability. Lists are sorted, highest log-probability first.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprob {
-    /// The token.
+    /// The token id.
     pub token: u32,
     /// Natural logarithm of its probability; finite.
     pub logprob: f32,
 }
 
-/// Log-probability and rank of `token` (1 = best), and the `top` best tokens appended to `out`.
+/// Returns the log-probability and the rank of `token` (1 = highest), and appends the `top` highest tokens to `out`.
 ///
-/// `row` has at least one entry that is not masked, and `token` is one such.
+/// `row` has at least one entry that is not masked, and the entry of `token` is not masked.
 pub(super) fn gather(
     row: &[f32],
     temperature: f32,
@@ -26,26 +26,26 @@ pub(super) fn gather(
     keys: &mut Vec<u64>,
     out: &mut Vec<TokenLogprob>,
 ) -> (f32, u32) {
-    let max = softmax::top_logit(row).map_or(0.0, |best| best.value);
+    let max = softmax::top_logit(row).map_or(0.0, |argmax| argmax.value);
     let log_total = softmax::weight_sum(row, max, temperature).ln();
     #[allow(clippy::cast_possible_truncation)] // the last step rounds
     let logprob = |id: u32| {
         let above = (f64::from(row[id as usize]) - f64::from(max)) / f64::from(temperature) - log_total;
-        // Two finite logits can lie further apart than an f32 reaches.
+        // The difference of two finite logits can exceed the range of f32.
         above.max(f64::from(f32::MIN)) as f32
     };
-    ranking::best_first(row, top.min(row.len()), keys);
+    ranking::top_tokens(row, top.min(row.len()), keys);
     out.extend(keys.iter().map(|&key| ranking::id(key)).map(|token| TokenLogprob { token, logprob: logprob(token) }));
     (logprob(token), rank(row, token))
 }
 
-/// One more than the tokens that are better: larger logit, or equal and of lower id.
+/// Returns the rank: one more than the number of tokens with a larger logit, or with an equal logit and a lower id.
 fn rank(row: &[f32], token: u32) -> u32 {
     let (before, rest) = row.split_at(token as usize);
     let mine = rest[0];
-    let better = before.iter().map(|&logit| u32::from(logit >= mine)).sum::<u32>()
+    let higher = before.iter().map(|&logit| u32::from(logit >= mine)).sum::<u32>()
         + rest.iter().map(|&logit| u32::from(logit > mine)).sum::<u32>();
-    better + 1
+    higher + 1
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
-//! From a row of logits to the next token.
+//! Sampler: selects the next token from a row of logits.
 //!
-//! A [`Sampler`] is scratch space and nothing more: what a row gives depends on that row, its parameters, its history
-//! and its seed, never on other rows, on calls before, on a clock or on a machine's vector width. The order of work
-//! stands at [`SamplingParams`]. A row that cannot be sampled (non-finite logits, everything masked) gives an error in
-//! its place and leaves the others alone. After [`Sampler::new`] nothing is allocated, except the lists of
-//! log-probabilities people ask for, which are taken over from the previous call's answers where these are passed in.
+//! A [`Sampler`] contains only scratch memory. The result of a row depends on that row, its parameters, its history and
+//! its seed. It does not depend on other rows, on earlier calls, on a clock or on the vector width of the machine.
+//! [`SamplingParams`] documents the order of the operations.
+//!
+//! A row that cannot be sampled (non-finite logits, all tokens masked) yields an error in its place and does not affect
+//! the other rows. After [`Sampler::new`], the sampler allocates memory only for requested lists of log-probabilities,
+//! and it reuses the lists of the previous results if the caller passes them in.
 
 #![forbid(unsafe_code)]
 
@@ -26,30 +28,31 @@ pub use logit_rows::LogitRows;
 pub use logprobs::TokenLogprob;
 pub use params::{GREEDY_EPSILON, LogprobsMode, MAX_N, ParamError, ParamLimits, SamplingParams};
 
-/// One token to sample.
+/// Input for sampling one token.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct SampleRow<'a> {
-    /// Row of the logits.
+    /// Index of the row in the logits.
     pub row: usize,
-    /// How to sample. Ids and lengths are the engine's to check; numbers out of range give an error.
+    /// Sampling parameters. The engine checks ids and lengths; the sampler returns an error for numbers out of range.
     pub params: &'a SamplingParams,
     /// Tokens of the prompt.
     pub prompt: &'a [u32],
-    /// Tokens put out so far. Their number is the position of the draw.
+    /// Tokens generated so far. Their number is the position in the random stream.
     pub output: &'a [u32],
-    /// The model's end-of-sequence ids; masked while `output` is shorter than `min_tokens`, as are `stop_token_ids`.
+    /// The model's end-of-sequence ids. They and `stop_token_ids` are masked while `output` is shorter than
+    /// `min_tokens`.
     pub eos_ids: &'a [u32],
-    /// Token sequences that must not come out.
+    /// Token sequences that must not be generated.
     pub bad_words: &'a [Vec<u32>],
     /// Seed of the request.
     pub seed: u64,
-    /// Which of the request's `n` answers this is.
+    /// Index of the choice among the request's `n` choices.
     pub choice: u32,
 }
 
 impl<'a> SampleRow<'a> {
-    /// The first choice of a request with seed 0, without end-of-sequence ids and bad words.
+    /// Creates the input for the first choice of a request with seed 0, without end-of-sequence ids and bad words.
     pub const fn new(row: usize, params: &'a SamplingParams, prompt: &'a [u32], output: &'a [u32]) -> Self {
         Self { row, params, prompt, output, eos_ids: &[], bad_words: &[], seed: 0, choice: 0 }
     }
@@ -66,65 +69,67 @@ impl<'a> SampleRow<'a> {
     }
 }
 
-/// Whether every token of a request is the one with the largest logit, the lowest id of equals, and nothing else of its rows
-/// is looked at: greedy, and neither edited nor asked for log-probabilities, whatever has been put out.
+/// Whether every token of a request is the argmax of its logits (the lowest id of equals) and nothing else of its
+/// logits is used.
+///
+/// This holds if the request is greedy, edits no logits for any output, and requests no log-probabilities.
 pub(crate) fn is_argmax_only(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
-    params.is_greedy() && params.logprobs.is_none() && Penalties::never_wanted(params, eos_ids, bad_words)
+    params.is_greedy() && params.logprobs.is_none() && Penalties::never_needed(params, eos_ids, bad_words)
 }
 
-/// A sampled token.
+/// Result of sampling one token.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Sampled {
     /// The token.
     pub token: u32,
-    /// Its log-probability, if asked for.
+    /// Its log-probability, if requested.
     pub logprob: Option<f32>,
-    /// The best tokens with theirs, best first, as many as asked for; masked ones are left out.
+    /// The tokens with the highest log-probabilities, highest first, up to the requested number. Masked tokens are left
+    /// out.
     pub top: Vec<TokenLogprob>,
-    /// The token's place in the distribution `logprob` speaks of, 1 for the best; 0 unless log-probabilities were asked
-    /// for.
+    /// Rank of the token in the distribution of `logprob`, 1 for the highest; 0 if no log-probabilities were requested.
     pub rank: u32,
 }
 
-/// Why a row gives no token.
+/// Reason why a row yields no token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SampleError {
-    /// A logit is infinite or NaN: the model's arithmetic overflowed.
+    /// A logit is infinite or NaN: the model's computation overflowed.
     #[error("logits of row {row} are not finite{}", IdSuffix(*.token))]
     NonFinite {
-        /// The row.
+        /// Index of the row.
         row: usize,
-        /// First such entry, if the sampler found it; `None` if the device reported it.
+        /// First such token; `None` if the device reported the row.
         token: Option<u32>,
     },
-    /// A parameter breaks a rule.
+    /// A sampling parameter violates a rule.
     #[error(transparent)]
     Params(#[from] ParamError),
-    /// Masks leave no token.
-    #[error("no token is left: allowed_token_ids, bad_words and min_tokens mask the whole vocabulary")]
+    /// All tokens are masked.
+    #[error("no token can be sampled: allowed_token_ids, bad_words and min_tokens mask the whole vocabulary")]
     NoTokenLeft,
-    /// The logits have no such row, or no status for it.
-    #[error("row {row} asked for, but there are {rows} rows of logits")]
+    /// The logits contain no such row, or no status for it.
+    #[error("row {row} is requested, but there are only {rows} rows of logits")]
     NoSuchRow {
-        /// The row.
+        /// Index of the requested row.
         row: usize,
-        /// Rows there are.
+        /// Number of rows.
         rows: usize,
     },
-    /// The logits are of another vocabulary.
-    #[error("rows of {got} logits, expected {expected}, the vocabulary the sampler was made for")]
+    /// The width of the logits differs from the vocabulary of the sampler.
+    #[error("logit rows have width {got}, expected {expected}, the vocabulary size of the sampler")]
     WrongWidth {
-        /// Width given.
+        /// Width of the logits.
         got: usize,
-        /// Width wanted.
+        /// Vocabulary size of the sampler.
         expected: usize,
     },
-    /// A token past the vocabulary.
-    #[error("token {token} is past the vocabulary of {vocab_size}")]
+    /// A token id is outside the vocabulary.
+    #[error("token {token} is outside the vocabulary of {vocab_size} tokens")]
     NoSuchToken {
-        /// The token.
+        /// The token id.
         token: u32,
         /// Size of the vocabulary.
         vocab_size: usize,
@@ -139,20 +144,20 @@ impl fmt::Display for IdSuffix {
     }
 }
 
-/// Samples rows of logits; holds scratch of the vocabulary's size and no state.
+/// Samples tokens from rows of logits; contains scratch memory of the vocabulary's size and no state.
 #[derive(Debug)]
 pub struct Sampler {
     vocab_size: usize,
-    /// The edited copy of the row at hand.
+    /// Edited copy of the current row.
     row: Vec<f32>,
     penalties: Penalties,
     filter: Filter,
-    /// Lists of log-probabilities to use again.
+    /// Lists of log-probabilities to reuse.
     spare: Vec<Vec<TokenLogprob>>,
 }
 
 impl Sampler {
-    /// A sampler for one vocabulary; about 25 bytes a token of it.
+    /// Creates a sampler for one vocabulary size; it uses about 25 bytes per token of the vocabulary.
     pub fn new(vocab_size: usize) -> Self {
         Self {
             vocab_size,
@@ -163,7 +168,7 @@ impl Sampler {
         }
     }
 
-    /// Samples `rows`; `out` is emptied and gets one answer a row, in the same order.
+    /// Samples `rows` and replaces the contents of `out` with one result per row, in the same order.
     pub fn sample(
         &mut self,
         logits: LogitRows<'_>,
@@ -177,9 +182,15 @@ impl Sampler {
         self.spare.clear();
     }
 
-    /// Log-probability and rank of the prompt's `next_token` after the row's token, and the `top` best tokens.
+    /// Returns the log-probability and the rank of `next_token`, and the `top` tokens with the highest
+    /// log-probabilities.
     ///
-    /// Always of the untouched logits, whatever the request's parameters are.
+    /// `logits_row` is the row of the prompt token before `next_token`. The values are those of the untouched logits,
+    /// whatever the parameters of the request are.
+    ///
+    /// # Errors
+    /// [`SampleError::WrongWidth`] if the row's width is not the vocabulary size; [`SampleError::NoSuchToken`] if
+    /// `next_token` is outside the vocabulary; [`SampleError::NonFinite`] if a logit is infinite or NaN.
     pub fn prompt_logprobs(
         &mut self,
         logits_row: &[f32],
@@ -204,9 +215,9 @@ impl Sampler {
 
     fn sample_row(&mut self, logits: LogitRows<'_>, row: &SampleRow<'_>) -> Result<Sampled, SampleError> {
         let params = row.params;
-        let edited = Penalties::wanted(row);
+        let edited = Penalties::is_needed(row);
         let plain = params.is_greedy() && params.logprobs.is_none() && !edited;
-        // The model has looked at every logit of the row: no need to do so again.
+        // The model has already checked every logit of the row.
         if let Some(&token) = logits.argmax.get(row.row).filter(|&&token| plain && (token as usize) < self.vocab_size) {
             self.check_row(logits, row.row)?;
             params.check_numbers()?;
@@ -218,15 +229,15 @@ impl Sampler {
             self.penalties.apply(row, raw, &mut self.row);
         }
         let processed: &[f32] = if edited { &self.row } else { raw };
-        let best = softmax::top_logit(processed).ok_or(SampleError::NoTokenLeft)?;
+        let argmax = softmax::top_logit(processed).ok_or(SampleError::NoTokenLeft)?;
 
         let mut kept = None;
         let token = if params.is_greedy() {
-            best.id
+            argmax.id
         } else {
-            let narrowed = self.filter.narrow(processed, best, params);
+            let narrowed = self.filter.narrow(processed, argmax, params);
             kept = Some(narrowed);
-            self.filter.draw(narrowed, rng::uniform(row.seed, row.choice, row.output.len() as u64))
+            self.filter.sample(narrowed, rng::uniform(row.seed, row.choice, row.output.len() as u64))
         };
 
         let mut sampled = Sampled { token, logprob: None, top: Vec::new(), rank: 0 };
@@ -237,7 +248,7 @@ impl Sampler {
                 sampled.top.clear();
                 sampled.top.reserve(top);
             }
-            let (of, temperature): (&[f32], f32) = match (params.logprobs_mode, kept) {
+            let (distribution, temperature): (&[f32], f32) = match (params.logprobs_mode, kept) {
                 (LogprobsMode::Raw, _) => (raw, 1.0),
                 (LogprobsMode::Processed, None) => (processed, 1.0),
                 (LogprobsMode::Processed, Some(kept)) => {
@@ -249,20 +260,20 @@ impl Sampler {
                 }
             };
             let keys = &mut self.filter.keys;
-            let (logprob, rank) = logprobs::gather(of, temperature, token, top, keys, &mut sampled.top);
+            let (logprob, rank) = logprobs::gather(distribution, temperature, token, top, keys, &mut sampled.top);
             sampled.logprob = Some(logprob);
             sampled.rank = rank;
         }
         Ok(sampled)
     }
 
-    /// The row, if there is one and every entry can be used.
+    /// Returns the row if it exists and each of its logits is finite.
     fn finite_row<'a>(&self, logits: LogitRows<'a>, row: usize) -> Result<&'a [f32], SampleError> {
         let raw = self.check_row(logits, row)?;
         softmax::first_non_finite(raw).map_or(Ok(raw), |token| Err(SampleError::NonFinite { row, token: Some(token) }))
     }
 
-    /// The row, if there is one and its status allows its use.
+    /// Returns the row if it exists and its status allows its use.
     fn check_row<'a>(&self, logits: LogitRows<'a>, row: usize) -> Result<&'a [f32], SampleError> {
         let LogitRows { logits, vocab, status, .. } = logits;
         if vocab != self.vocab_size || vocab == 0 {

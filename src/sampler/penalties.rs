@@ -23,7 +23,7 @@ impl Penalties {
     }
 
     /// Whether [`apply`](Self::apply) would change anything.
-    pub(super) fn wanted(row: &SampleRow<'_>) -> bool {
+    pub(super) fn is_needed(row: &SampleRow<'_>) -> bool {
         let p = row.params;
         p.allowed_token_ids.is_some()
             || !row.bad_words.is_empty()
@@ -35,7 +35,7 @@ impl Penalties {
     }
 
     /// Whether no row of such a request is ever edited, whatever has been put out.
-    pub(super) fn never_wanted(p: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
+    pub(super) fn never_needed(p: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
         let holds_back = p.min_tokens > 0 && !(eos_ids.is_empty() && p.stop_token_ids.is_empty());
         p.allowed_token_ids.is_none()
             && bad_words.is_empty()
@@ -171,7 +171,7 @@ mod tests {
         for (output, masked) in cases {
             // The prompt ends in the word's start: only what the model itself puts out counts.
             let row = SampleRow { bad_words: &words, ..row(&params, &[0, 1], output) };
-            assert!(Penalties::wanted(&row));
+            assert!(Penalties::is_needed(&row));
             let to = edited(&row, &[1.0; 5]);
             let found: Vec<usize> = (0..5).filter(|&id| to[id] == MASKED).collect();
             assert_eq!(found, masked, "after {output:?}");
@@ -204,9 +204,9 @@ mod tests {
     fn nothing_is_wanted_by_default() {
         let params = SamplingParams { min_tokens: 2, ..SamplingParams::default() };
         let eos = SampleRow { eos_ids: &[1], ..row(&params, &[], &[0]) };
-        assert!(Penalties::wanted(&eos));
-        assert!(!Penalties::wanted(&SampleRow { output: &[0, 0], ..eos }));
-        assert!(!Penalties::wanted(&row(&SamplingParams::default(), &[1, 1], &[1])));
+        assert!(Penalties::is_needed(&eos));
+        assert!(!Penalties::is_needed(&SampleRow { output: &[0, 0], ..eos }));
+        assert!(!Penalties::is_needed(&row(&SamplingParams::default(), &[1, 1], &[1])));
     }
 
     proptest! {

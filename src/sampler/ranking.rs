@@ -1,28 +1,30 @@
-//! The order of tokens: larger logit first, then lower id; and how to have its first few without sorting the rest.
+//! Ranking of tokens: larger logit first, then lower id; selection of the top tokens without a full sort.
 //!
-//! A token is packed into one integer that sorts like (logit, −id), so ordering is integer work and ties are never open.
+//! A token is packed into one integer that sorts like (logit, −id). So comparisons are integer operations, and ties are
+//! always resolved.
 
-/// A token as a number: the larger, the better. Both zeros are equal.
+/// Packs a token into its sort key; a larger key ranks higher. Both zeros are equal.
 pub(super) fn key(logit: f32, id: u32) -> u64 {
-    // Adding 0 turns -0.0 into 0.0. Then the usual map: flip all bits of negative numbers, the sign of the others.
+    // Adding 0 turns -0.0 into 0.0. Then the usual map to sortable integers: flip all bits of negative numbers, and the
+    // sign bit of the others.
     let bits = (logit + 0.0).to_bits();
     let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
     u64::from(rising) << 32 | u64::from(!id)
 }
 
-/// The id of an entry of a row.
-#[allow(clippy::cast_possible_truncation)] // ids are u32, and so are vocabularies
+/// Returns the token id of an index into a row.
+#[allow(clippy::cast_possible_truncation)] // token ids and vocabulary sizes are u32
 pub(super) fn token(at: usize) -> u32 {
     at as u32
 }
 
-/// The id in a key.
+/// Returns the token id of a key.
 #[allow(clippy::cast_possible_truncation)] // the low half is the id
 pub(super) fn id(key: u64) -> u32 {
     !(key as u32)
 }
 
-/// Brings the `count` best keys to the front, best first.
+/// Moves the `count` largest keys to the front, in descending order.
 pub(super) fn lead(keys: &mut [u64], count: usize) {
     if count > 0 && count < keys.len() {
         keys.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
@@ -31,19 +33,20 @@ pub(super) fn lead(keys: &mut [u64], count: usize) {
     keys[..count].sort_unstable_by(|a, b| b.cmp(a));
 }
 
-/// Fills `keys` with the `count` best tokens of a row, best first; masked ones (`-inf`) are never among them.
+/// Fills `keys` with the keys of the `count` tokens of largest logit, in descending order, without masked ones
+/// (`-inf`).
 ///
-/// One pass with a rising threshold: most tokens are dropped by one comparison. `keys` never holds more than the larger
-/// of twice `count` and 64, nor more than the row.
-pub(super) fn best_first(row: &[f32], count: usize, keys: &mut Vec<u64>) {
-    /// Tokens looked at together; a run without a candidate costs one vector comparison.
+/// One pass with a rising threshold: one comparison rejects most tokens. `keys` never contains more entries than the
+/// larger of twice `count` and 64, nor more than the row.
+pub(super) fn top_tokens(row: &[f32], count: usize, keys: &mut Vec<u64>) {
+    /// Number of tokens per run; a run without a candidate costs one vector comparison.
     const RUN: usize = 32;
     keys.clear();
     if count == 0 {
         return;
     }
     let capacity = count.saturating_mul(2).max(64).min(row.len());
-    // Of equal logits the earlier is better, so a token must beat the threshold, not meet it.
+    // Of equal logits the earlier ranks higher, so a token must exceed the threshold, not equal it.
     let mut threshold = f32::NEG_INFINITY;
     for (run, logits) in row.chunks(RUN).enumerate() {
         if logits.iter().map(|&logit| u32::from(logit > threshold)).sum::<u32>() == 0 {
@@ -96,7 +99,7 @@ mod tests {
             all.truncate(count);
             let mut keys = Vec::with_capacity(row.len());
             let capacity = keys.capacity();
-            best_first(&row, count, &mut keys);
+            top_tokens(&row, count, &mut keys);
             prop_assert_eq!(keys.iter().map(|&k| id(k)).collect::<Vec<_>>(), all);
             prop_assert_eq!(keys.capacity(), capacity, "grew");
         }

@@ -1,27 +1,29 @@
-//! Random numbers by position: one draw is a function of (seed, choice, position) and of nothing else.
+//! Random numbers by position: each number is a function of (seed, choice, position) only.
 //!
-//! No generator state is kept between steps. The position is the number of tokens the choice has already put out, so a
-//! draw does not depend on the batch, the thread, the pipeline depth, or on how often the sequence was preempted.
+//! No generator state is kept between steps. The position is the number of tokens that the choice has already
+//! generated. So a number does not depend on the batch, the thread, the pipeline depth, or the number of preemptions of
+//! the sequence.
 //!
-//! The numbers are part of the crate's promise: a change of any constant here changes what every seed writes.
+//! The numbers are part of the crate's stability promise: a change of any constant in this file changes the output of
+//! every seed.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
 
-/// Fills the key behind the seed, so that these streams are nobody else's.
+/// Rest of the key after the seed; it separates these streams from those of other programs.
 const KEY_TAIL: [u8; 24] = *b"ascend-llm sampler draws";
 
-/// Words of 32 bits that one position owns in the stream.
-const WORDS_PER_DRAW: u128 = 2;
+/// Number of 32-bit words of the stream per position.
+const WORDS_PER_POSITION: u128 = 2;
 
-/// A number in `0.0..1.0` with 53 random bits, for one position of one choice.
+/// Returns a number in `0.0..1.0` with 53 random bits, for one position of one choice.
 ///
-/// The seed is the `ChaCha8` key, the choice its stream, the position the place in the stream.
+/// The seed is the `ChaCha8` key, the choice selects the stream, and the position selects the words in the stream.
 pub(super) fn uniform(seed: u64, choice: u32, position: u64) -> f64 {
-    /// 2⁻⁵³: the distance of two neighbours among the numbers drawn.
+    /// 2⁻⁵³: the distance between two adjacent results.
     const STEP: f64 = 1.0 / (1u64 << 53) as f64;
     let mut stream = stream(seed, choice);
-    stream.set_word_pos(u128::from(position) * WORDS_PER_DRAW);
+    stream.set_word_pos(u128::from(position) * WORDS_PER_POSITION);
     (stream.next_u64() >> 11) as f64 * STEP
 }
 
@@ -44,7 +46,7 @@ mod tests {
         for (seed, choice) in [(0, 0), (7, 3), (u64::MAX, u32::MAX)] {
             let mut in_order = stream(seed, choice);
             let walked: Vec<f64> = (0..100).map(|_| (in_order.next_u64() >> 11) as f64 / (1u64 << 53) as f64).collect();
-            // Backwards, to show that no call leaves anything behind.
+            // In reverse order, to show that no call leaves state for the next one.
             for position in (0..100).rev() {
                 assert_eq!(uniform(seed, choice, position), walked[position as usize]);
             }
@@ -67,7 +69,7 @@ mod tests {
             assert!((0.0..1.0).contains(&number));
             cells[(number * 16.0) as usize] += 1;
         }
-        // Chi-square with 15 degrees of freedom: 37.7 is passed once in a thousand seeds; this seed is fixed.
+        // Chi-square with 15 degrees of freedom: one seed in a thousand exceeds 37.7; this seed is fixed.
         let chi: f64 = cells.iter().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
         assert!(chi < 37.7, "chi-square {chi}");
     }

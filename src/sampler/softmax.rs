@@ -1,19 +1,22 @@
-//! The arithmetic under the sampler: maximum, exponentials, sums.
+//! Arithmetic of the sampler: maximum, exponentials, sums.
 //!
-//! Everything here is plain IEEE additions, multiplications and divisions in a fixed order, written so that the
-//! compiler can use vectors without changing a bit: the same logits give the same weights on every machine. A masked
-//! entry is `-inf` and has weight 0. The maximum is subtracted first, so nothing overflows and nothing becomes NaN.
+//! All operations are IEEE additions, multiplications and divisions in a fixed order. The compiler can vectorize them
+//! without changing a bit, so equal logits yield equal weights on every machine. A masked entry is `-inf` and has
+//! weight 0. The maximum is subtracted first, so no value overflows or becomes NaN.
 
 use super::ranking;
 
-/// Weights of a row are summed in blocks of this many; a block is short enough for an f32 sum and long enough that a
-/// draw over 150,000 tokens walks only some thousands of block sums.
+/// Number of weights per block; the weights of a row are summed block by block.
+///
+/// A block is short enough for an f32 sum, and long enough that sampling from 150,000 tokens walks only a few thousand
+/// block sums.
 pub(super) const BLOCK: usize = 64;
 
-/// Additions that may go on side by side within a block. Part of the definition of a sum, not of the machine.
+/// Number of independent partial sums within a block. It is part of the definition of a sum and does not depend on the
+/// machine.
 const SUMS: usize = 8;
 
-/// The best entry of a row.
+/// The argmax of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct TopLogit {
     /// Its value.
@@ -22,7 +25,7 @@ pub(super) struct TopLogit {
     pub id: u32,
 }
 
-/// The largest entry, lowest id first; `None` for an empty row or one that is masked throughout.
+/// Returns the argmax of a row (the lowest id of equals); `None` if the row is empty or fully masked.
 pub(super) fn top_logit(row: &[f32]) -> Option<TopLogit> {
     let mut lanes = [f32::NEG_INFINITY; 2 * SUMS];
     let mut chunks = row.chunks_exact(2 * SUMS);
@@ -39,10 +42,10 @@ pub(super) fn top_logit(row: &[f32]) -> Option<TopLogit> {
     Some(TopLogit { value, id: ranking::token(id) })
 }
 
-/// The first entry that is infinite or NaN.
+/// Returns the first token whose logit is infinite or NaN.
 pub(super) fn first_non_finite(row: &[f32]) -> Option<u32> {
     const EXPONENT: u32 = 0x7f80_0000;
-    // A whole chunk at a time, so that the usual answer costs one pass of vector code.
+    // One chunk at a time, so that a row without such an entry costs one pass of vector code.
     for (at, chunk) in row.chunks(256).enumerate() {
         let bad: u32 = chunk.iter().map(|v| u32::from(v.to_bits() & EXPONENT == EXPONENT)).sum();
         if bad > 0 {
@@ -53,16 +56,16 @@ pub(super) fn first_non_finite(row: &[f32]) -> Option<u32> {
     None
 }
 
-/// `e` to the power of `z`, for `z ≤ 0`: exactly 1 at 0, within two units in the last place above −87, 0 below.
+/// Computes `e` to the power of `z` for `z ≤ 0`: exactly 1 at 0, within two units in the last place above −87, 0 below.
 ///
-/// The Cephes polynomial. Not the system's `expf`, whose last bit differs between libraries and which is not inlined
-/// into vector code. −87 is where the results leave the normal f32 numbers.
+/// This is the Cephes polynomial. The system's `expf` is not used: its last bit differs between libraries, and the
+/// compiler does not inline it into vector code. Below −87, the results leave the normal f32 numbers.
 #[inline(always)]
 pub(super) fn exp_neg(z: f32) -> f32 {
     const LOWEST: f32 = -87.0;
-    /// 1.5 · 2²³: adding it rounds to a whole number and leaves that number in the low bits.
+    /// 1.5 · 2²³: adding it rounds to an integer and leaves that integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    /// ln 2 in two parts, the first (355/512) short enough that a multiple of it is exact.
+    /// ln 2 in two parts; the first (355/512) has so few bits that its multiples are exact.
     const LN2: (f32, f32) = (0.693_359_4, -2.121_944_4e-4);
     let clamped = if z > LOWEST { z } else { LOWEST };
     let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
@@ -78,7 +81,7 @@ pub(super) fn exp_neg(z: f32) -> f32 {
     if z < LOWEST { 0.0 } else { y * f32::from_bits(power) }
 }
 
-/// Sum of a block's weights in the fixed order: eight f32 lanes, then the lanes in f64.
+/// Sums a block's weights in the fixed order: eight f32 partial sums, then their sum in f64.
 #[inline(always)]
 fn block_sum(mut weight_at: impl FnMut(usize) -> f32, len: usize) -> f64 {
     let mut lanes = [0.0f32; SUMS];
@@ -94,7 +97,7 @@ fn block_sum(mut weight_at: impl FnMut(usize) -> f32, len: usize) -> f64 {
     lanes.iter().map(|&lane| f64::from(lane)).sum()
 }
 
-/// Fills `weights` with `exp((x − max) / temperature)`, 0 where that is below `floor`, and `blocks` with the sum of
+/// Fills `weights` with `exp((x − max) / temperature)`, or 0 if that is below `floor`, and `blocks` with the sum of
 /// each block; returns the sum of the blocks.
 pub(super) fn weigh(
     row: &[f32],
@@ -118,12 +121,12 @@ pub(super) fn weigh(
     total
 }
 
-/// Sum of the weights that are at least `least`.
+/// Returns the sum of the weights that are at least `least`.
 pub(super) fn sum_from(weights: &[f32], least: f32) -> f64 {
     weights.chunks(BLOCK).map(|ws| block_sum(|at| if ws[at] >= least { ws[at] } else { 0.0 }, ws.len())).sum()
 }
 
-/// The sum [`weigh`] returns, without keeping the weights.
+/// Returns the same sum as [`weigh`], without storing the weights.
 pub(super) fn weight_sum(row: &[f32], max: f32, temperature: f32) -> f64 {
     let mut weights = [0.0; BLOCK];
     let mut total = 0.0;
@@ -169,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_masked_or_empty_row_has_no_best() {
+    fn a_masked_or_empty_row_has_no_argmax() {
         assert_eq!(top_logit(&[]), None);
         assert_eq!(top_logit(&[f32::NEG_INFINITY; 40]), None);
         assert_eq!(top_logit(&[-0.0, 0.0]), Some(TopLogit { value: 0.0, id: 0 }));
@@ -177,7 +180,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn best_is_the_first_largest(row in prop::collection::vec((-4i8..4).prop_map(f32::from), 1..100)) {
+        fn argmax_is_the_first_largest(row in prop::collection::vec((-4i8..4).prop_map(f32::from), 1..100)) {
             let mut want = 0;
             for (id, &value) in row.iter().enumerate() {
                 if value > row[want] {
@@ -191,7 +194,7 @@ mod tests {
         fn both_sums_are_equal_and_near_the_exact_one(
             row in prop::collection::vec(-30.0f32..30.0, 1..300), temperature in 0.01f32..2.0,
         ) {
-            let max = top_logit(&row).expect("not empty").value;
+            let max = top_logit(&row).expect("the row is not empty").value;
             let mut weights = vec![0.0; row.len()];
             let mut blocks = vec![0.0; row.len().div_ceil(BLOCK)];
             let total = weigh(&row, max, temperature, 0.0, &mut weights, &mut blocks);

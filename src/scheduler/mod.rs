@@ -1,40 +1,62 @@
-//! Decides what each step computes: which sequences, which rows of them, and who has to give blocks back.
+//! Continuous-batching scheduler: selects the sequences and rows that each step computes.
 //!
-//! Continuous batching under a token budget. In each step running sequences come first: those with one row to go
-//! (decode), then those still in their prompt (chunks); what is left of the budget admits waiting sequences in order. A
-//! sequence is admitted only if all its known tokens fit beside a watermark of blocks (or if it is alone), so its prefill
-//! never runs out of room. When a decode cannot grow, the last sequence of the order is preempted: its blocks go back,
-//! its tokens stay, and it is computed again later.
+//! A row is one token position of one sequence. Each step has a token budget, a maximum number of rows over all
+//! sequences ([`SchedulerConfig::max_num_batched_tokens`]). The scheduler spends the budget in this order:
 //!
-//! Pure: no clock, no I/O, no device; equal calls give equal plans. A step without admission, finish or preemption
-//! allocates nothing.
+//! 1. Running sequences with one row left to compute (decode).
+//! 2. Running sequences with several rows left to compute (chunked prefill).
+//! 3. Waiting sequences, which the scheduler admits in queue order.
 //!
-//! # Plans in `in_flight_plan`
+//! The scheduler admits a sequence only if the pool has blocks for all known tokens of the sequence and keeps a
+//! watermark of available blocks, so a prefill never runs out of blocks. The watermark does not apply while no sequence
+//! is running. If a running sequence cannot get a block for its next row, the scheduler preempts the last sequence of
+//! the order by recompute: it frees the blocks of that sequence, keeps the tokens, and computes the keys and values
+//! again later.
 //!
-//! Several plans may be made before the first of them is committed; they are committed in the order they were made. A
-//! sequence's rows go on behind those in `in_flight_plan`. A row in `in_flight_plan` that samples makes a token that nobody knows yet, a
-//! *placeholder*; sequences that [run ahead](NewSequence::allow_async_schedule) have the row behind it planned all the same, and whoever
-//! runs the rows puts the token there. The others sit out until it is committed.
+//! The scheduler reads no clock, performs no I/O and uses no device, so equal calls produce equal plans. A step that
+//! admits, finishes and preempts no sequence does not allocate memory.
+//!
+//! # In-flight plans
+//!
+//! Async scheduling: the caller may make several plans before it commits the first of them. The caller commits plans in
+//! the order in which the scheduler made them. The next rows of a sequence follow its rows in in-flight plans.
+//!
+//! An in-flight row that samples produces a token whose id is not known yet. Such a token is a *placeholder*. For a
+//! sequence that allows [async scheduling](NewSequence::allow_async_schedule), the scheduler plans the row of a
+//! placeholder (a deferred token); the code that runs the plan copies the sampled id into that row. The scheduler skips
+//! any other sequence until its placeholder is committed.
 //!
 //! ```text
-//!   tokens   [ p p p p p a b ]         known: prompt and output
-//!   computed [ p p p p p a   ]         committed: these may be published to the prefix cache
-//!   in in_flight_plan             [ b | ? ]    plan 7 computes b and draws x; plan 8 computes x, wherever it comes from, and draws y
-//!   pending                  [ x y ]   placeholders; one each for the rows in in_flight_plan that sample
+//!   tokens    [ p p p p p a b ]          known tokens: prompt and output
+//!   computed  [ p p p p p a   ]          committed rows; these may be published to the prefix cache
+//!   in flight             [ b | x ]      plan 7 computes the row of b and samples x; plan 8 computes the row of x,
+//!                                        a deferred token, and samples y
+//!   pending                 [ x y ]      placeholders: one for each in-flight row that samples
 //! ```
 //!
-//! What is committed of plan 7 may end the sequence, or show that what stands behind it was computed from something bad;
-//! then its rows in later plans are *void*: they count as never planned, their results are ignored, and
-//! [`Scheduler::wasted_rows`] counts them. A sequence with rows in `in_flight_plan` is never preempted and never exhausted: it sits
-//! out, and with it those behind it that keep its room, until one that can give way is out of `in_flight_plan`.
+//! The commit of plan 7 may finish the sequence, or show that the later in-flight rows were computed from an invalid
+//! row. The rows of the sequence in later plans are then *stale*: they count as never planned, [`Scheduler::commit`]
+//! ignores their results, and [`Scheduler::wasted_rows`] counts them.
 //!
-//! Blocks of a void row go back at once. That is sound if launches run in the order of their plans: whoever is given such a
-//! block writes each of its slots behind the void row before anybody reads it, and a void row's block is in no index, since
-//! only committed rows are published and a block is written by one sequence.
+//! The scheduler never preempts or caps a sequence that has in-flight rows. If a sequence needs a block and neither it
+//! nor a later sequence of the order can be preempted, the scheduler skips it in this step. If earlier plans are in
+//! flight, the scheduler also skips the later sequences and admits none, so that the in-flight plans drain until a
+//! sequence can be preempted.
 //!
-//! Invariants ([`Scheduler::check`]): a sequence either waits (and holds no blocks), runs (and has room for all it has
-//! computed and in `in_flight_plan`) or has just been reported exhausted; computed tokens are fewer than known ones; rows in `in_flight_plan`
-//! end before the last placeholder; the order is strict.
+//! The scheduler frees the blocks of stale rows at once. This is sound if the device runs steps in the order of their
+//! plans: the next owner of such a block writes each slot after the stale row has run, and before any row reads the
+//! slot. The prefix cache never contains a block of a stale row: only committed rows are published, and only one
+//! sequence writes a block.
+//!
+//! # Invariants
+//!
+//! [`Scheduler::check`] verifies them:
+//!
+//! - A sequence is in one of three states. A waiting sequence holds no blocks. A running sequence has blocks for all
+//!   its computed and in-flight rows. A capped sequence was reported in the last plan and holds no blocks.
+//! - A running sequence has fewer computed tokens than known tokens.
+//! - No in-flight row belongs to the newest placeholder.
+//! - The order of sequences is strict.
 
 #![forbid(unsafe_code)]
 
@@ -57,27 +79,28 @@ use in_flight::InFlightPlans;
 use queue::{QueueKey, WaitQueue};
 use sequence::{SeqState, SeqStatus, max_tokens_held};
 
-/// Limits of a scheduler.
+/// Limits and policy of a [`Scheduler`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SchedulerConfig {
-    /// Rows a step may hold, over all sequences. At least `max_num_seqs`, so that every running sequence can decode in
-    /// every step.
+    /// Token budget: maximum number of rows in one step, over all sequences.
+    ///
+    /// At least `max_num_seqs`, so that each running sequence can decode in every step.
     pub max_num_batched_tokens: u32,
-    /// Sequences that run at once.
+    /// Maximum number of running sequences.
     pub max_num_seqs: u32,
-    /// Tokens a sequence may reach, prompt and output.
+    /// Maximum number of tokens of a sequence, prompt and output together.
     pub max_model_len: u32,
-    /// Blocks that an admission leaves available for the growth of those who run already.
+    /// Watermark: blocks that an admission leaves available, so that running sequences can grow.
     pub watermark_blocks: u32,
-    /// Rows a step may hold whose logits are wanted: those that sample, and those of prompts that ask for them.
+    /// Maximum number of logit rows in one step: rows that sample, and prompt rows whose logits are requested.
     pub max_logit_rows: u32,
-    /// Order of sequences.
+    /// Order in which sequences are admitted; preemption uses the reverse order.
     pub policy: SchedulePolicy,
 }
 
 impl SchedulerConfig {
-    /// First come, first served, without a watermark; as many logit rows as sequences run at once.
+    /// Limits with the policy first come, first served and no watermark; `max_logit_rows` is `max_num_seqs`.
     pub const fn new(max_num_batched_tokens: u32, max_num_seqs: u32, max_model_len: u32) -> Self {
         Self {
             max_num_batched_tokens,
@@ -107,24 +130,29 @@ impl SchedulerConfig {
 pub struct NewSequence {
     /// Token ids of the prompt.
     pub prompt: Arc<[u32]>,
-    /// Tokens it may generate.
+    /// Maximum number of tokens to generate.
     pub max_tokens: u32,
-    /// Higher goes first under [`SchedulePolicy::Priority`].
+    /// Priority under [`SchedulePolicy::Priority`]: a higher value goes first.
     pub priority: i32,
-    /// Separates what may share cached prefixes (tenant, adapter).
+    /// Salt of the prefix cache (tenant, adapter): only sequences with equal salts share cached blocks.
     pub salt: Box<[u8]>,
-    /// False computes the whole prompt (its log-probabilities are wanted); its blocks are published all the same.
+    /// Whether the sequence may reuse cached blocks of its prompt.
+    ///
+    /// If false, the whole prompt is computed, for example because its log-probabilities are requested. The blocks of
+    /// the sequence are published to the prefix cache in both cases.
     pub read_prefix_cache: bool,
-    /// Whether logits of the prompt's rows are wanted, each once: chunks are cut so that a step has no more of them than
-    /// [`SchedulerConfig::max_logit_rows`].
+    /// Whether the logits of the prompt's rows are requested, each row once.
+    ///
+    /// The scheduler splits chunks so that a step has at most [`SchedulerConfig::max_logit_rows`] logit rows.
     pub prompt_logits: bool,
-    /// Whether the row behind a token that is not known yet may be planned.
+    /// Whether the row of a token whose id is not known yet (a deferred token) may be planned.
     pub allow_async_schedule: bool,
 }
 
 impl NewSequence {
-    /// A sequence of priority 0, without salt, that reads the prefix cache, needs no logits of its prompt and is not
-    /// scheduled ahead.
+    /// Sequence of priority 0 with default settings.
+    ///
+    /// It has no salt, reads the prefix cache, requests no logits of its prompt, and does not allow async scheduling.
     pub fn new(prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
         Self {
             prompt: prompt.into(),
@@ -148,80 +176,80 @@ impl NewSequence {
     }
 }
 
-/// Why a call was refused.
+/// Reason why a call on the scheduler failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
-    /// A limit of 0.
+    /// A limit is 0.
     #[error("{field} is 0, expected at least 1")]
     Zero {
         /// Name of the limit.
         field: &'static str,
     },
-    /// Running sequences could not all decode in one step.
+    /// The token budget is smaller than the number of sequences that may run: they could not all decode in one step.
     #[error(
         "max_num_batched_tokens is {max_num_batched_tokens}, expected at least max_num_seqs ({max_num_seqs}): each \
          running sequence needs a row a step"
     )]
     BudgetBelowSeqs {
-        /// The step's token budget.
+        /// Token budget of a step.
         max_num_batched_tokens: u32,
-        /// Sequences that run at once.
+        /// Maximum number of running sequences.
         max_num_seqs: u32,
     },
-    /// A prompt without tokens.
+    /// The prompt has no tokens.
     #[error("the prompt of {0:?} is empty, expected at least 1 token")]
     EmptyPrompt(SeqId),
-    /// The id is in use.
-    #[error("{0:?} is scheduled already")]
+    /// The id belongs to a sequence that is waiting or running.
+    #[error("{0:?} is already scheduled")]
     SeqExists(SeqId),
-    /// The id is not in use, or not in the state that the call needs.
-    #[error("{0:?} is not running")]
+    /// No running sequence that can be forked has this id.
+    #[error("{0:?} cannot be forked: expected a running sequence with only its last token left to compute")]
     NotRunning(SeqId),
-    /// The prompt leaves no room for a token under `max_model_len`.
+    /// The prompt leaves no token for the output under `max_model_len`.
     #[error("the prompt has {prompt_tokens} tokens, expected fewer than max_model_len ({max_model_len})")]
     PromptTooLong {
-        /// Tokens of the prompt.
+        /// Number of tokens in the prompt.
         prompt_tokens: usize,
         /// The limit.
         max_model_len: u32,
     },
-    /// The prompt does not fit into the pool even when it is alone.
+    /// The prompt needs more blocks than the whole pool has.
     #[error(
-        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} blocks of {block_size}, the whole pool has \
-         {pool_blocks}"
+        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} blocks of {block_size} tokens, but the whole pool has \
+         {pool_blocks} blocks"
     )]
     NeverFits {
-        /// Tokens of the prompt.
+        /// Number of tokens in the prompt.
         prompt_tokens: u32,
-        /// Blocks they fill.
+        /// Number of blocks that the prompt needs.
         needed_blocks: u32,
-        /// Blocks there are.
+        /// Number of blocks in the pool.
         pool_blocks: u32,
-        /// Tokens a block.
+        /// Tokens per block.
         block_size: u32,
     },
-    /// A step budget outside the configured limit.
+    /// The requested step budget is 0 or above the configured limit.
     #[error("the step budget is {tokens} tokens, expected 1..={max_num_batched_tokens}")]
     StepBudget {
-        /// The budget asked for.
+        /// The requested budget.
         tokens: u32,
         /// The configured limit.
         max_num_batched_tokens: u32,
     },
 }
 
-/// What the scheduler knows of a sequence.
+/// Read-only view of a sequence in the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SequenceView<'a> {
-    /// Prompt and output so far.
+    /// Tokens of the prompt and of the output so far.
     pub tokens: &'a [u32],
-    /// Tokens of the prompt.
+    /// Number of tokens in the prompt.
     pub prompt_tokens: u32,
-    /// Prompt tokens that the prefix cache served when the sequence was last admitted.
+    /// Prompt tokens that came from the prefix cache at the last admission of the sequence.
     pub cached_tokens: u32,
-    /// Position from which on the sequence runs in the f32 fallback plan.
+    /// First position that was computed in the f32 fallback plan; `None` if there is none since the last admission.
     pub f32_from: Option<u32>,
 }
 
@@ -231,21 +259,20 @@ struct RunningSeq {
     seq: SeqId,
 }
 
-/// The continuous-batching scheduler.
-///
-/// A plan is made, run, and its results are committed; the next plan may be made before that, or after.
+/// The caller makes a plan with [`schedule`](Self::schedule), runs it, and commits its results with
+/// [`commit`](Self::commit). It may make the next plan before or after that commit.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
     step_budget_tokens: u32,
     sequences: IdMap<SeqId, SeqState>,
     waiting: WaitQueue,
-    /// By key.
+    /// Sorted by key.
     running: Vec<RunningSeq>,
     plan: StepPlan,
-    /// What has been planned and not committed.
+    /// Plans that are not committed yet.
     in_flight: InFlightPlans,
-    /// Where admissions look prefixes up.
+    /// Reused result of prefix cache lookups at admission.
     hit: PrefixHit,
     clock: Tick,
     arrivals: u64,
@@ -254,7 +281,11 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler without sequences.
+    /// Creates a scheduler without sequences.
+    ///
+    /// # Errors
+    /// [`ScheduleError::Zero`] if a limit other than the watermark is 0; [`ScheduleError::BudgetBelowSeqs`] if
+    /// `max_num_batched_tokens` is below `max_num_seqs`.
     pub fn new(config: SchedulerConfig) -> Result<Self, ScheduleError> {
         let limits = [
             ("max_num_batched_tokens", config.max_num_batched_tokens),
@@ -285,10 +316,15 @@ impl Scheduler {
         })
     }
 
-    /// Takes a sequence into the queue, or says why it can never run.
+    /// Adds a sequence to the waiting queue.
     ///
-    /// A prompt that fills the pool to the last slot is taken: its first token is sampled from rows that fit, and that
-    /// token needs no slot unless another follows it.
+    /// A prompt may fill the pool to the last slot: its first output token is sampled from rows that fit, and that
+    /// token needs a slot only if another token follows it.
+    ///
+    /// # Errors
+    /// [`ScheduleError::SeqExists`] if the id belongs to a waiting or running sequence; [`ScheduleError::EmptyPrompt`]
+    /// for a prompt without tokens; [`ScheduleError::PromptTooLong`] if the prompt leaves no token under
+    /// `max_model_len`; [`ScheduleError::NeverFits`] if the prompt needs more blocks than the pool has.
     pub fn add(
         &mut self,
         seq: SeqId,
@@ -339,11 +375,17 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Adds `child`, which shares all that running `parent` has computed and goes on with `token` in place of the parent's
-    /// last one (the other choices of a request, or a beam). Call it between the `commit` that brought that token and the
-    /// next `schedule`; a parent with rows in `in_flight_plan` is refused.
+    /// Adds `child`, a copy of the running sequence `parent` with another last token.
     ///
-    /// Without a free `running_seq` the child waits, and computes the shared part again when its turn comes.
+    /// The child shares all blocks of the parent and continues with `token` in place of the parent's last token
+    /// (another choice of a request, or a beam). Call this method after the `commit` that appended that last token and
+    /// before the next `schedule`. If `max_num_seqs` sequences are running, the child waits, and its shared tokens are
+    /// computed again when it is admitted.
+    ///
+    /// # Errors
+    /// [`ScheduleError::SeqExists`] if the child's id belongs to a waiting or running sequence;
+    /// [`ScheduleError::NotRunning`] if the parent is not running, has in-flight rows, or has other rows left to
+    /// compute than that of its last token.
     pub fn fork(
         &mut self,
         parent: SeqId,
@@ -361,11 +403,11 @@ impl Scheduler {
         if let Some(last) = sequence.tokens.last_mut() {
             *last = token;
         }
-        let seated = self.running.len() < self.config.max_num_seqs as usize && blocks.fork(parent, child).is_ok();
-        if seated {
+        let can_run = self.running.len() < self.config.max_num_seqs as usize && blocks.fork(parent, child).is_ok();
+        if can_run {
             let tokens = max_tokens_held(&sequence, blocks);
             sequence.tokens.reserve_exact((tokens as usize).saturating_sub(sequence.tokens.len()));
-            // The child holds blocks since the line above, so its table is there.
+            // `blocks.fork` succeeded above, so the child has a block table.
             let reserved = blocks.reserve_table(child, tokens);
             debug_assert!(reserved.is_ok());
             self.start_running(child, sequence.key);
@@ -380,11 +422,13 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Forgets a sequence at once, wherever it is, and gives its blocks back. False if it is not known (any more): aborting
-    /// twice, or after the end, does nothing.
+    /// Removes a sequence at once and frees its blocks.
     ///
-    /// Rows of the sequence in `in_flight_plan` are void: their results are ignored by `commit`. The blocks can be given out again
-    /// from the next `schedule` on.
+    /// Returns false if the scheduler does not contain the sequence (any longer): aborting a sequence twice, or after
+    /// its end, has no effect.
+    ///
+    /// In-flight rows of the sequence become stale: `commit` ignores their results. The next `schedule` may already
+    /// allocate the freed blocks.
     pub fn abort(&mut self, seq: SeqId, blocks: &mut BlockAllocator) -> bool {
         let Some(sequence) = self.sequences.remove(&seq) else { return false };
         self.wasted_rows += u64::from(sequence.in_flight);
@@ -396,25 +440,27 @@ impl Scheduler {
         true
     }
 
-    /// Prompt and output so far; empty for a sequence that is not known.
+    /// Returns the tokens of the prompt and of the output so far; empty for an unknown sequence.
     pub fn tokens(&self, seq: SeqId) -> &[u32] {
         self.sequences.get(&seq).map_or(&[], |sequence| &sequence.tokens)
     }
 
-    /// A sequence in here.
+    /// Returns a view of a sequence, or `None` for an unknown sequence.
     pub fn sequence(&self, seq: SeqId) -> Option<SequenceView<'_>> {
         let SeqState { tokens, prompt_len, cached_tokens, f32_from, .. } = self.sequences.get(&seq)?;
         Some(SequenceView { tokens, prompt_tokens: *prompt_len, cached_tokens: *cached_tokens, f32_from: *f32_from })
     }
 
-    /// Chunks of a plan that has not been committed; empty for any other number.
+    /// Returns the chunks of an in-flight plan; empty for the number of any other plan.
     pub fn in_flight_chunks(&self, plan: u64) -> &[Chunk] {
         self.in_flight.chunks(plan)
     }
 
-    /// Says that the rows of a sequence from `position` on are computed in another arithmetic than usual, as it turned out
-    /// when the oldest plan in `in_flight_plan` was run. Their keys and values go to no other sequence; once the sequence has lost its
-    /// blocks it begins as usual again. Its rows in later plans become void with the next `commit`.
+    /// Marks the rows of a sequence from `position` on as computed in the f32 fallback plan.
+    ///
+    /// Call this method after the oldest in-flight plan has run and before its commit. The keys and values of these
+    /// rows are not published to the prefix cache. The mark ends when the sequence is preempted. In-flight rows of the
+    /// sequence in later plans become stale at the next `commit`.
     pub fn set_f32_from(&mut self, seq: SeqId, position: u32) {
         if let Some(sequence) = self.sequences.get_mut(&seq) {
             sequence.f32_from = Some(sequence.f32_from.map_or(position, |known| known.min(position)));
@@ -422,43 +468,50 @@ impl Scheduler {
         }
     }
 
-    /// Sequences that hold blocks.
+    /// Returns the number of running sequences, which hold blocks.
     pub fn running(&self) -> usize {
         self.running.len()
     }
 
-    /// Sequences in the queue, preempted ones included.
+    /// Returns the number of waiting sequences, preempted ones included.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether nothing runs and nothing waits.
+    /// Returns whether no sequence is running or waiting.
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.waiting.len() == 0
     }
 
-    /// Preemptions since the start.
+    /// Returns the number of preemptions since the scheduler was created.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
 
-    /// Rows planned and then void since the start: of sequences that had ended by the time, or that had to be computed again.
+    /// Returns the number of planned rows that became stale since the scheduler was created.
+    ///
+    /// These are rows of sequences that had ended in the meantime, and rows that had to be computed again.
     pub fn wasted_rows(&self) -> u64 {
         self.wasted_rows
     }
 
-    /// The limits it was made with.
+    /// Returns the limits with which the scheduler was created.
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
     }
 
-    /// Rows the next steps may hold.
+    /// Returns the current token budget of a step.
     pub fn step_budget_tokens(&self) -> u32 {
         self.step_budget_tokens
     }
 
-    /// Lowers (or raises again) the rows a step may hold, within the configured limit. Below the number of running
-    /// sequences the first of the order decode and the others sit out.
+    /// Sets the token budget of the next steps, within the configured limit.
+    ///
+    /// If the budget is below the number of running sequences, the first sequences of the order decode and the others
+    /// are skipped.
+    ///
+    /// # Errors
+    /// [`ScheduleError::StepBudget`] if `tokens` is 0 or above `max_num_batched_tokens`.
     pub fn set_step_budget_tokens(&mut self, tokens: u32) -> Result<(), ScheduleError> {
         let max_num_batched_tokens = self.config.max_num_batched_tokens;
         if !(1..=max_num_batched_tokens).contains(&tokens) {
@@ -468,13 +521,16 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Every invariant named at the head of this module; the error says which one broke.
+    /// Checks every invariant listed in the module documentation.
+    ///
+    /// # Errors
+    /// A description of the first violated invariant.
     pub fn check(&self, blocks: &BlockAllocator) -> Result<(), String> {
         if !self.running.windows(2).all(|pair| pair[0].key < pair[1].key) {
             return Err(format!("the running sequences are out of order: {:?}", self.running));
         }
         if self.running.len() > self.config.max_num_seqs as usize {
-            return Err(format!("{} run, max_num_seqs is {}", self.running.len(), self.config.max_num_seqs));
+            return Err(format!("{} sequences are running, expected at most max_num_seqs ({})", self.running.len(), self.config.max_num_seqs));
         }
         let (mut waiting, mut running) = (0, 0);
         for (seq, sequence) in &self.sequences {
@@ -484,7 +540,7 @@ impl Scheduler {
                 SeqStatus::Waiting => {
                     waiting += 1;
                     if self.waiting.get(sequence.key) != Some(*seq) {
-                        return Err(format!("{seq:?} waits outside of the queue"));
+                        return Err(format!("{seq:?} has the status waiting but is not in the waiting queue"));
                     }
                 }
                 SeqStatus::Running => {
@@ -494,31 +550,31 @@ impl Scheduler {
                         .iter()
                         .any(|running_seq| running_seq.seq == *seq && running_seq.key == sequence.key)
                     {
-                        return Err(format!("{seq:?} runs without a running_seq"));
+                        return Err(format!("{seq:?} has the status running but is not in the running list"));
                     }
                     if sequence.next_row() > space || sequence.computed >= sequence.len() {
-                        return Err(format!("{seq:?} has room for {space} tokens: {sequence:?}"));
+                        return Err(format!("{seq:?} has blocks for {space} tokens, which do not cover its rows, or no token left to compute: {sequence:?}"));
                     }
                     if sequence.next_row() >= sequence.len() + sequence.pending.max(1) {
-                        return Err(format!("{seq:?} has rows of tokens that nobody draws: {sequence:?}"));
+                        return Err(format!("{seq:?} has in-flight rows beyond its placeholders: {sequence:?}"));
                     }
                 }
                 SeqStatus::Capped => {}
             }
             if sequence.status != SeqStatus::Running && (table > 0 || sequence.next_row() > 0) {
-                return Err(format!("{seq:?} does not run and holds {table} blocks: {sequence:?}"));
+                return Err(format!("{seq:?} is not running but holds {table} blocks or in-flight rows: {sequence:?}"));
             }
             let planned = self.in_flight.rows_of(*seq, sequence.first_valid_plan);
             if planned != (sequence.in_flight, sequence.pending) {
-                return Err(format!("{seq:?} has {planned:?} rows in plans that count: {sequence:?}"));
+                return Err(format!("{seq:?} has {planned:?} (rows, sampling rows) in plans that are not stale, but counts others: {sequence:?}"));
             }
         }
         if (waiting, running) != (self.waiting.len(), self.running.len()) {
-            return Err(format!("{waiting} wait and {running} run, lists say {:?}", (self.waiting(), self.running())));
+            return Err(format!("{waiting} sequences are waiting and {running} are running, but the lists have lengths {:?}", (self.waiting(), self.running())));
         }
         let rows: u64 = self.plan.chunks.iter().map(|chunk| u64::from(chunk.len)).sum();
         if rows > u64::from(self.config.max_num_batched_tokens) {
-            return Err(format!("the plan has {rows} rows, the budget is {}", self.config.max_num_batched_tokens));
+            return Err(format!("the plan has {rows} rows, expected at most max_num_batched_tokens ({})", self.config.max_num_batched_tokens));
         }
         Ok(())
     }
@@ -535,7 +591,8 @@ impl Scheduler {
     }
 
     fn enqueue(&mut self, seq: SeqId, sequence: SeqState, blocks: &BlockAllocator) {
-        // A blocked head is looked up in every step: its hit must not allocate.
+        // Each step looks up the prefix of the first waiting sequence until it is admitted: this lookup must not
+        // allocate.
         let tokens = max_tokens_held(&sequence, blocks);
         self.hit.reserve(blocks.blocks_for(tokens) as usize, sequence.salt.len());
         self.arrivals += 1;
@@ -546,19 +603,19 @@ impl Scheduler {
     fn start_running(&mut self, seq: SeqId, key: QueueKey) {
         let at = self.running.partition_point(|running_seq| running_seq.key < key);
         self.running.insert(at, RunningSeq { key, seq });
-        // A step plans a running sequence once and copies at most its last block.
+        // A step plans each running sequence at most once and copies at most the last block of each.
         let StepPlan { chunks, copies, .. } = &mut self.plan;
         chunks.reserve(self.running.len().saturating_sub(chunks.len()));
         copies.reserve(self.running.len().saturating_sub(copies.len()));
         self.in_flight.reserve(self.running.len());
     }
 
-    /// Takes a sequence off its `running_seq` and its blocks back.
+    /// Removes a sequence from the running list and frees its blocks.
     fn stop_running(&mut self, seq: SeqId, key: QueueKey, blocks: &mut BlockAllocator) {
         if let Ok(at) = self.running.binary_search_by_key(&key, |running_seq| running_seq.key) {
             self.running.remove(at);
         }
         let released = blocks.release(seq);
-        debug_assert!(released.is_ok(), "{seq:?} ran without blocks");
+        debug_assert!(released.is_ok(), "running sequence {seq:?} held no blocks");
     }
 }

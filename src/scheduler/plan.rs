@@ -1,27 +1,29 @@
-//! What passes between the scheduler and its caller: the rows of a step, and what came of them.
+//! Data between the scheduler and its caller: the plan of a step and its results.
 
 use crate::kv_cache::BlockId;
 use crate::scheduler::SeqId;
 
-/// What one step computes. The vectors are used again by the next plan.
+/// Plan of one step. The next plan reuses the vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepPlan {
-    /// Counts plans, empty ones included.
+    /// Sequential number of the plan; empty plans count too.
     pub number: u64,
-    /// Rows to compute: decodes, then chunks of running prompts, then newly admitted sequences.
+    /// Rows to compute: decodes, then chunks of running prefills, then chunks of newly admitted sequences.
     pub chunks: Vec<Chunk>,
-    /// Sequences that gave their blocks back and wait again.
+    /// Sequences preempted in this step: their blocks are freed, and they are waiting again.
     pub preempted: Vec<SeqId>,
-    /// Sequences that can go no further: alone in the pool without room for one more token, or at their limit. They have
-    /// left the scheduler; the engine ends them for their length. Their tokens can be read until the next `schedule`.
+    /// Capped sequences: at their length limit, or alone in a pool without a block for one more token.
+    ///
+    /// They have left the running list and the waiting queue; the engine finishes them with the reason length. Their
+    /// tokens can be read until the next `schedule`.
     pub capped: Vec<SeqId>,
-    /// Blocks to copy, `(from, to)`, in this order, before the rows run.
+    /// Blocks to copy before the rows run, as `(from, to)`, in this order.
     pub copies: Vec<(BlockId, BlockId)>,
 }
 
 impl StepPlan {
-    /// Rows of all chunks.
+    /// Returns the number of rows of all chunks.
     pub fn rows(&self) -> u32 {
         self.chunks.iter().map(|chunk| chunk.len).sum()
     }
@@ -34,7 +36,7 @@ impl StepPlan {
     }
 }
 
-/// Rows `start..start + len` of one sequence's tokens.
+/// Rows `start..start + len` of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chunk {
@@ -42,47 +44,50 @@ pub struct Chunk {
     pub seq: SeqId,
     /// Position of the first row.
     pub start: u32,
-    /// Rows, at least 1.
+    /// Number of rows, at least 1.
     pub len: u32,
-    /// Whether the last row's logits are wanted: it is the last token there is.
+    /// Whether the last row samples a token, because it is the row of the sequence's last token.
     pub samples: bool,
-    /// Where its one row's token comes from, if it is not known yet.
+    /// Source of the token of the chunk's only row, if its id is not known yet (a deferred token).
     pub placeholder: Option<Placeholder>,
 }
 
-/// The token that a chunk of a plan in `in_flight_plan` samples.
+/// Token that a chunk of an in-flight plan samples; its id is known at the commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placeholder {
-    /// The plan's number.
+    /// Number of the plan.
     pub plan: u64,
-    /// The chunk's place in it.
+    /// Index of the chunk in [`StepPlan::chunks`].
     pub chunk: usize,
 }
 
-/// What came out of a plan: a result a chunk, in the same order.
+/// Results of a plan: one result per chunk, in the same order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepOutput {
-    /// Results. A chunk without one counts as not run and is planned again.
+    /// Results of the chunks. A chunk without a result counts as not run and is planned again.
     pub results: Vec<SeqResult>,
 }
 
-/// What came out of one chunk.
+/// Result of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SeqResult {
     /// The sequence.
     pub seq: SeqId,
-    /// The sampled token, if the chunk sampled. A chunk that should have sampled and did not (its row failed) has its last
-    /// row run again.
+    /// The sampled token, if the chunk sampled.
+    ///
+    /// If a chunk should have sampled and has no token, its last row failed and is planned again.
     pub token: Option<u32>,
-    /// The sequence ends: its blocks go back and it is forgotten. Without a token its rows count as failed and are not
-    /// published to the prefix cache.
+    /// Whether the sequence ends: the scheduler removes it and frees its blocks.
+    ///
+    /// If the result also has no token, the last row counts as failed, and no rows of the chunk are published to the
+    /// prefix cache.
     pub finished: bool,
 }
 
 impl SeqResult {
-    /// Outcome of one chunk.
+    /// Creates the result of one chunk.
     pub const fn new(seq: SeqId, token: Option<u32>, finished: bool) -> Self {
         Self { seq, token, finished }
     }

@@ -1,32 +1,34 @@
-//! Who gives way when a sequence needs a block and none is left.
+//! Preemption: frees blocks when a running sequence needs a block and the pool has none available.
 //!
-//! Rule: the last of the order (lowest priority, then newest) that has no rows in `in_flight_plan`. It is recomputed later: blocks
-//! go back, tokens stay, and its key puts it at the front of its class. Published blocks stay findable, so recomputing
-//! often costs little. A sequence that is last itself gives way itself; one that is alone is exhausted.
+//! The victim is the last sequence of the order (lowest priority, then newest) that has no in-flight rows. Preemption
+//! is by recompute: the blocks of the victim are freed, its tokens are kept, and its unchanged key puts it at the front
+//! of its class in the waiting queue. Its published blocks stay in the prefix cache until they are evicted, so
+//! recomputing them often costs little. If the sequence that needs the block is itself the last one, it is preempted
+//! itself; if it is the only running sequence, it is capped.
 
 use super::{RunningSeq, Scheduler, SeqStatus};
 use crate::kv_cache::BlockAllocator;
 
-/// What became of the `running_seq` that needed room.
+/// Outcome for the running sequence that needed a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PreemptOutcome {
-    /// Somebody behind it gave way: try again.
+    /// A later sequence was preempted: try again.
     Preempted,
-    /// It has left its `running_seq` itself.
+    /// The sequence itself was preempted or capped.
     Stopped,
-    /// Everybody else is in this very step: it sits it out.
-    SitOut,
-    /// Whoever could give way has rows in earlier plans: nobody else is planned until they are committed.
+    /// Every other candidate has rows in this step: the sequence is skipped in this step.
+    Skipped,
+    /// A candidate may have rows in earlier plans: no further sequence is planned until they are committed.
     Stall,
 }
 
 impl Scheduler {
-    /// Makes room for the sequence on `running_seq` `at`.
-    pub(super) fn make_space(&mut self, at: usize, blocks: &mut BlockAllocator) -> PreemptOutcome {
+    /// Frees blocks for the running sequence at index `at`.
+    pub(super) fn free_blocks_for(&mut self, at: usize, blocks: &mut BlockAllocator) -> PreemptOutcome {
         let in_flight = |running_seq: &RunningSeq| {
             self.sequences.get(&running_seq.seq).is_some_and(|sequence| sequence.in_flight > 0)
         };
-        let sit_out = if self.in_flight.is_empty() { PreemptOutcome::SitOut } else { PreemptOutcome::Stall };
+        let skipped = if self.in_flight.is_empty() { PreemptOutcome::Skipped } else { PreemptOutcome::Stall };
         let last = self.running.len() - 1;
         match self.running.iter().rposition(|running_seq| !in_flight(running_seq)) {
             Some(victim) if victim > at => {
@@ -41,8 +43,9 @@ impl Scheduler {
                 self.preempt(at, blocks);
                 PreemptOutcome::Stopped
             }
-            // It is in in_flight_plan itself, or everyone behind it is: a preemption there would throw planned work away.
-            _ => sit_out,
+            // The sequence itself has in-flight rows, or all later ones have: to preempt one of them would waste
+            // planned rows.
+            _ => skipped,
         }
     }
 
@@ -58,7 +61,7 @@ impl Scheduler {
         self.preemptions += 1;
     }
 
-    /// Ends the sequence on `running_seq` `at`: it can go no further.
+    /// Caps the running sequence at index `at`: it cannot get another token.
     pub(super) fn cap(&mut self, at: usize, blocks: &mut BlockAllocator) {
         let RunningSeq { key, seq } = self.running[at];
         self.stop_running(seq, key, blocks);

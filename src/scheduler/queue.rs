@@ -1,39 +1,43 @@
-//! Who comes before whom.
+//! Order of sequences.
 //!
-//! One total order covers waiting and running sequences, and it never changes while a sequence lives: admission goes from
-//! its front, preemption from its back. Under priorities the order is that of a *virtual arrival*: each level of priority
-//! counts as having come [`PRIORITY_STEP_US`] earlier. That is ageing without any bookkeeping: whoever waits is passed only
-//! by sequences that arrive within a bounded time after it, so nothing starves.
+//! One strict total order covers waiting and running sequences. The key of a sequence never changes while the scheduler
+//! contains it. Admission starts at the front of the order, preemption at the back.
+//!
+//! Under [`SchedulePolicy::Priority`], sequences are ordered by *virtual arrival*: each level of priority moves the
+//! arrival [`PRIORITY_STEP_US`] earlier. This ages waiting sequences without bookkeeping: only sequences that arrive
+//! within a bounded time after a waiting sequence can pass it, so no sequence starves.
 
 use std::collections::BTreeMap;
 
 use crate::kv_cache::SeqId;
 
-/// A moment of an injected clock, in microseconds. The scheduler never reads a clock itself.
+/// Point in time of an injected clock, in microseconds. The scheduler itself reads no clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tick(pub u64);
 
-/// How sequences are ordered.
+/// Policy that orders sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum SchedulePolicy {
-    /// First come, first served; priorities are ignored.
+    /// First come, first served: ignores priorities.
     #[default]
     Fcfs,
-    /// Higher priority first, with ageing: one level is worth [`PRIORITY_STEP_US`] of waiting.
+    /// Higher priority first, with aging: one level equals [`PRIORITY_STEP_US`] of waiting time.
     Priority,
 }
 
-/// Waiting that outweighs one level of priority. One second: longer than a step, so levels matter under load; short
-/// enough that ten levels delay nobody by more than ten seconds of other people's arrivals.
+/// Waiting time that equals one level of priority: one second.
+///
+/// It is longer than a step, so that levels matter under load. It is short enough that ten levels delay a sequence only
+/// by sequences that arrive within ten seconds after it.
 pub const PRIORITY_STEP_US: u64 = 1_000_000;
 
-/// Place of a sequence in the order; smaller goes first.
+/// Sort key of a sequence; a smaller key goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueueKey {
     virtual_us: i128,
-    /// Number of the sequence in order of `add`: decides among equals, and makes ranks unique.
+    /// Number of the sequence in the order of `add`: breaks ties, so that keys are unique.
     arrival: u64,
 }
 
@@ -46,14 +50,16 @@ impl QueueKey {
         Self { virtual_us, arrival }
     }
 
-    /// The place of a sibling that arrives as number `arrival`.
+    /// Returns the key of a forked sequence with arrival number `arrival`.
     pub(super) fn sibling(self, arrival: u64) -> Self {
         Self { arrival, ..self }
     }
 }
 
-/// Sequences that hold no blocks: new ones and preempted ones. A preempted sequence keeps its key, and since sequences of
-/// one class are admitted in order, that is the front of its class.
+/// Waiting queue: new and preempted sequences, which hold no blocks.
+///
+/// A preempted sequence keeps its key. Sequences of one class are admitted in order, so that key is at the front of its
+/// class.
 #[derive(Clone, Debug, Default)]
 pub(super) struct WaitQueue(BTreeMap<QueueKey, SeqId>);
 
@@ -97,8 +103,8 @@ mod tests {
     fn higher_priority_goes_first_until_the_other_has_waited_its_levels() {
         let policy = SchedulePolicy::Priority;
         let old = key(policy, 0, 0, 0);
-        assert!(key(policy, 2, PRIORITY_STEP_US, 1) < old, "a second late, two levels up");
-        assert!(key(policy, 2, 2 * PRIORITY_STEP_US, 1) > old, "two seconds late, two levels up: the older wins");
+        assert!(key(policy, 2, PRIORITY_STEP_US, 1) < old, "arrives one second later, two levels higher");
+        assert!(key(policy, 2, 2 * PRIORITY_STEP_US, 1) > old, "arrives two seconds later, two levels higher: the older goes first");
         assert!(key(policy, 2, 3 * PRIORITY_STEP_US, 1) > old);
         assert!(key(policy, 0, 0, 1) > old);
     }

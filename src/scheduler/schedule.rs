@@ -1,7 +1,8 @@
-//! One step: the plan, its results, and the two calls that make and digest them.
+//! One step: `schedule` makes the plan, and `commit` applies its results.
 //!
-//! A plan lists rows; the results say which token came out of each chunk that wanted one. A sequence's rows are computed
-//! in order and without gaps, each once, unless it is preempted and starts over, or rows ahead of a result are void.
+//! A plan lists rows; the results contain the token of each chunk that sampled. The rows of a sequence are computed in
+//! order and without gaps, each row once, unless the sequence is preempted and recomputed or in-flight rows become
+//! stale.
 
 use super::in_flight::InFlightPlan;
 use super::preempt::PreemptOutcome;
@@ -15,7 +16,7 @@ enum Phase {
     Prefill,
 }
 
-/// What is left of a step.
+/// Budget left in a step.
 #[derive(Clone, Copy, Debug)]
 struct Budget {
     rows: u32,
@@ -23,15 +24,17 @@ struct Budget {
 }
 
 impl Budget {
-    fn take(&mut self, rows: u32, logit_rows: u32) {
+    fn spend(&mut self, rows: u32, logit_rows: u32) {
         self.rows -= rows;
         self.logit_rows -= logit_rows;
     }
 }
 
 impl Scheduler {
-    /// Makes the plan of the next step. Running sequences first, then admissions in order; none is admitted in a step that
-    /// had to preempt. A plan without chunks needs no commit.
+    /// Makes the plan of the next step.
+    ///
+    /// Running sequences come first, then waiting sequences in queue order. A step that preempts a sequence admits
+    /// none. A plan without chunks needs no commit.
     pub fn schedule(&mut self, now: Tick, blocks: &mut BlockAllocator) -> &StepPlan {
         self.clock = self.clock.max(now);
         for seq in self.plan.capped.drain(..) {
@@ -42,26 +45,28 @@ impl Scheduler {
         self.plan.clear();
         self.plan.number = self.in_flight.next_plan();
         let mut budget = Budget { rows: self.step_budget_tokens, logit_rows: self.config.max_logit_rows };
-        let flows = self.plan_running(Phase::Decode, &mut budget, blocks)
+        let may_admit = self.plan_running(Phase::Decode, &mut budget, blocks)
             && self.plan_running(Phase::Prefill, &mut budget, blocks);
-        if flows && self.plan.preempted.is_empty() {
+        if may_admit && self.plan.preempted.is_empty() {
             self.plan_waiting(&mut budget, blocks);
         }
         self.in_flight.push(&self.plan);
         &self.plan
     }
 
-    /// The plan made last.
+    /// Returns the last plan that `schedule` made.
     pub fn plan(&self) -> &StepPlan {
         &self.plan
     }
 
-    /// Whether rows of the sequence in a plan in `in_flight_plan` are void by now: their results mean nothing.
+    /// Returns whether the rows of a sequence in an in-flight plan are stale, so that their results must be ignored.
+    ///
+    /// An unknown sequence is stale.
     pub fn is_stale(&self, plan: u64, seq: SeqId) -> bool {
         self.sequences.get(&seq).is_none_or(|sequence| sequence.is_stale(plan))
     }
 
-    /// Takes the results of the oldest plan in `in_flight_plan`. Those of void chunks are ignored.
+    /// Commits the results of the oldest in-flight plan, ignoring those of stale chunks.
     pub fn commit(&mut self, done: &StepOutput, blocks: &mut BlockAllocator) {
         let Some(InFlightPlan { plan, chunks }) = self.in_flight.pop() else { return };
         let mut results = done.results.as_slice();
@@ -79,8 +84,8 @@ impl Scheduler {
 
     fn commit_chunk(&mut self, plan: u64, chunk: &Chunk, result: Option<SeqResult>, blocks: &mut BlockAllocator) {
         let next_plan = self.in_flight.next_plan();
-        let counts = |sequence: &&mut SeqState| !sequence.is_stale(plan);
-        let Some(sequence) = self.sequences.get_mut(&chunk.seq).filter(counts) else { return };
+        let is_valid = |sequence: &&mut SeqState| !sequence.is_stale(plan);
+        let Some(sequence) = self.sequences.get_mut(&chunk.seq).filter(is_valid) else { return };
         sequence.in_flight -= chunk.len;
         sequence.pending -= u32::from(chunk.samples);
         let recompute = std::mem::take(&mut sequence.recompute);
@@ -113,7 +118,8 @@ impl Scheduler {
         }
     }
 
-    /// False if nothing more may be planned, so that rows in `in_flight_plan` come out of it.
+    /// Plans the running sequences of a phase; returns false if nothing more may be planned, so that in-flight plans
+    /// drain.
     fn plan_running(&mut self, phase: Phase, budget: &mut Budget, blocks: &mut BlockAllocator) -> bool {
         let mut at = 0;
         while at < self.running.len() && budget.rows > 0 {
@@ -142,9 +148,9 @@ impl Scheduler {
                 at += 1;
                 continue;
             }
-            match self.make_space(at, blocks) {
+            match self.free_blocks_for(at, blocks) {
                 PreemptOutcome::Preempted | PreemptOutcome::Stopped => {}
-                PreemptOutcome::SitOut => at += 1,
+                PreemptOutcome::Skipped => at += 1,
                 PreemptOutcome::Stall => return false,
             }
         }
@@ -157,7 +163,7 @@ impl Scheduler {
             let Some(sequence) = self.sequences.get_mut(&seq) else { return };
             let len = sequence.len();
             if sequence.is_capped(blocks) {
-                // It was preempted just before its turn to be reported.
+                // The sequence was at its limit and was preempted before `plan_running` reached it.
                 sequence.status = SeqStatus::Capped;
                 self.waiting.remove(key);
                 self.plan.capped.push(seq);
@@ -191,12 +197,12 @@ impl Scheduler {
 }
 
 impl SeqState {
-    /// Adds the sequence's next rows to the plan.
+    /// Adds the next `rows` rows of the sequence to the plan.
     fn plan_rows(&mut self, seq: SeqId, rows: u32, plan: &mut StepPlan, budget: &mut Budget) {
         let start = self.next_row();
         let samples = start + rows == self.schedulable_len();
         let placeholder = (start >= self.len()).then_some(self.newest_placeholder);
-        budget.take(rows, self.prompt_logits(start, start + rows) + u32::from(samples));
+        budget.spend(rows, self.prompt_logits(start, start + rows) + u32::from(samples));
         self.in_flight += rows;
         if samples {
             self.pending += 1;

@@ -1,4 +1,4 @@
-//! What the scheduler knows of one sequence: its tokens, and how far they are planned and computed.
+//! State of one sequence in the scheduler: its tokens, and how far they are planned and computed.
 
 use super::Placeholder;
 use super::queue::QueueKey;
@@ -9,39 +9,39 @@ use crate::num::to_u32;
 pub(super) enum SeqStatus {
     Waiting,
     Running,
-    /// Reported in the last plan; kept readable until the next one.
+    /// Reported as capped in the last plan; its tokens can be read until the next plan.
     Capped,
 }
 
-/// See the head of this file.
 #[derive(Clone, Debug)]
 pub(super) struct SeqState {
-    /// Prompt and output.
+    /// Tokens of the prompt and of the output so far.
     pub tokens: Vec<u32>,
     pub prompt_len: u32,
-    /// Length at which it ends whatever the engine says.
+    /// Maximum length, at which the scheduler caps the sequence.
     pub limit_tokens: u32,
     pub key: QueueKey,
     pub salt: Box<[u8]>,
     pub read_prefix_cache: bool,
     pub allow_async_schedule: bool,
-    /// The first prompt row whose logits are still wanted, if any are.
+    /// First prompt row whose requested logits are not computed yet; `None` if none are requested.
     pub logits_from: Option<u32>,
     pub status: SeqStatus,
-    /// Leading tokens whose keys and values are in its blocks and committed.
+    /// Number of leading tokens whose rows are committed: their keys and values are in the sequence's blocks.
     pub computed: u32,
-    /// Rows behind those in plans that have not been committed yet.
+    /// Number of rows after the computed ones in in-flight plans.
     pub in_flight: u32,
-    /// Of these, rows that sample: tokens behind the known ones that are being drawn.
+    /// Number of placeholders: in-flight rows that sample.
     pub pending: u32,
-    /// The newest of those tokens.
+    /// The newest placeholder.
     pub newest_placeholder: Placeholder,
-    /// The first plan whose rows of it count; those of earlier ones are void.
+    /// First plan whose rows of this sequence are valid; its rows in earlier plans are stale.
     pub first_valid_plan: u64,
-    /// The rows in `in_flight_plan` behind the next commit were computed from something bad.
+    /// Whether the commit of the oldest in-flight plan makes the later in-flight rows stale: they were computed from
+    /// invalid rows.
     pub recompute: bool,
     pub cached_tokens: u32,
-    /// Rows from this position on were computed in another arithmetic: not to be shared with sequences that were not.
+    /// First row that was computed in the f32 fallback plan; rows from it on are not published to the prefix cache.
     pub f32_from: Option<u32>,
 }
 
@@ -50,58 +50,61 @@ impl SeqState {
         to_u32(self.tokens.len())
     }
 
-    /// Where its next row stands.
+    /// Position of the next row to plan.
     pub fn next_row(&self) -> u32 {
         self.computed + self.in_flight
     }
 
-    /// Tokens that rows can be planned for: known ones, and placeholders if it runs ahead. Rows in another arithmetic are
-    /// nobody's to run ahead of: whether they are right shows when they are committed.
+    /// Number of tokens whose rows can be planned: known tokens, and placeholders if async scheduling is allowed.
+    ///
+    /// Rows after one of the f32 fallback plan are not scheduled ahead: their validity is known only at commit.
     pub fn schedulable_len(&self) -> u32 {
         self.len() + if self.allow_async_schedule && self.f32_from.is_none() { self.pending } else { 0 }
     }
 
-    /// Rows until its next token can be sampled.
+    /// Number of rows to compute until the next token can be sampled.
     pub fn rows_left(&self) -> u32 {
         self.schedulable_len().saturating_sub(self.next_row())
     }
 
-    /// Rows of `start..end` whose logits are wanted of the prompt.
+    /// Number of prompt rows in `start..end` whose logits are requested.
     pub fn prompt_logits(&self, start: u32, end: u32) -> u32 {
-        // The last prompt row predicts the first output token, which is drawn, not looked up.
+        // The last prompt row predicts the first output token, which is sampled: the prompt needs no log-probability of
+        // it.
         let last = end.min(self.prompt_len.saturating_sub(1));
         self.logits_from.map_or(0, |from| last.saturating_sub(from.max(start)))
     }
 
-    /// Most rows from `start` on, at most `rows`, that want at most `room` rows of logits.
+    /// Largest number of rows from `start`, at most `rows`, that need at most `space` logit rows.
     pub fn rows_within(&self, start: u32, rows: u32, space: u32) -> u32 {
         let end = start + rows;
-        let wanted = self.prompt_logits(start, end);
+        let requested = self.prompt_logits(start, end);
         let samples = u32::from(end == self.schedulable_len());
-        if wanted + samples <= space {
+        if requested + samples <= space {
             return rows;
         }
-        if wanted > space {
+        if requested > space {
             let first = self.logits_from.map_or(start, |from| from.max(start));
             return first + space - start;
         }
-        // All but the row that samples.
+        // All rows except the one that samples.
         rows - 1
     }
 
-    /// Whether its rows in this plan are stale.
+    /// Whether the rows of this sequence in a plan are stale.
     pub fn is_stale(&self, plan: u64) -> bool {
         self.first_valid_plan > plan
     }
 
-    /// Makes all rows in `in_flight_plan` void; how many there were.
+    /// Marks all in-flight rows as stale and returns their number.
     pub fn mark_stale(&mut self, next_plan: u64) -> u32 {
         self.pending = 0;
         self.first_valid_plan = next_plan;
         std::mem::take(&mut self.in_flight)
     }
 
-    /// Whether it can go no further: at its limit, or larger than the whole pool. With rows in `in_flight_plan` it is only about to.
+    /// Whether the sequence cannot get another token: it is at its limit, or larger than the whole pool. While it has
+    /// in-flight rows, it only reaches that state when they are committed.
     pub fn is_capped(&self, blocks: &BlockAllocator) -> bool {
         let len = self.schedulable_len();
         let at_limit = len >= self.limit_tokens && len > self.prompt_len;
@@ -109,7 +112,7 @@ impl SeqState {
     }
 }
 
-/// Tokens a sequence can come to hold: its limit, or one more than the pool has slots for.
+/// Maximum number of tokens of a sequence: its limit, or one more than the pool has slots.
 pub(super) fn max_tokens_held(sequence: &SeqState, blocks: &BlockAllocator) -> u32 {
     let slots = blocks.capacity() * blocks.block_size();
     sequence.limit_tokens.min(slots.saturating_add(1)).max(sequence.len())
