@@ -1,43 +1,43 @@
-//! A file of prompts, one a line, all submitted at once; JSON lines come out in input order.
+//! Answers a file of prompts, one per line. The requests run together; the answers are JSON lines in input order.
 //!
 //! ```sh
 //! cargo run --release --example batch -- prompts.txt > answers.jsonl
 //! ```
 
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use ascend_llm::engine::{EngineConfig, Request, SubmitError};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
 use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 mod terminal;
 use terminal::{ModelArgs, Result};
 
-/// Answers every line of a file; JSON lines come out in input order.
+/// Answers each line of a file. The answers are JSON lines in input order; the exit code is 1 if a line failed.
 #[derive(Debug, Parser)]
 struct Args {
-    /// One prompt a line; empty lines are passed over.
+    /// File with one prompt per line. Empty lines are skipped.
     prompts: PathBuf,
     #[command(flatten)]
     model: ModelArgs,
-    /// Puts each line to the model through its chat template.
+    /// Sends each line through the chat template of the model.
     #[arg(long)]
     chat: bool,
-    /// Most tokens to generate for each prompt.
+    /// Maximum number of tokens to generate for each prompt.
     #[arg(long, default_value_t = 64)]
     max_tokens: u32,
-    /// 0 takes the most likely token each time.
+    /// Sampling temperature. 0 always chooses the most likely token.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Makes sampled answers repeatable.
+    /// Seed: equal seeds give equal answers.
     #[arg(long)]
     seed: Option<u64>,
-    /// Most requests that run at once.
+    /// Maximum number of requests that run at the same time.
     #[arg(long, default_value_t = 64)]
     max_num_seqs: u32,
 }
@@ -62,7 +62,8 @@ fn run(args: &Args) -> Result<()> {
     params.seed = args.seed;
     params.max_tokens = Some(args.max_tokens);
 
-    // A prompt that is refused has its error in its line; the others run.
+    // A refused prompt has its error in its line; the others run.
+    let start = Instant::now();
     let mut handles = Vec::with_capacity(prompts.len());
     for prompt in &prompts {
         let request =
@@ -70,14 +71,16 @@ fn run(args: &Args) -> Result<()> {
         handles.push(engine.submit(request.with_sampling(params.clone())));
     }
 
-    let bar = ProgressBar::new(prompts.len() as u64)
-        .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} prompts, {elapsed}, {eta} left")?);
+    let show_progress = std::io::stderr().is_terminal();
+    let (mut failed, mut prompt_tokens, mut generated_tokens) = (0_usize, 0_u64, 0_u64);
     let mut out = std::io::stdout().lock();
     for (index, (prompt, handle)) in prompts.iter().zip(handles).enumerate() {
         let answer: std::result::Result<_, SubmitError> = handle;
         let line = match answer.map(ascend_llm::engine::RequestHandle::collect_output) {
             Ok(Ok(output)) => {
                 let choice = &output.choices[0];
+                prompt_tokens += u64::from(output.usage.prompt_tokens);
+                generated_tokens += u64::from(output.usage.generated_tokens);
                 json!({
                     "index": index,
                     "prompt": prompt,
@@ -91,9 +94,22 @@ fn run(args: &Args) -> Result<()> {
             Ok(Err(error)) => json!({ "index": index, "prompt": prompt, "error": terminal::chain(&error) }),
             Err(error) => json!({ "index": index, "prompt": prompt, "error": terminal::chain(&error) }),
         };
+        failed += usize::from(line.get("error").is_some());
         writeln!(out, "{line}")?;
-        bar.inc(1);
+        if show_progress {
+            eprint!("\r{} of {} prompts", index + 1, prompts.len());
+        }
     }
-    bar.finish_and_clear();
+    let seconds = start.elapsed().as_secs_f64();
+    let summary = format!(
+        "{} prompts ({failed} failed), {prompt_tokens} prompt tokens, {generated_tokens} generated tokens in {seconds:.2} s: \
+         {:.0} generated tokens/s",
+        prompts.len(),
+        generated_tokens as f64 / seconds
+    );
+    eprintln!("{}{summary}", if show_progress { "\r\x1b[K" } else { "" });
+    if failed > 0 {
+        return Err(format!("{failed} of {} prompts failed; their lines hold the reasons", prompts.len()).into());
+    }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Streams one answer to the terminal: a story from the small model that comes with the crate, or anything else.
+//! Streams one answer to the terminal: a story from the small model that comes with the crate, or an answer from any model.
 //!
 //! ```sh
 //! cargo run --release --example generate
@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use ascend_llm::engine::{EngineConfig, Request};
 use ascend_llm::graph::Numerics;
+use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
 use clap::Parser;
@@ -23,25 +24,25 @@ use terminal::{ModelArgs, Result, peak_memory_bytes};
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Text to go on from.
+    /// Text to continue.
     #[arg(long, default_value = "Once upon a time", conflicts_with = "chat")]
     prompt: String,
-    /// A question, put to the model through its chat template.
+    /// A question. It goes through the chat template of the model.
     #[arg(long)]
     chat: Option<String>,
-    /// Most tokens to generate.
+    /// Maximum number of tokens to generate.
     #[arg(long, default_value_t = 256)]
     max_tokens: u32,
-    /// 0 takes the most likely token each time.
+    /// Sampling temperature. 0 always chooses the most likely token.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Keeps the most likely tokens that have this much probability together.
+    /// Samples among the most likely tokens whose probabilities add up to this.
     #[arg(long, default_value_t = 1.0)]
     top_p: f32,
-    /// Keeps this many of the most likely tokens; 0 and -1 keep all.
+    /// Samples among this many of the most likely tokens. 0 and -1 turn the limit off.
     #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
     top_k: i32,
-    /// Makes a sampled answer repeatable.
+    /// Seed: equal seeds give equal answers.
     #[arg(long)]
     seed: Option<u64>,
 }
@@ -53,10 +54,15 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     let mut config = EngineConfig::default();
     config.max_num_seqs = 1;
-    // One answer that people read: the model's own words come before speed. int8 activations move a logit by some tenths,
-    // which turns an answer whose first two words are closer than that. `--numerics fast` shows the speed.
-    if args.model.is_cpu() {
-        config.numerics = Numerics::Exact;
+    // For one answer that a person reads, the model's own words come before speed: int8 activations move a logit by some
+    // tenths, which can change a word. `--numerics fast` shows the speed.
+    if args.model.is_cpu() && args.model.numerics.is_none() {
+        if args.model.kv_dtype() == Some(KvDType::I8) {
+            eprintln!("numerics: fast, since exact numerics have no i8 keys and values");
+            config.numerics = Numerics::Fast;
+        } else {
+            config.numerics = Numerics::Exact;
+        }
     }
     config.threads = args.model.threads;
     let engine = args.model.load(config)?;
@@ -83,7 +89,7 @@ fn run(args: &Args) -> Result<()> {
     if args.chat.is_none() {
         out.write_all(args.prompt.as_bytes())?;
     }
-    // A reader that comes late gets several tokens at once: only those behind the first delta took the time behind it.
+    // A delta can hold several tokens. The decode rate counts the tokens after the first delta.
     let (mut generated, mut at_first, mut first) = (0, 0, None);
     for delta in handle {
         let delta = delta?;

@@ -3,10 +3,10 @@
 //! keys takes alone.
 //!
 //! ```sh
-//! cargo run --features ascend --example ascend_model
-//! cargo run --features ascend --example ascend_model -- --batch 32 --context 512 --depth 1
-//! cargo run --release --features ascend --example ascend_model -- --model llama2-70b --cards 8
-//! cargo run --features ascend --example ascend_model -- --weights w4a16
+//! cargo run -p ascend-llm-tools --features ascend --bin ascend_model
+//! cargo run -p ascend-llm-tools --features ascend --bin ascend_model -- --batch 32 --context 512 --depth 1
+//! cargo run --release -p ascend-llm-tools --features ascend --bin ascend_model -- --model llama2-70b --cards 8
+//! cargo run -p ascend-llm-tools --features ascend --bin ascend_model -- --weights w4a16
 //! ```
 //! Nothing is computed and no file is read: the simulator checks each call and adds up its cost, memory is address space, and
 //! the weights are one stretch of zeros. All times are modelled, with the rates in the second line of the output.

@@ -1,10 +1,10 @@
-//! Shows what a model is compiled to: fusion, steps, what a decode and a prefill step cost, and a map of the arena.
+//! Shows the compiled plan of a model: fusion, steps, the cost of a decode and a prefill step, and a map of the arena.
 //!
 //! ```sh
-//! cargo run --release --example inspect_plan
-//! cargo run --release --example inspect_plan -- --model MODEL.gguf --fusion 0 --tokens 512 --svg arena.svg
+//! cargo run --release -p ascend-llm-tools --bin inspect_plan
+//! cargo run --release -p ascend-llm-tools --bin inspect_plan -- --model MODEL.gguf --fusion 0 --tokens 512 --svg arena.svg
 //! ```
-//! Nothing is loaded: the model's description is read, and the plan is computed from it.
+//! No weights are loaded: the plan follows from the description of the model.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -17,31 +17,33 @@ use ascend_llm::graph::{
 use ascend_llm::model::{AttentionConfig, LayerConfig, MlpConfig, ModelConfig};
 use clap::Parser;
 
+mod arena_map;
+mod compile_args;
 #[path = "../terminal/mod.rs"]
 mod terminal;
-use terminal::compile_args::CompileArgs;
+use compile_args::CompileArgs;
 use terminal::{ModelArgs, Result};
 
-/// Shows what a model is compiled to.
+/// Shows the compiled plan of a model.
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Tokens of the prefill step, and most rows the plan is placed for.
+    /// Tokens of the prefill step, and largest number of rows of the plan.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     tokens: u32,
-    /// Tokens the sequence has at the decode step; the model's longest if left out.
+    /// Length of the sequence at the decode step, in tokens. Default: the longest of the model.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     #[command(flatten)]
     compile: CompileArgs,
-    /// Shows the graph as the model gives it and after each pass.
+    /// Prints the graph of the model, and the graph after each pass.
     #[arg(long)]
     passes: bool,
-    /// Leaves the list of steps out.
+    /// Omits the list of steps.
     #[arg(long)]
     no_dump: bool,
-    /// Writes a map of the arena there.
+    /// File for a map of the arena, as SVG.
     #[arg(long)]
     svg: Option<PathBuf>,
 }
@@ -79,12 +81,14 @@ fn run(args: &Args) -> Result<()> {
     let prefill = CostShape::prefill(args.tokens, kv_element_bytes);
     print!("\n{}", table(&plan, &format!("prefill of {} tokens", args.tokens), &prefill));
     if let Some(path) = &args.svg {
-        std::fs::write(path, arena_map(&plan)).map_err(|error| format!("{}: {error}", path.display()))?;
+        let name = args.model.path().file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
+        arena_map::draw(path, &name, &plan).map_err(|error| format!("{}: {error}", path.display()))?;
     }
     Ok(())
 }
 
-/// Prints the graph before and after each pass in the compiler's order; gives the first rank's, as the compiler takes it.
+/// Prints the graph before and after each pass, in the order of the compiler. Returns the graph of rank 0, the input of
+/// the compiler.
 fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOptions, ranks: u32) -> Result<Graph> {
     options.validate(numerics)?;
     println!("the model's graph\n{}", graph.dump());
@@ -101,7 +105,7 @@ fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOp
     Ok(graph)
 }
 
-/// Sizes of a layer; layers of one model differ in windows at most.
+/// Sizes of a layer.
 fn layer_summary(layer: &LayerConfig) -> String {
     match (&layer.attention, layer.mlp) {
         (AttentionConfig::GroupedQuery(a), MlpConfig::Gated(mlp)) => {
@@ -164,60 +168,4 @@ fn table(plan: &Plan, title: &str, shape: &CostShape) -> String {
 
 fn is_in_arena(operand: Operand) -> bool {
     matches!(operand, Operand::Arena { .. })
-}
-
-/// The arena over time: a column a step, a rectangle a value from its first use to its last.
-fn arena_map(plan: &Plan) -> String {
-    const STEP: f64 = 14.0;
-    const HEIGHT: f64 = 800.0;
-    const MARGIN: f64 = 20.0;
-    let width = plan.steps.len() as f64 * STEP;
-    let scale = HEIGHT / plan.arena_bytes.max(1) as f64;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"10\">\n\
-         <title>arena of {} bytes over {} steps</title>\n\
-         <rect x=\"{MARGIN}\" y=\"{MARGIN}\" width=\"{width}\" height=\"{HEIGHT}\" fill=\"#f4f4f4\"/>\n",
-        width + 2.0 * MARGIN,
-        HEIGHT + 2.0 * MARGIN,
-        plan.arena_bytes,
-        plan.steps.len()
-    );
-    for (at, step) in plan.steps.iter().enumerate() {
-        let _ = writeln!(
-            svg,
-            "<rect x=\"{}\" y=\"{}\" width=\"{STEP}\" height=\"{MARGIN}\" fill=\"{}\"><title>{at} {}</title></rect>",
-            MARGIN + at as f64 * STEP,
-            HEIGHT + MARGIN,
-            if at % 2 == 0 { "#cccccc" } else { "#dddddd" },
-            escaped(&step.op.to_string())
-        );
-    }
-    for (index, value) in plan.values.iter().enumerate() {
-        let Operand::Arena { offset } = value.operand else { continue };
-        let touches = |at: &usize| {
-            let step = &plan.steps[*at];
-            step.inputs.iter().chain(&step.outputs).chain(&step.scratch).any(|&touched| touched == index)
-        };
-        let mut uses = (0..plan.steps.len()).filter(touches);
-        let Some(first) = uses.next() else { continue };
-        let last = uses.next_back().unwrap_or(first);
-        let bytes = value.bytes(&plan.bucket);
-        let _ = writeln!(
-            svg,
-            "<rect x=\"{}\" y=\"{:.2}\" width=\"{}\" height=\"{:.2}\" fill=\"hsl({},60%,65%)\" stroke=\"#333333\" \
-             stroke-width=\"0.5\"><title>{} {bytes} bytes at {offset}, steps {first} to {last}</title></rect>",
-            MARGIN + first as f64 * STEP,
-            MARGIN + offset as f64 * scale,
-            (last - first + 1) as f64 * STEP,
-            bytes as f64 * scale,
-            index * 47 % 360,
-            escaped(&value.name)
-        );
-    }
-    svg.push_str("</svg>\n");
-    svg
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

@@ -1,9 +1,12 @@
-//! Perplexity of a model on a text: how well it foresees each next token, and what faster numerics cost.
+//! Perplexity of a model on a text: how well it predicts each token from those before it.
 //!
 //! ```sh
-//! cargo run --release --example perplexity -- --model MODEL.gguf --text tests/data/ppl_opticks.txt --numerics exact
+//! cargo run --release -p ascend-llm-tools --bin perplexity -- --model MODEL.gguf --text tests/data/ppl_opticks.txt --numerics exact
 //! ```
-//! The text is cut into windows that know nothing of each other; the first token of a window is not scored.
+//! The text is split into windows that do not see each other, as `llama-perplexity` does. The first token of a window is not
+//! scored. With `--stride S` windows overlap: each starts S tokens after the one before, and only tokens that no window has
+//! scored yet count, so that each has more context (the sliding window of the Transformers documentation). The text may be
+//! longer than the context of the model.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -21,15 +24,18 @@ use terminal::{ModelArgs, Result};
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text.
+    /// File with the text.
     #[arg(long)]
     text: PathBuf,
-    /// Tokens of the text that are read.
+    /// Number of tokens to score, from the start of the text. 0 scores the whole text.
     #[arg(long, default_value_t = 2000)]
     tokens: usize,
-    /// Tokens of a window; the model must have room for one more.
-    #[arg(long, default_value_t = 512)]
-    window: usize,
+    /// Tokens of a window, at most the context of the model less one. Default: 512, or that limit if it is smaller.
+    #[arg(long)]
+    window: Option<usize>,
+    /// Distance between the starts of windows. Default: the window, without overlap.
+    #[arg(long)]
+    stride: Option<usize>,
 }
 
 fn main() -> ExitCode {
@@ -46,23 +52,50 @@ fn run(args: &Args) -> Result<()> {
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(1);
 
-    // A request tells which ids the model's tokenizer made of its text; dropping the handle takes it back.
-    let mut ids = engine.submit(Request::text(text).with_sampling(params.clone()))?.prompt_token_ids().to_vec();
-    ids.truncate(args.tokens);
-    if args.window < 2 || ids.len() < 2 {
-        return Err("a window and the text must have at least 2 tokens".into());
+    let longest = engine.info().max_model_len as usize - 1;
+    let window = args.window.unwrap_or_else(|| longest.min(512));
+    let stride = args.stride.unwrap_or(window);
+    if !(2..=longest).contains(&window) || !(1..=window).contains(&stride) {
+        return Err(format!(
+            "--window {window} --stride {stride}: expected 2 <= window <= {longest}, 1 <= stride <= window"
+        )
+        .into());
+    }
+    let mut ids = engine.tokenize(&text, true)?;
+    if args.tokens > 0 {
+        ids.truncate(args.tokens);
+    }
+    if ids.len() < 2 {
+        return Err(format!("{}: expected a text of at least 2 tokens", args.text.display()).into());
     }
     params.prompt_logprobs = Some(0);
     let (mut nll, mut scored) = (0.0f64, 0usize);
-    for window in ids.chunks(args.window) {
-        let output = engine.submit(Request::tokens(window.to_vec()).with_sampling(params.clone()))?.collect_output()?;
-        let Some(logprobs) = &output.prompt_logprobs else { continue };
-        for at in logprobs.iter() {
+    // Position of the first token that no window has scored.
+    let mut next = 1;
+    for start in (0..ids.len()).step_by(stride) {
+        let end = ids.len().min(start + window);
+        if stride == window {
+            // Without overlap, the first token of a window has no context.
+            next = next.max(start + 1);
+        }
+        if next >= end {
+            break;
+        }
+        let request = Request::tokens(ids[start..end].to_vec()).with_sampling(params.clone());
+        let output = engine.submit(request)?.collect_output()?;
+        let logprobs =
+            output.prompt_logprobs.as_ref().ok_or("the engine returned no log-probabilities of the prompt")?;
+        // Entry 0 belongs to the second token of the window.
+        for at in logprobs.iter().skip(next - start - 1) {
             nll -= f64::from(at.chosen.logprob);
             scored += 1;
         }
+        next = end;
     }
     let mean = nll / scored as f64;
-    println!("perplexity {:.3} (mean negative log-likelihood {mean:.5} over {scored} tokens)", mean.exp());
+    println!(
+        "perplexity {:.3} (mean negative log-likelihood {mean:.5} over {scored} tokens, windows of {window}, stride {stride})",
+        mean.exp()
+    );
     Ok(())
 }

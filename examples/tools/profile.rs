@@ -2,7 +2,7 @@
 //! its arithmetic and its traffic, and how much that is of what the machine can do.
 //!
 //! ```sh
-//! cargo run --release --example profile -- --model MODEL.gguf --trace trace.json
+//! cargo run --release -p ascend-llm-tools --bin profile -- --model MODEL.gguf --trace trace.json
 //! ```
 //! The trace opens in `chrome://tracing` and in Perfetto. Rates are those of the cost model (see `graph::Cost`): operations
 //! and bytes that the plan asks for, whatever caches make of them. MFU and MBU are shares of the peaks in the first line: of
@@ -22,9 +22,10 @@ use ascend_llm::runner::{ForwardInput, ForwardOutput, ModelExecutor as _, ModelR
 use clap::Parser;
 use serde_json::{Value, json};
 
+mod compile_args;
 #[path = "../terminal/mod.rs"]
 mod terminal;
-use terminal::compile_args::CompileArgs;
+use compile_args::CompileArgs;
 use terminal::op_table::{OpTable, Rates};
 use terminal::{ModelArgs, Result};
 

@@ -1,31 +1,31 @@
-//! The compiler's knobs as options of a command line.
+//! Options of the graph compiler as options of a command line.
 
 use std::collections::BTreeMap;
 
 use ascend_llm::graph::{CompileOptions, Precision};
 
-use super::Result;
+use crate::terminal::Result;
 
 /// Options of the graph compiler.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompileArgs {
-    /// Preset over the knobs below, 0 to 3; the compiler's default if left out.
+    /// Optimization level, 0 to 3: a preset for the options below. Default: that of the compiler.
     #[arg(long)]
     pub opt_level: Option<u8>,
     /// Fusion level, 0 to 3.
     #[arg(long)]
     pub fusion: Option<u8>,
-    /// Most operations side by side, 1 to 4.
+    /// Maximum number of operations that run concurrently, 1 to 4.
     #[arg(long)]
     pub parallel_ops: Option<u8>,
-    /// What activations are rounded to: f32, bf16, f16 or mix; exceptions by projection behind it, as in
+    /// Type that activations are rounded to: f32, bf16, f16 or mix, followed by exceptions for projections, as in
     /// `f16,lm_head=f32,layers.0.mlp.down_proj=bf16`.
     #[arg(long, value_delimiter = ',')]
     pub precision: Vec<String>,
 }
 
 impl CompileArgs {
-    /// The same as the compiler takes them.
+    /// The options in the form of the compiler.
     pub fn options(&self) -> Result<CompileOptions> {
         let mut options = CompileOptions::default();
         (options.opt_level, options.fusion, options.parallel_ops) = (self.opt_level, self.fusion, self.parallel_ops);
