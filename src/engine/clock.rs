@@ -1,7 +1,7 @@
-//! Time as the engine sees it: an injected clock of microseconds.
+//! Time of the engine: an injected clock in microseconds.
 //!
-//! The loop reads no other clock, so a run under [`ManualClock`] is the same every time. Deadlines, queueing order with
-//! ageing and all timings in [`Stats`](super::Stats) come from here.
+//! The loop reads no other clock, so a run with [`ManualClock`] is repeatable. Deadlines, ageing in the queue and all
+//! times in [`Stats`](super::Stats) use this clock.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::scheduler::Tick;
 
 /// Where the engine reads the time.
 pub trait Clock: Send + Sync + Debug {
-    /// Microseconds since some fixed moment; never less than an earlier answer.
+    /// Microseconds since a fixed moment. Never decreases.
     fn now(&self) -> Tick;
 }
 
@@ -42,7 +42,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is told to move; clones share the time.
+/// A clock that advances only on request; clones share the time.
 #[derive(Clone, Debug, Default)]
 pub struct ManualClock {
     now_us: Arc<AtomicU64>,
@@ -72,7 +72,7 @@ pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Microseconds between two moments, zero if they stand the other way round.
+/// Microseconds from `from` to `to`; zero if `to` is earlier.
 pub(crate) fn elapsed_us(from: Tick, to: Tick) -> u64 {
     to.0.saturating_sub(from.0)
 }

@@ -1,6 +1,7 @@
-//! What an engine may use and how it schedules: plain data, checked once when the engine is built.
+//! Configuration of an engine: memory, limits and scheduling, checked once when the engine is built.
 //!
-//! Every field acts. Unknown keys are refused when a configuration is read from a file, and nothing is clamped.
+//! Each field has an effect. Unknown keys are refused when a configuration is read from a file, and values are not
+//! clamped.
 
 use crate::num::to_u32;
 use serde::{Deserialize, Serialize};
@@ -11,28 +12,31 @@ use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
 use crate::settings::{deserialize_settings, with_methods};
 
-/// Most steps in flight: a second one hides the host's work, and a third what of it varies; more would only waste rows.
+/// Maximum pipeline depth: the second step hides the host's work, and the third hides its variation; more would only
+/// waste rows.
 pub(crate) const MAX_PIPELINE_DEPTH: u32 = 3;
 
-/// How much memory keys and values get.
+/// Memory for keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum CacheBudget {
     /// That many blocks.
     Blocks(u32),
-    /// As many whole blocks as fit in that many bytes.
+    /// As many whole blocks as fit into this number of bytes.
     Bytes(u64),
-    /// Up to what `max_num_seqs` sequences of `max_model_len` could use: a quarter of what the host has free, or, on a device
-    /// with memory of its own, what weights and programs leave of it, less a tenth of the whole. Half as many blocks, or
-    /// less, where that turns out too much.
+    /// At most the blocks that `max_num_seqs` sequences of `max_model_len` tokens can use.
+    ///
+    /// Limited to a quarter of the host's free memory or, on a device with memory of its own, to the memory that
+    /// weights and programs leave, less a tenth of the whole. If that turns out too large, half as many blocks or
+    /// fewer.
     #[default]
     Auto,
 }
 
 /// Configuration of an engine; start from `default()` and set fields.
 ///
-/// JSON has the fields' names; absent fields keep their defaults and unknown keys are refused.
+/// JSON uses the names of the fields; absent fields keep their defaults and unknown keys are refused.
 ///
 /// ```
 /// # use ascend_llm::EngineConfig;
@@ -43,50 +47,57 @@ pub enum CacheBudget {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineConfig {
-    /// Most token rows in one step, prefill and decode together. A device that runs out of memory of its own while the model is
-    /// loaded takes half as many; [`EngineInfo::notes`](super::EngineInfo::notes) says so.
+    /// Token budget: maximum number of rows in one step, prefill and decode together.
+    ///
+    /// A device that runs out of its own memory while the model is loaded uses half as many;
+    /// [`EngineInfo::notes`](super::EngineInfo::notes) reports that.
     pub max_num_batched_tokens: u32,
     /// Most sequences in one step; a request of `n` choices counts `n`.
     pub max_num_seqs: u32,
-    /// Longest sequence, prompt and output together; `None` = the model's own limit.
+    /// Maximum length of a sequence, prompt and output together; `None` = the limit of the model.
     pub max_model_len: Option<u32>,
-    /// Tokens a KV block, a multiple of 16; `None` = the device's preference.
+    /// Tokens per KV block, a multiple of 16; `None` = the device's preference.
     pub block_size: Option<u32>,
     /// Memory for keys and values.
     pub kv_cache: CacheBudget,
-    /// Type of stored keys and values; `None` = what `numerics` says. Types other than `f32` go with numerics `fast`; `i8`
-    /// takes about half of `f16`'s memory and has to be asked for.
+    /// Type of stored keys and values; `None` = the type of `numerics`. Types other than `f32` require the numerics
+    /// `fast`; `i8` needs about half the memory of `f16`.
     pub kv_dtype: Option<KvDType>,
-    /// Arithmetic of the device. Results are the same whoever shares the batch in either mode.
+    /// Arithmetic of the device. In both modes results do not depend on the other requests of a batch.
     pub numerics: Numerics,
     /// Options of the graph compiler.
     pub compile: CompileOptions,
-    /// Ranks that the model is cut into. A device of several cards takes exactly as many as it was opened with; on the CPU one
-    /// team computes all of them. Answers are the same for every run with as many ranks, and within rounding those of any other number.
+    /// Number of tensor-parallel ranks.
+    ///
+    /// A device with several cards requires as many ranks as it has cards; on the CPU one thread pool computes all
+    /// ranks. Results are bit-equal for equal numbers of ranks, and agree within rounding otherwise.
     pub tensor_parallel_size: u32,
-    /// Whether computed prompts are kept and shared.
+    /// Whether computed prompts are cached and shared (prefix caching).
     pub prefix_caching: bool,
-    /// Which waiting request comes next.
+    /// Order in which waiting requests are admitted.
     pub policy: SchedulePolicy,
-    /// Most requests that wait for their first step; more are refused with `SubmitError::QueueFull`.
+    /// Maximum number of queued requests; more are refused with `SubmitError::QueueFull`.
     pub max_queue: u32,
-    /// Most log-probabilities a token that a request may ask for.
+    /// Maximum number of log-probabilities per token that a request may ask for.
     pub max_logprobs: u32,
-    /// Seed that requests without one of their own draw theirs from.
+    /// Seed from which the seeds of requests without their own are derived.
     pub seed: u64,
-    /// Steps in flight, 1 to 3; `None` = the device's preference (the CPU's is 1). With 1 each step ends before the next is
-    /// planned. With more, the next ones are planned and launched while one runs, greedy requests' tokens go from step to step
-    /// on the device, and up to `pipeline_depth - 1` rows a request are wasted when it stops. Answers are the same. A device
-    /// that computes inline, as the CPU does, only does the same things in another order.
+    /// Maximum number of in-flight steps, 1 to 3; `None` = the device's preference (1 on the CPU).
+    ///
+    /// With 1, each step ends before the next is planned. With more, the next steps are planned and launched while one
+    /// runs, the tokens of greedy requests go from step to step on the device, and up to `pipeline_depth - 1` rows of a
+    /// request are wasted when it stops. Outputs are equal at each depth. On a device that computes inline, such as the
+    /// CPU, a depth above 1 only changes the order of the work.
     pub pipeline_depth: Option<u32>,
-    /// Threads of the CPU device; `None` = the cores this process may use.
+    /// Threads of the CPU device; `None` = the processors that this process may use.
     pub threads: Option<usize>,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
         Self {
-            // vLLM's defaults for online serving: 2048 rows keep a mixed step short, 256 sequences fill it with decode.
+            // The defaults of vLLM for online serving: 2048 rows keep a mixed step short, 256 sequences fill it with
+            // decode rows.
             max_num_batched_tokens: 2048,
             max_num_seqs: 256,
             max_model_len: None,
@@ -133,7 +144,7 @@ impl EngineConfig {
         }
     }
 
-    /// Sets `max_model_len` to `longest`, the model's own limit, where it is left open, and returns it.
+    /// Sets `max_model_len` to `longest`, the limit of the model, if it is open, and returns it.
     pub(super) fn resolve_max_model_len(&mut self, longest: u32) -> Result<u32, ParamError> {
         let len = *self.max_model_len.get_or_insert(longest);
         if !(2..=longest).contains(&len) {

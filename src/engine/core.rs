@@ -1,12 +1,13 @@
 //! The engine as a step function: no thread, no clock of its own, no I/O.
 //!
-//! [`EngineCore::step`] looks at what callers want, plans and launches as many steps as may be in flight, and takes the
-//! oldest out: it samples, publishes and commits, in this order (see the head of `pipeline.rs`).
-//! A host that drives it has the whole engine under its own control; [`Engine`](super::Engine) is a thread around it.
+//! [`EngineCore::step`] polls the requests, plans and launches as many steps as may be in flight, and completes the
+//! oldest: it samples, publishes and commits, in this order (see the head of `pipeline.rs`). A host that drives a core
+//! controls each step; [`Engine`](super::Engine) is a thread around a core.
 //!
-//! Promises: a request that was cancelled or whose handle was dropped is gone, with its blocks, before the next plan; a
-//! request's failure ends that request only; a failed engine tells every open handle once and takes no more requests;
-//! a step in which nothing is admitted, ends or is preempted allocates nothing (log-probabilities apart).
+//! Guarantees: a request that was cancelled or whose handle was dropped ends and frees its blocks before the next plan;
+//! a failure of a request ends that request only; a failed engine reports its error once to each open handle and
+//! accepts no more requests; a step in which no sequence is admitted, finished or preempted does not allocate
+//! (log-probabilities excepted).
 
 use crate::num::to_u32;
 use crate::sampler::ParamError;
@@ -41,14 +42,14 @@ const DEFAULT_BLOCK_SIZE: u32 = 16;
 /// One block in that many stays free when a sequence is admitted, so that running ones can grow (vLLM's 1 %).
 const WATERMARK_SHARE: u32 = 100;
 
-/// What became of the plans made in one step, beside their rows.
+/// Effects of the plans made in one step, other than rows.
 #[derive(Clone, Copy, Debug, Default)]
 struct PlanCounts {
     preempted: usize,
     capped: usize,
 }
 
-/// The engine without a thread; see the head of this module's file for what it promises.
+/// The engine without a thread; the head of this module lists its guarantees.
 pub struct EngineCore {
     shared: Arc<Shared>,
     executor: Box<dyn ModelExecutor>,
@@ -62,15 +63,15 @@ pub struct EngineCore {
     utilization: Utilization,
     /// When the model gave its last results: it works on one step at a time.
     last_completed: Tick,
-    /// Plans in a row that held nothing although there was work.
+    /// Number of consecutive empty plans although work was left.
     empty_plans: u32,
     failed: Option<EngineError>,
 }
 
 impl EngineCore {
-    /// Puts an engine together around a model that is ready to run.
+    /// Assembles an engine around a model that is ready to run.
     ///
-    /// `config.kv_cache` must be settled to `Blocks`: how many fit is the business of whoever owns the device's memory.
+    /// `config.kv_cache` must be `Blocks`: only the owner of the device knows how many blocks fit into its memory.
     ///
     /// # Errors
     /// [`BuildError::Config`] for a configuration that is out of range or does not suit the model,
@@ -86,7 +87,7 @@ impl EngineCore {
         Self::assemble(config, executor, model, PromptEncoder::new(vocabulary, chat), clock, None)
     }
 
-    /// The same with the device and the facts of it that only a builder knows.
+    /// Like [`from_parts`](Self::from_parts), with the device and its facts, which only a builder has.
     pub(super) fn assemble(
         config: EngineConfig,
         executor: Box<dyn ModelExecutor>,
@@ -175,7 +176,7 @@ impl EngineCore {
 
     caller_methods!();
 
-    /// Whether there is nothing to do: no request waits or runs and no step is in flight, or the engine has failed.
+    /// Whether no work is left: no request is queued or runs and no step is in flight, or the engine has failed.
     pub fn is_idle(&self) -> bool {
         self.failed.is_some()
             || (self.requests.is_empty()
@@ -183,7 +184,10 @@ impl EngineCore {
                 && !self.shared.admission.doorbell().has_notification())
     }
 
-    /// Plans and launches what may be in flight, and takes the oldest step out. An error has ended the engine: every open handle has heard it, and each further call repeats it.
+    /// Plans and launches steps up to the pipeline depth, and completes the oldest.
+    ///
+    /// # Errors
+    /// An error ends the engine: each open handle has received it, and each further call returns it again.
     pub fn step(&mut self) -> Result<StepReport, EngineError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -191,7 +195,10 @@ impl EngineCore {
         self.run_step().inspect_err(|error| self.fail(error))
     }
 
-    /// Every invariant of the engine and of the parts it owns; for tests.
+    /// Checks all invariants of the engine and its parts, for tests.
+    ///
+    /// # Errors
+    /// The first violated invariant.
     pub fn check(&self) -> Result<(), String> {
         self.blocks.check()?;
         self.scheduler.check(&self.blocks)?;
@@ -218,7 +225,7 @@ impl EngineCore {
         Ok(report)
     }
 
-    /// Takes in what callers have asked for since the last step, and what the clock brings.
+    /// Processes new requests, cancellations and deadlines.
     fn poll_requests(&mut self, now: Tick) {
         if self.shared.admission.doorbell().take_notification() {
             let mut arrivals = std::mem::take(&mut self.admitted);
@@ -252,14 +259,15 @@ impl EngineCore {
             (admitted.params.n > 1).then(|| meta.clone().with_read_prefix_cache(true).with_prompt_logits(false));
         let seq = self.requests.admit(admitted, sibling);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
-            // What was checked at submission is refused all the same: say so rather than let it wait for ever.
+            // Submission has checked the same limits; if the scheduler refuses the sequence nevertheless, the request
+            // fails.
             self.requests.fail(request, RequestError::Schedule(error));
             self.shared.admission.leave_queue();
             self.remove_failed();
         }
     }
 
-    /// Schedules the choices whose choice 0 has just drawn its first token.
+    /// Schedules the choices whose choice 0 has just sampled its first token.
     fn fork_choices(&mut self, now: Tick) {
         for index in 0..self.sampler.forks().len() {
             let fork = self.sampler.forks()[index];
@@ -279,7 +287,7 @@ impl EngineCore {
         }
     }
 
-    /// Ends a request from outside, with all its choices and their blocks.
+    /// Ends a request with all its choices for a reason other than its tokens, and frees their blocks.
     fn finish_request(&mut self, request: RequestId, reason: &FinishReason, now: Tick) {
         let (open, queued) = self.requests.open_choices(request);
         if queued {
@@ -291,7 +299,7 @@ impl EngineCore {
         }
     }
 
-    /// Plans a step and launches it; false if there is nothing to compute.
+    /// Plans and launches a step; returns false if there is no work.
     fn launch(&mut self, planned: &mut PlanCounts) -> Result<bool, EngineError> {
         let now = self.shared.clock.now();
         self.scheduler.schedule(now, &mut self.blocks);
@@ -321,7 +329,7 @@ impl EngineCore {
         Ok(true)
     }
 
-    /// Waits for the oldest step in flight, draws its tokens, publishes and commits them.
+    /// Waits for the oldest in-flight step, samples its tokens, publishes and commits them.
     fn complete_step(&mut self, mut step: InFlightStep) -> Result<StepReport, EngineError> {
         let Self { scheduler, blocks, requests, sampler, executor, shared, .. } = self;
         step.mark_stale(scheduler);
@@ -365,7 +373,7 @@ impl EngineCore {
         Ok(report)
     }
 
-    /// Lets requests go that failed in this step.
+    /// Removes the requests that failed in this step.
     fn remove_failed(&mut self) {
         while let Some(open) = self.requests.next_failed() {
             for seq in open {
@@ -374,7 +382,8 @@ impl EngineCore {
         }
     }
 
-    /// A plan may be empty once, when its room went to ending or preempting sequences; not twice with work to do.
+    /// A plan may be empty once, if the step only ended or preempted sequences; twice in a row with work left is a
+    /// stall.
     fn detect_stall(&mut self, moved: bool) -> Result<(), EngineError> {
         let idle = self.scheduler.is_idle();
         self.empty_plans = if moved || idle { 0 } else { self.empty_plans + 1 };
@@ -401,7 +410,7 @@ impl EngineCore {
         counters.set_utilization(self.utilization);
     }
 
-    /// Ends the engine: no more requests are taken, and every open handle hears the error.
+    /// Ends the engine: it accepts no more requests, and each open handle receives the error.
     pub(crate) fn fail(&mut self, error: &EngineError) {
         self.failed = Some(error.clone());
         self.shared.admission.advance(Lifecycle::Ended(Some(error.clone())));
@@ -425,7 +434,7 @@ impl EngineCore {
     }
 }
 
-/// Handles that are still open hear that the engine is gone.
+/// Open handles receive an error, since the engine ends.
 impl Drop for EngineCore {
     fn drop(&mut self) {
         self.shared.admission.advance(Lifecycle::Ended(None));
@@ -444,7 +453,7 @@ impl std::fmt::Debug for EngineCore {
     }
 }
 
-/// Checks the configuration and fills in what the model settles.
+/// Checks the configuration and resolves the values that depend on the model.
 fn resolve_config(
     mut config: EngineConfig,
     model: &ModelLimits,

@@ -1,10 +1,11 @@
-//! Errors: one enum for each thing a caller does (build, submit, read a request, run the engine).
+//! Errors: one enum per operation of the caller (build, submit, read a request, run the engine).
 //!
-//! `Display` is the whole sentence, causes included; `source()` goes on below it where an error of the system or of another
-//! crate is the cause. [`ErrorKind`] sorts all of them for hosts that map errors to answers of their own, such as HTTP's.
+//! `Display` is a whole sentence that includes the causes; `source()` returns an error of the system or of another
+//! crate, if one is the cause. [`ErrorKind`] classifies all errors for hosts that map them to responses, such as
+//! HTTP's.
 //!
-//! A request's failure is a [`RequestError`] and never ends the engine; an [`EngineError`] ends it, and every open handle
-//! gets it as [`RequestError::Engine`].
+//! A failure of a request is a [`RequestError`] and never ends the engine. An [`EngineError`] ends the engine, and each
+//! open handle receives it as [`RequestError::Engine`].
 
 use crate::device::DeviceError;
 use crate::graph::CompileError;
@@ -16,7 +17,7 @@ use crate::weights::WeightError;
 
 use super::request::Request;
 
-/// Kind of an error, for hosts that map errors to answers of their own.
+/// Kind of an error, for hosts that map errors to responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -46,7 +47,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// Whether the caller has to change the request: sending it again unchanged fails again.
+    /// Whether the caller must change the request: submitting it again unchanged fails again.
     #[must_use]
     pub const fn is_client_error(self) -> bool {
         matches!(self, Self::InvalidRequest | Self::PromptTooLong)
@@ -58,8 +59,9 @@ impl ErrorKind {
         matches!(self, Self::QueueFull | Self::ShuttingDown)
     }
 
-    /// The HTTP status that a service would answer with: 400 for errors of the client, 429 for a full queue, 503 for an
-    /// engine that shuts down, 500 for everything else.
+    /// HTTP status for this kind.
+    ///
+    /// 400 for errors of the client, 429 for a full queue, 503 for an engine that shuts down, 500 otherwise.
     #[must_use]
     pub const fn http_status(self) -> u16 {
         match self {
@@ -70,7 +72,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind as one word, as it is serialized.
+    /// The kind as one word, as in its serialized form.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -109,12 +111,12 @@ pub enum BuildError {
     /// A field of the configuration is out of its range or contradicts another.
     #[error("configuration: {0}")]
     Config(ParamError),
-    /// The model and the runner disagree on the width of a row of logits.
+    /// Model and runner disagree on the width of a row of logits.
     #[error("the model has a vocabulary of {model}, but its runner gives rows of {runner} logits")]
     VocabSize {
         /// Entries of the model's vocabulary.
         model: u32,
-        /// Width of a row as the runner states it.
+        /// Width of the runner's rows.
         runner: usize,
     },
     /// The memory budget leaves too little for keys and values.
@@ -125,11 +127,11 @@ pub enum BuildError {
     CacheDoesNotFit {
         /// Bytes that may be used for it: by the configuration, or by the device's free memory when the pool was allocated.
         budget_bytes: u64,
-        /// Bytes that weights and plans take beside it.
+        /// Bytes that weights and programs use.
         taken_bytes: u64,
         /// Bytes of one KV block.
         block_bytes: u64,
-        /// Bytes of the pool that was asked for, or of the smallest that would do.
+        /// Bytes of the requested pool, or of the smallest usable one.
         needed_bytes: u64,
         /// Tokens that the blocks within the budget hold: with one sequence the longest `max_model_len`.
         fitting_tokens: u64,
@@ -172,7 +174,7 @@ impl BuildError {
     }
 }
 
-/// Why a request was not taken. Nothing of it is left in the engine.
+/// Reason why a request was refused. A refused request leaves nothing in the engine.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubmitError {
@@ -184,7 +186,7 @@ pub enum SubmitError {
     TooLong {
         /// Tokens of the prompt.
         prompt_tokens: usize,
-        /// The longest prompt this engine takes.
+        /// The longest prompt that the engine accepts.
         limit_tokens: u32,
     },
     /// The whole pool of KV blocks is too small for the prompt.
@@ -214,13 +216,13 @@ pub enum SubmitError {
         /// The template's own words.
         reason: String,
     },
-    /// The queue is full. The request comes back, to be submitted later.
+    /// The queue is full. The error returns the request for a later attempt.
     #[error("the queue is full")]
     QueueFull(Box<Request>),
-    /// The engine is shut down. The request comes back.
+    /// The engine is shut down. The error returns the request.
     #[error("the engine is shut down")]
     Closed(Box<Request>),
-    /// The engine has failed. The request comes back.
+    /// The engine has failed. The error returns the request.
     #[error("the engine has failed: {cause}")]
     Failed {
         /// The request.
@@ -242,12 +244,12 @@ impl SubmitError {
         }
     }
 
-    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }
 
-    /// The request, where the error hands it back.
+    /// The request, if the error returns it.
     pub fn into_request(self) -> Option<Request> {
         match self {
             Self::QueueFull(request) | Self::Closed(request) | Self::Failed { request, .. } => Some(*request),
@@ -256,12 +258,13 @@ impl SubmitError {
     }
 }
 
-/// Why a request that was taken did not come to its end.
+/// Reason why an accepted request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// A row of this request has infinite or NaN values, in the last layer's sums or in its logits: the model's arithmetic
-    /// overflowed, with f32 activations as well where these were to be tried.
+    /// A row of the request has infinite or NaN values in the last layer's sums or in its logits.
+    ///
+    /// The model's arithmetic overflowed, also in the f32 fallback if the policy asks for one.
     #[error("values at position {position} are not finite: the model overflowed in this numeric mode")]
     NonFinite {
         /// The choice.
@@ -269,7 +272,7 @@ pub enum RequestError {
         /// Position in the sequence of the first token whose row is bad.
         position: u32,
     },
-    /// A value was too large for the type it is stored in, and the policy is to end the request.
+    /// A value was too large for its type, and the policy is to end the request.
     #[error(
         "a value of the token at position {position} is too large for the type it is stored in; the overflow policies \
          `clamp` and `retry_f32` would go on"
@@ -321,7 +324,7 @@ impl RequestError {
             | Self::Overflow { .. }
             | Self::Sample { cause: SampleError::NonFinite { .. }, .. } => ErrorKind::Numeric,
             Self::CustomOp { .. } => ErrorKind::CustomOp,
-            // Bias, allowed ids and bad words can leave a row without any token.
+            // Bias, allowed ids and bad words can exclude every token of a row.
             Self::Sample { .. } => ErrorKind::InvalidRequest,
             Self::Schedule(_) => ErrorKind::Internal,
             Self::Engine(error) => error.kind(),
@@ -329,7 +332,7 @@ impl RequestError {
         }
     }
 
-    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }
@@ -339,20 +342,20 @@ impl RequestError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The device failed in a step; its memory cannot be trusted any more.
+    /// The device failed in a step, so the contents of its memory are unreliable.
     #[error("device: {0}")]
     Device(DeviceError),
-    /// The runner's answer has not the shape asked for.
+    /// The result of the runner does not have the requested shape.
     #[error("the runner gave {got} {what}, expected {expected}")]
     BadAnswer {
-        /// What was counted.
+        /// The counted items.
         what: &'static str,
         /// How many came.
         got: usize,
-        /// How many were asked for.
+        /// The requested number.
         expected: usize,
     },
-    /// There is work, and the scheduler plans none of it.
+    /// There is work, but the scheduler plans none of it.
     #[error("no progress: {waiting} sequences wait, {running} run, and nothing was planned")]
     Stalled {
         /// Sequences that wait.
@@ -382,10 +385,10 @@ impl EngineError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GenerateError {
-    /// The request was not taken.
+    /// The request was refused.
     #[error(transparent)]
     Submit(#[from] SubmitError),
-    /// The request did not come to its end.
+    /// The request failed.
     #[error(transparent)]
     Request(#[from] RequestError),
 }
@@ -399,7 +402,7 @@ impl GenerateError {
         }
     }
 
-    /// Whether the caller has to change the request; see [`ErrorKind::is_client_error`].
+    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }

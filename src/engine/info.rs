@@ -1,4 +1,4 @@
-//! What an engine says of itself: what it runs and on what, its limits, its health, and what a step did.
+//! Facts about an engine: model, device and limits, health, and the report of a step.
 
 use serde::Serialize;
 
@@ -8,29 +8,29 @@ use crate::model::Architecture;
 use crate::version::{COMMIT, VERSION};
 use crate::weights::DType;
 
-/// How far loading has come.
+/// Progress of loading a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadProgress {
     /// Bytes of weights read so far.
     pub done_bytes: u64,
-    /// Bytes of all weights, as often as there are ranks: each reads all and keeps its part.
+    /// Bytes of all weights, once for each rank: each rank reads all weights and keeps its shard.
     pub total_bytes: u64,
-    /// Buckets of rows that have run a step, if the engine is warmed up.
+    /// Buckets that have run their warm-up step.
     pub warm_buckets: u32,
-    /// Buckets that are to run one.
+    /// Buckets to run during warm-up.
     pub total_buckets: u32,
 }
 
 /// The model, the device and the sizes in force.
 ///
-/// Facts that only a builder knows are `None`, 0 or empty for an [`EngineCore`](super::EngineCore) made of parts.
+/// For an [`EngineCore`](super::EngineCore) made of parts, facts that only a builder knows are `None`, 0 or empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineInfo {
     /// Version of this crate.
     pub version: &'static str,
-    /// Commit the crate was built from: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
+    /// Commit of the crate: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
     pub commit: Option<&'static str>,
     /// Family of the model.
     pub architecture: Option<Architecture>,
@@ -38,7 +38,7 @@ pub struct EngineInfo {
     pub parameters: u64,
     /// Type that most elements of its matrices are stored in.
     pub weight_dtype: Option<DType>,
-    /// Ids the model knows.
+    /// Number of token ids of the model.
     pub vocab_size: u32,
     /// Longest sequence, prompt and output together.
     pub max_model_len: u32,
@@ -46,7 +46,7 @@ pub struct EngineInfo {
     pub device: Option<&'static str>,
     /// Description of the device for people: processor, instruction set, threads.
     pub device_description: String,
-    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. The device's own
+    /// Sizes that are smaller than configured because the device ran out of memory, with the reason. The device's own
     /// notes are in [`Engine::device_notes`](super::Engine::device_notes).
     pub notes: Vec<String>,
     /// Arithmetic of the device.
@@ -65,13 +65,13 @@ pub struct EngineInfo {
     pub pool_bytes: u64,
     /// Bytes of all plans' arenas.
     pub arena_bytes: u64,
-    /// Steps of the plan for the largest batches: as many launches a batch.
+    /// Number of steps of the plan for the largest batches, which is the number of launches per batch.
     pub plan_steps: u32,
-    /// Groups of steps that may run side by side: as many barriers a batch meets.
+    /// Number of groups of steps that may run concurrently, which is the number of barriers per batch.
     pub plan_groups: u32,
     /// Cost of one token of one sequence of `max_model_len` tokens.
     pub decode_cost: Cost,
-    /// Cost of `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
+    /// Cost of `max_num_batched_tokens` prompt tokens in one step, in as few sequences as possible.
     pub prefill_cost: Cost,
     /// The plans by the rows they are made for, ascending.
     pub buckets: Vec<BucketInfo>,
@@ -97,9 +97,9 @@ impl EngineInfo {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BucketInfo {
-    /// Most rows it takes. A device with fixed shapes computes as many for every batch.
+    /// Maximum number of rows. A device with fixed shapes computes this many for each batch.
     pub rows: u32,
-    /// Fewest rows it is used for: one more than the bucket before it takes.
+    /// Smallest number of rows that uses this bucket: one more than the bucket before it holds.
     pub fewest_rows: u32,
     /// Steps, of all ranks.
     pub launches: u32,
@@ -107,13 +107,14 @@ pub struct BucketInfo {
     pub groups: u32,
     /// Bytes of the arenas of all ranks.
     pub arena_bytes: u64,
-    /// `rows` prompt tokens, of as few sequences as hold that many.
+    /// Cost of `rows` prompt tokens, in as few sequences as possible.
     pub cost: Cost,
-    /// `fewest_rows` prompt tokens: what a device with fixed shapes adds to them by padding is the difference to `cost`.
+    /// Cost of `fewest_rows` prompt tokens. On a device with fixed shapes, the difference to `cost` is the cost of
+    /// padding.
     pub fewest_rows_cost: Cost,
 }
 
-/// What a step costs that has only rows of prompts in it, each from its beginning, of as few sequences as hold that many.
+/// Cost of a step that has only prompt rows, each prompt from its beginning, in as few sequences as possible.
 pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: &KvGeometry) -> Cost {
     let mut lens = Vec::new();
     let mut left = rows;
@@ -125,38 +126,39 @@ pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: 
     costs.into_iter().sum()
 }
 
-/// What the engine must know of the model behind its [`ModelExecutor`](crate::runner::ModelExecutor).
+/// Facts about the model of a [`ModelExecutor`](crate::runner::ModelExecutor) that the engine needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelLimits {
-    /// Ids the model knows.
+    /// Number of token ids of the model.
     pub vocab_size: u32,
-    /// Longest sequence the model takes.
+    /// Maximum length of a sequence in tokens.
     pub max_model_len: u32,
-    /// Ids that end a sequence unless a request says `ignore_eos`.
+    /// Ids that end a sequence unless a request sets `ignore_eos`.
     pub eos_ids: Vec<u32>,
-    /// Names the model and all else that changes what a KV block holds; keys of the prefix cache begin with it.
+    /// Fingerprint of the model and of everything else that determines the contents of a KV block. It is part of each
+    /// key of the prefix cache.
     pub fingerprint: u128,
-    /// Most rows of logits that the model may be asked for at once; what wants more is cut into several steps.
+    /// Maximum number of rows of logits in one step; a prompt that needs more is split over several steps.
     pub max_logit_rows: u32,
 }
 
 impl ModelLimits {
-    /// Limits of a model without end-of-sequence ids, whose runner has room for any number of logits.
+    /// Limits of a model without end-of-sequence ids, with no limit on the rows of logits.
     #[must_use]
     pub fn new(vocab_size: u32, max_model_len: u32) -> Self {
         Self { vocab_size, max_model_len, eos_ids: Vec::new(), fingerprint: 0, max_logit_rows: u32::MAX }
     }
 }
 
-/// Whether an engine runs and takes requests.
+/// Whether an engine runs and accepts requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Health {
-    /// It runs and takes requests.
+    /// The engine runs and accepts requests.
     Ready,
-    /// It runs, but takes no request just now: the queue is full, or it is shutting down.
+    /// The engine runs but accepts no requests at the moment: the queue is full, or it is shutting down.
     NotAccepting,
     /// It was shut down.
     Stopped,
@@ -164,7 +166,7 @@ pub enum Health {
     Failed,
 }
 
-/// What one step did.
+/// Report of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepReport {
@@ -172,7 +174,7 @@ pub struct StepReport {
     pub sequences: u32,
     /// Rows computed.
     pub rows: u32,
-    /// Tokens drawn.
+    /// Sampled tokens.
     pub sampled_tokens: u32,
     /// Choices that ended on the step's own results.
     pub finished: u32,

@@ -1,23 +1,22 @@
 //! The engine: requests in, tokens out.
 //!
-//! [`Engine`] is what most programs want: it lives on a thread of its own, may be cloned and shared, and takes
-//! [`Request`]s from anywhere. [`EngineCore`] is the same engine without the thread, for hosts that drive every step
-//! themselves; below it, hosts with a loop of their own use [`ModelExecutor`](crate::runner::ModelExecutor) and
-//! [`Sampler`](crate::sampler::Sampler) directly.
+//! [`Engine`] suits most programs: it runs on its own thread, may be cloned and shared, and accepts [`Request`]s from
+//! any thread. [`EngineCore`] is the same engine without the thread, for hosts that drive each step. Hosts with their
+//! own loop use [`ModelExecutor`](crate::runner::ModelExecutor) and [`Sampler`](crate::sampler::Sampler) directly.
 //!
 //! # Layout
-//! - `request`: what a caller holds ([`Request`], [`RequestHandle`], [`Output`]) and the admission that checks requests;
-//! - `core`: [`EngineCore::step`], the loop; `step`: the state that one step works on;
+//! - `request`: the caller's side ([`Request`], [`RequestHandle`], [`Output`]) and the admission that checks requests;
+//! - `core`: [`EngineCore::step`], the loop; `step`: the state of one step;
 //! - `thread`: the engine's thread; `shared`: the part that callers share with the loop;
 //! - `build`: [`EngineBuilder`], from a path to an engine; `metrics`: counters and utilization.
 //!
 //! # Life of a request
-//! `submit` checks it on the caller's thread and queues it ([`SubmitError`] says why not). Each step schedules rows, runs the
-//! model, samples, and merges new output into the [`RequestHandle`]'s mailbox; the last [`Delta`] of a choice says why it
-//! ended. Dropping the handle takes the request out before the next step.
+//! `submit` checks a request on the caller's thread and queues it, or returns a [`SubmitError`]. Each step schedules
+//! rows, runs the model, samples, and merges new output into the mailbox of the [`RequestHandle`]; the last [`Delta`]
+//! of a choice holds its finish reason. Dropping the handle cancels the request before the next step.
 //!
 //! A request without a seed gets one derived from the engine's seed and its place in the order of submission: runs that
-//! submit in the same order repeat, and two equal requests in one engine still differ.
+//! submit in the same order are repeatable, and two equal requests in one engine still differ.
 
 #![forbid(unsafe_code)]
 
@@ -62,9 +61,9 @@ use request::admission::Lifecycle;
 use shared::{Shared, caller_methods};
 use thread::EngineThread;
 
-/// An engine on a thread of its own; clones are the same engine.
+/// An engine on its own thread; clones refer to the same engine.
 ///
-/// Dropping the last clone ends it after the step that runs, without waiting for it: open handles end with
+/// Dropping the last clone ends the engine after the current step, without waiting for it: open handles end with
 /// [`RequestError::Closed`]. [`shutdown`](Self::shutdown) lets requests finish first and waits.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -90,10 +89,10 @@ impl Engine {
         Ok(Self { inner: Arc::new(Inner { shared, thread }) })
     }
 
-    /// Continues a text and waits for all of it. For one answer: `n` must be 1.
+    /// Completes a text and waits for the whole answer. For one answer: `n` must be 1.
     ///
     /// # Errors
-    /// [`GenerateError::Submit`] if the request is not taken, [`GenerateError::Request`] if it fails.
+    /// [`GenerateError::Submit`] if the request is refused, [`GenerateError::Request`] if it fails.
     pub fn generate(&self, prompt: impl Into<Prompt>, params: &SamplingParams) -> Result<String, GenerateError> {
         if params.n != 1 {
             let error = ParamError::new("n", params.n, "1: submit the request to get several answers");
@@ -103,7 +102,7 @@ impl Engine {
         Ok(output.choices.into_iter().next().map(|choice| choice.text).unwrap_or_default())
     }
 
-    /// Answers the last message of a conversation and waits for all of it. For one answer: `n` must be 1.
+    /// Answers a conversation and waits for the whole answer. For one answer: `n` must be 1.
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
@@ -111,15 +110,15 @@ impl Engine {
         self.generate(Prompt::Chat(chat.into()), params)
     }
 
-    /// Takes no more requests and returns at once; those that were taken run to their ends, then the thread ends.
+    /// Stops admission and returns at once; accepted requests run to their ends, then the thread ends.
     pub fn close(&self) {
         self.inner.shared.admission.advance(Lifecycle::Draining(None));
     }
 
-    /// Takes no more requests, lets those that were taken finish for no longer than `grace` by the engine's clock, ends the
-    /// others with [`RequestError::Closed`], and waits for the thread. Other clones then refuse requests.
+    /// Stops admission, lets accepted requests finish for at most `grace` by the engine's clock, ends the others with
+    /// [`RequestError::Closed`], and waits for the thread. Other clones then refuse requests.
     ///
-    /// It blocks; async code uses [`shutdown_async`](Self::shutdown_async).
+    /// This call blocks; async code uses [`shutdown_async`](Self::shutdown_async).
     ///
     /// # Errors
     /// The error that ended the engine, if it failed.

@@ -1,4 +1,4 @@
-//! The part of an engine that callers share with its loop, and the calls that need nothing else.
+//! State of an engine that callers share with its loop, and the methods that need only this state.
 
 use std::sync::Arc;
 
@@ -56,24 +56,25 @@ impl Shared {
 /// type has a method `shared`.
 macro_rules! caller_methods {
     () => {
-        /// Checks a request, queues it and returns at once; never waits for the device. A text or chat prompt is encoded on
-        /// the caller's thread.
+        /// Checks a request, queues it and returns at once, without waiting for the device. A text or chat prompt is
+        /// encoded on the caller's thread.
         ///
         /// # Errors
-        /// [`SubmitError`] names the field that is out of range, or says that the queue is full or the engine shut down.
+        /// [`SubmitError`] names the field that is out of range, or reports a full queue or an engine that is shut
+        /// down.
         pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
             self.shared().admission.submit(request)
         }
 
-        /// The token ids of a text. `add_special` adds what the tokenizer puts around a prompt (BOS, for example).
+        /// Encodes a text. `add_special` adds the tokens that the tokenizer puts around a prompt (BOS, for example).
         ///
         /// # Errors
-        /// [`SubmitError::Param`] without a vocabulary, [`SubmitError::Encode`] if it refuses the text.
+        /// [`SubmitError::Param`] without a vocabulary, [`SubmitError::Encode`] if the vocabulary refuses the text.
         pub fn tokenize(&self, text: &str, add_special: bool) -> Result<Vec<u32>, SubmitError> {
             self.shared().admission.encoder().tokenize(text, add_special)
         }
 
-        /// The text of token ids. `skip_special` leaves control tokens out. Bytes that are no character become U+FFFD.
+        /// Decodes token ids. `skip_special` omits control tokens. Bytes that are not UTF-8 become U+FFFD.
         ///
         /// # Errors
         /// [`SubmitError::Param`] without a vocabulary.
@@ -89,10 +90,11 @@ macro_rules! caller_methods {
             Ok(self.shared().admission.encoder().encode(&prompt.into())?.len())
         }
 
-        /// The text that the chat template makes of a conversation.
+        /// Renders a conversation with the chat template.
         ///
         /// # Errors
-        /// [`SubmitError::Param`] without a chat template, [`SubmitError::Render`] if it refuses the conversation.
+        /// [`SubmitError::Param`] without a chat template, [`SubmitError::Render`] if the template refuses the
+        /// conversation.
         pub fn render_chat(&self, chat: impl Into<ChatPrompt>) -> Result<String, SubmitError> {
             self.shared().admission.encoder().render(&chat.into())
         }
@@ -102,9 +104,9 @@ macro_rules! caller_methods {
             self.shared().stats()
         }
 
-        /// The device's peak rates, where they are known; with [`Stats::utilization`] they say how well it is used.
+        /// Peak rates of the device, if known; with [`Stats::utilization`] they show how well it is used.
         ///
-        /// The first call may measure for some tens of milliseconds, and is best made while nothing runs; see
+        /// The first call may measure for some tens of milliseconds, and should be made while the engine is idle; see
         /// [`Telemetry::peak_rates`](crate::device::Telemetry::peak_rates).
         ///
         /// ```
@@ -125,10 +127,10 @@ macro_rules! caller_methods {
             self.shared().peak_rates()
         }
 
-        /// Energy that the device has used since the first call, in microjoules, where it has a meter that may be read.
+        /// Energy that the device has used since the first call, in microjoules, if it has a readable meter.
         ///
-        /// Differences count; with the tokens of the same time in [`stats`](Self::stats) they give joules a token. See
-        /// [`Telemetry::energy_uj`](crate::device::Telemetry::energy_uj).
+        /// The difference of two calls, with the tokens of the same interval in [`stats`](Self::stats), gives joules
+        /// per token. See [`Telemetry::energy_uj`](crate::device::Telemetry::energy_uj).
         ///
         /// ```
         /// # use ascend_llm::{Engine, SamplingParams};
@@ -148,7 +150,7 @@ macro_rules! caller_methods {
             self.shared().energy_uj()
         }
 
-        /// The device's notes as they stand, such as why a fallback is in use; see
+        /// Notes of the device, such as why a fallback is in use; see
         /// [`Telemetry::notes`](crate::device::Telemetry::notes).
         pub fn device_notes(&self) -> Vec<String> {
             self.shared().device_notes()

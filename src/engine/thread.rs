@@ -1,7 +1,7 @@
-//! The engine's thread: steps a core while there is work, sleeps while there is none.
+//! The engine's thread: steps a core while there is work, and sleeps otherwise.
 //!
-//! Only this thread touches the core. It ends on request, after a drain, or when the engine fails; in each case the core is
-//! dropped and every open handle gets an error.
+//! Only this thread touches the core. The thread ends on request, after a drain, or when the engine fails; in each case
+//! the core is dropped and each open handle receives an error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::core::EngineCore;
 use super::error::EngineError;
 use super::request::admission::Lifecycle;
 
-/// Wakes the futures that wait for the thread's end.
+/// Wakers of the futures that wait for the end of the thread.
 #[cfg(feature = "async")]
 #[derive(Debug, Default)]
 struct Finished {
@@ -23,7 +23,7 @@ struct Finished {
     wakers: Vec<std::task::Waker>,
 }
 
-/// Tells the waiting futures when it is dropped, which is after everything else on the thread.
+/// Wakes the waiting futures when it is dropped, after everything else on the thread.
 #[cfg(feature = "async")]
 struct FinishOnDrop(Arc<Mutex<Finished>>);
 
@@ -36,7 +36,7 @@ impl Drop for FinishOnDrop {
             std::mem::take(&mut finished.wakers)
         };
         for waker in wakers {
-            // A waker is code of the host: its panic concerns the host alone.
+            // A waker is code of the host; its panic must not end the engine.
             let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
     }
@@ -70,7 +70,8 @@ impl EngineThread {
         })
     }
 
-    /// Waits for the thread. From the thread itself (a waker or vocabulary that held the last engine) it returns at once.
+    /// Waits for the thread. Returns at once if called from the thread itself (by a waker or vocabulary that held the
+    /// last engine).
     pub fn join(&self) {
         if std::thread::current().id() == self.id {
             return;
@@ -81,7 +82,7 @@ impl EngineThread {
         }
     }
 
-    /// Ready once the thread has dropped everything it owned; until then it keeps the waker.
+    /// Ready once the thread has dropped everything it owned; until then the waker is stored.
     #[cfg(feature = "async")]
     pub fn poll_finished(&self, context: &std::task::Context<'_>) -> std::task::Poll<()> {
         let mut finished = self.finished.lock();

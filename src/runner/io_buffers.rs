@@ -6,11 +6,12 @@
 //!   output stream  ───────────────────────────────────────────────────────── wait ──┴─ copy status, argmax, logits ─┐ done
 //!   host           ────────────────────────────────────────────────────────────────────────────────────────── read ─┘
 //! ```
-//! The buffers belong to their batch from its launch until it is collected. By then the host has waited for `done`, so every
-//! operation that names them has ended, with one exception: copies of sampled tokens for later batches read `argmax`. Those
-//! copies precede their own launches on the compute stream, and so does the next launch that writes these buffers.
+//! The buffers belong to their batch from its launch until it is collected. By then the host has waited for `done`, so
+//! each operation that uses them has ended, with one exception: copies of sampled tokens for later batches read
+//! `argmax`. Those copies precede their own launches on the compute stream, and so does the next launch that writes
+//! these buffers.
 //!
-//! On devices with unified memory nothing is copied to the host: results are read in place once `launched` is reached.
+//! On devices with unified memory there is no copy to the host: results are read in place once `launched` is reached.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -64,7 +65,7 @@ struct LaunchedBatch {
     done_event: EventId,
 }
 
-/// Buffers of one batch in flight; the module's head draws the order of their use.
+/// Buffers of one batch in flight; the module's head shows the order of their use.
 #[derive(Debug)]
 pub(crate) struct BatchBuffers {
     token_ids: OwnedBuffer,
@@ -87,7 +88,7 @@ pub(crate) struct BatchBuffers {
     launched: Option<LaunchedBatch>,
 }
 
-/// The lists of one launch as the device takes them; reused by every launch.
+/// Index lists of one launch in the form of the device, reused by each launch.
 #[derive(Debug)]
 pub(crate) struct HostStaging {
     tokens: Vec<u32>,
@@ -171,14 +172,14 @@ impl BatchBuffers {
         })
     }
 
-    /// Takes a batch; nothing of it is launched yet.
+    /// Takes a batch without launching it.
     pub fn begin(&mut self, input: ForwardInput) {
         self.input = input;
         self.custom_failures.clear();
         self.launched = None;
     }
 
-    /// Writes the selected rows of a batch to the device; later work on the compute stream waits for that.
+    /// Writes the selected rows of a batch to the device; later work on the compute stream waits for the write.
     pub fn stage(
         &self,
         device: &dyn Device,

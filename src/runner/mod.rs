@@ -1,11 +1,11 @@
-//! The narrow waist between the loop and the device: one batch of rows in, logits out.
+//! Interface between the engine's loop and the device: a batch of rows in, logits out.
 //!
-//! Hosts with a loop of their own call this and [`Sampler`](crate::sampler) directly; the engine's tests drive the loop
-//! with a scripted model behind the same trait.
+//! Hosts with their own loop call this module and the [`Sampler`](crate::sampler) directly. The engine's tests drive
+//! the loop with a scripted model that implements the same trait.
 //!
-//! A batch has two phases: [`ModelExecutor::launch`] takes its rows, [`ModelExecutor::collect`] gives what came of them. Between the two
-//! it is *in flight*, and further batches may be launched: they run in the order of their launches, as if each had ended
-//! before the next began. [`ModelExecutor::forward`] is both at once.
+//! A batch has two phases: [`ModelExecutor::launch`] takes its rows, [`ModelExecutor::collect`] returns its results.
+//! Between the two, the batch is *in flight*, and further batches may be launched: they run in the order of their
+//! launches, as if each had ended before the next began. [`ModelExecutor::forward`] combines both phases.
 
 mod io_buffers;
 mod model_runner;
@@ -23,19 +23,19 @@ use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
 use crate::settings::with_methods;
 
-/// One step's batch: rows of all sequences concatenated, sequence after sequence.
+/// Batch of one step: the rows of all sequences, concatenated by sequence.
 ///
 /// ```text
-/// tokens     [ s0 s0 s0 | s1 | s2 s2 ]      one row a token
-/// q_lens     [ 3          1    2     ]      rows a sequence brings in this step
-/// kv_lens    [ 3          40   18    ]      tokens in its cache after this step, its own rows included
-/// tables     [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks a sequence, concatenated
-/// logit_rows [ 2, 3, 5 ]                    rows whose logits are wanted, ascending
-/// f32_from   [ -, -, 9 ]                    position from which on a sequence runs with f32 activations (or empty: none)
-/// best_only  [ f, t, f ]                    rows of logits of which only the best is wanted (or empty: none)
-/// fed        [ (3, ticket 7, 0) ]           rows whose token is the best of a row of logits of a batch in flight
+/// tokens      [ s0 s0 s0 | s1 | s2 s2 ]      one row per token
+/// q_lens      [ 3          1    2     ]      rows of each sequence in this step
+/// kv_lens     [ 3          40   18    ]      tokens in its cache after this step, including its own rows
+/// tables      [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks per sequence, concatenated
+/// logit_rows  [ 2, 3, 5 ]                    rows whose logits are requested, ascending
+/// f32_from    [ -, -, 9 ]                    first position that runs with f32 activations (or empty: none)
+/// argmax_only [ f, t, f ]                    rows of logits of which only the argmax is needed (or empty: none)
+/// deferred    [ (3, batch 7, 0) ]            rows whose token is the argmax of a row of logits of a batch in flight
 /// ```
-/// Row `r` of sequence `s` stands at position `kv_lens[s] - q_lens[s] + r`.
+/// Row `r` of sequence `s` has position `kv_lens[s] - q_lens[s] + r`.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ForwardInput {
@@ -47,31 +47,31 @@ pub struct ForwardInput {
     pub kv_lens: Vec<u32>,
     /// Block tables, concatenated.
     pub tables: Vec<BlockId>,
-    /// Rows whose logits are wanted, ascending.
+    /// Rows whose logits are requested, ascending.
     pub logit_rows: Vec<u32>,
     /// For each sequence the position from which on it runs with f32 activations: that of an earlier
     /// [`RowOutcome::Retried`], at most the position of its first row here. Empty if no sequence has one.
     pub f32_from: Vec<Option<u32>>,
-    /// Rows of `logit_rows` whose logits need not be given, only the id of the largest: the model may leave them as they
-    /// were. Empty if all logits are wanted.
+    /// Rows of `logit_rows` of which only the argmax is needed; the model may leave their logits unset. Empty if all
+    /// logits are needed.
     pub argmax_only: Vec<bool>,
     /// Rows whose token is not known yet, by ascending row; `tokens` has any id of the vocabulary in their place.
     pub deferred: Vec<DeferredToken>,
 }
 
-/// A row that takes its token from a batch in flight.
+/// Deferred token: a row takes its token id from a batch in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeferredToken {
     /// The row.
     pub row: u32,
     /// A batch in flight.
     pub batch_id: BatchId,
-    /// Which of that batch's rows of logits: the token is the id of its largest logit, the lowest of equals. Where one is not
-    /// finite the row computes something, and nobody asks for it.
+    /// Row of logits of that batch. The token is its argmax, the lowest id of equals. If a logit is not finite, the
+    /// row's result is undefined and must be ignored.
     pub logit_row: u32,
 }
 
-/// A batch that has been launched; tickets of one model ascend.
+/// Id of a launched batch; the ids of a model ascend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BatchId(pub u64);
 
@@ -90,7 +90,7 @@ impl ForwardInput {
         }
     }
 
-    /// An empty batch with room for so many rows, sequences, table entries and rows of logits.
+    /// An empty batch with capacity for these numbers of rows, sequences, table entries and rows of logits.
     pub(crate) fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
             tokens: Vec::with_capacity(tokens),
@@ -104,7 +104,7 @@ impl ForwardInput {
         }
     }
 
-    /// Empties every list, keeping the room.
+    /// Empties all lists and keeps their capacity.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.q_lens.clear();
@@ -117,18 +117,18 @@ impl ForwardInput {
     }
 }
 
-/// What came of a sequence beside its logits.
+/// Outcome of a sequence, in addition to its logits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RowOutcome {
-    /// A row overflowed; it and what follows ran again with f32 activations, and all is well. Further rows of the sequence
-    /// must say so in [`ForwardInput::f32_from`].
+    /// A row overflowed; it and the rows after it ran again with f32 activations and are valid. Further rows of the
+    /// sequence must be listed in [`ForwardInput::f32_from`].
     Retried,
-    /// A row cannot be used, nor any behind it.
+    /// A row and all rows after it are invalid.
     Failed {
         /// Why.
         status: RowStatus,
-        /// Who, if it was a custom operation.
+        /// Details, if a custom operation failed.
         custom: Option<CustomFailure>,
     },
 }
@@ -141,12 +141,12 @@ pub struct SequenceOutcome {
     pub sequence: usize,
     /// Position of its first bad row.
     pub position: u32,
-    /// What came of it.
+    /// The outcome.
     pub outcome: RowOutcome,
 }
 
 impl SequenceOutcome {
-    /// Outcome of the sequence with this index in the batch, whose first bad row stands at `position`.
+    /// Outcome of the sequence with this index in the batch; `position` is that of its first bad row.
     pub const fn new(sequence: usize, position: u32, outcome: RowOutcome) -> Self {
         Self { sequence, position, outcome }
     }
@@ -179,20 +179,21 @@ impl<'a> ForwardOutput<'a> {
 
 /// Runs the model over batches: writes the keys and values of a batch's rows and computes the requested logits.
 pub trait ModelExecutor: Send {
-    /// Launches a batch after those launched before. A refused batch leaves nothing in flight, and its lists are dropped.
+    /// Launches a batch after the batches launched before. A refused batch is not in flight, and its lists are dropped.
     ///
     /// # Errors
-    /// [`DeviceError::Invalid`] for lists that disagree, more rows or batches than the executor was made for, or ids that do
-    /// not exist; what the device failed with otherwise.
+    /// [`DeviceError::Invalid`] for inconsistent lists, more rows or batches than the executor has capacity for, or
+    /// unknown ids; otherwise the error of the device.
     fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError>;
-    /// Waits for a batch in flight, but for none launched after it. The results borrow buffers that the next call overwrites.
+    /// Waits for a batch in flight, but for none launched after it. The results borrow buffers that the next call
+    /// overwrites.
     ///
-    /// `stale` marks sequences of the batch whose results are no longer needed (empty: none). They are not retried in f32:
-    /// their blocks may belong to other sequences by now, in batches launched since.
+    /// `stale` marks sequences of the batch whose results are no longer needed (empty: none). Their rows are not
+    /// retried in f32, because their blocks may belong to other sequences of later batches by now.
     ///
     /// # Errors
-    /// [`DeviceError::Invalid`] if the batch is not in flight, and what the device failed with; the batch is in flight no
-    /// more then.
+    /// [`DeviceError::Invalid`] if the batch is not in flight, otherwise the error of the device; after an error the
+    /// batch is no longer in flight.
     fn collect(&mut self, batch_id: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError>;
     /// Launches a batch and waits for it.
     ///
@@ -206,7 +207,10 @@ pub trait ModelExecutor: Send {
     fn max_in_flight(&self) -> u32 {
         1
     }
-    /// Copies whole KV blocks `(from, to)` behind the batches in flight and before the next one (copy on write).
+    /// Copies whole KV blocks `(from, to)` after the batches in flight and before the next one (copy on write).
+    ///
+    /// # Errors
+    /// The error of the device.
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError>;
     /// Width of a row of logits.
     fn vocab_size(&self) -> usize;
@@ -218,7 +222,7 @@ pub trait ModelExecutor: Send {
     fn padded_rows(&self) -> u64 {
         0
     }
-    /// What running this batch costs, without what runs a second time after an overflow; zero if the model cannot tell.
+    /// Cost of this batch, without rows that run a second time after an overflow; zero if the model does not know it.
     /// Called before each batch, so it must be cheap.
     fn cost(&self, input: &ForwardInput) -> Cost {
         let _ = input;

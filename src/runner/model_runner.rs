@@ -1,11 +1,11 @@
-//! The model on a device, behind [`ModelExecutor`]: stages a batch's buffers, launches the program, reads the results back.
+//! Runs a model on a device: stages the buffers of a batch, launches the program and reads the results back.
 //!
-//! Each batch in flight has an [`BatchBuffers`] of its own. What computes (copies of blocks, copies, launches) is queued on one
-//! stream, so batches run in the order of their launches, and a block that changes hands is written by its new owner behind
-//! everything its old one had in flight. Rows that run a second time after an overflow, and rows of sequences that did so
-//! before, run when their batch is collected, behind batches launched since: only for sequences that still hold their
-//! blocks, which is why [`ModelExecutor::collect`] is told of those that do not. Dropping the runner waits for what is in flight
-//! before any buffer is freed.
+//! Each batch in flight has its own [`BatchBuffers`]. All work that computes (copies of blocks, copies, launches) is
+//! queued on one stream, so batches run in the order of their launches, and the new owner of a block writes it after
+//! everything that its old owner had in flight. Rows that run a second time after an overflow, and rows of sequences
+//! that did so before, run when their batch is collected, after batches launched since. This is limited to sequences
+//! that still hold their blocks, so [`ModelExecutor::collect`] receives the stale ones. Dropping the runner waits for
+//! the work in flight before it frees any buffer.
 
 use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
@@ -28,9 +28,10 @@ use crate::settings::with_methods;
 pub struct Programs {
     /// One a bucket, ascending in its rows; the last has [`RunnerShape::bucket`].
     pub by_bucket: Vec<(Bucket, OwnedProgram)>,
-    /// The same model with f32 activations, for sequences that overflowed; none if that is no other program, or not wanted.
+    /// The same model with f32 activations, for sequences that overflowed; `None` if it is the same program or not
+    /// requested.
     pub f32: Option<OwnedProgram>,
-    /// What a batch costs, one for each rank.
+    /// Cost of a batch, one entry per rank.
     pub rates: Vec<CostRates>,
     /// Whether custom operations are in it.
     pub custom_ops: bool,
@@ -63,14 +64,14 @@ pub struct ModelRunner {
     /// A batch is in the buffers with the index of its id modulo their number.
     batches: Vec<BatchBuffers>,
     staging: HostStaging,
-    /// Rows to feed from one set, `(to, from)`.
+    /// Deferred tokens to copy from one set of buffers, as `(to, from)`.
     copies: Vec<(u32, u32)>,
-    /// What the batch gave, in its own order, whichever programs ran its parts.
+    /// Results of the batch in its own order, whichever program computed them.
     host: HostRows,
     outcomes: Vec<SequenceOutcome>,
     /// Custom operations that failed in the batch, by its own rows.
     custom_failures: Vec<CustomFailure>,
-    /// What of the batch runs with f32 activations.
+    /// Rows of the batch that run with f32 activations.
     retry: SubBatch,
 }
 
@@ -164,7 +165,8 @@ impl ModelRunner {
             {
                 let to = buffers.launched_rows.local_row(deferred.row);
                 let from = source.launched_rows.local_logit_row(deferred.logit_row);
-                // Rows of the f32 fallback run when their batch is collected: too late to take or give a deferred token.
+                // Rows of the f32 fallback run when their batch is collected, too late for a deferred token to or from
+                // them.
                 let (Some(to), Some(from)) = (to, from) else { return Err(deferred_and_f32(deferred.row)) };
                 copies.push((to, from));
             }
@@ -186,7 +188,7 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Waits for the launched rows of a batch and puts their results where the batch has them.
+    /// Waits for the launched rows of a batch and stores their results in the order of the batch.
     fn read_results(&mut self, index: usize) -> Result<(), DeviceError> {
         let device = self.device.as_ref();
         let (buffers, host, vocab) = (&self.batches[index], &mut self.host, self.shape.vocab_size);
@@ -249,7 +251,7 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Waits for a launched batch, runs what needs the f32 fallback plan, and collects outcomes and results.
+    /// Waits for a launched batch, runs the rows that need the f32 fallback plan, and collects outcomes and results.
     fn complete(&mut self, index: usize, stale: &[bool]) -> Result<(), DeviceError> {
         self.outcomes.clear();
         self.custom_failures.clear();
@@ -283,7 +285,8 @@ impl ModelRunner {
         self.custom_failures.extend(to_batch_rows(custom_failures.drain(..), &launched_rows.rows));
     }
 
-    /// Selects what runs in the f32 fallback plan: sequences that overflowed earlier, and others from their first bad row on.
+    /// Selects the rows for the f32 fallback plan: sequences that overflowed earlier, and others from their first bad
+    /// row on.
     fn select_retry_rows(&mut self, index: usize, stale: &[bool]) {
         let Self { retry, outcomes, host, batches, .. } = self;
         let batch = &batches[index].input;
@@ -328,7 +331,7 @@ impl ModelRunner {
         }
     }
 
-    /// What the device said of a custom operation that failed at this row of the batch.
+    /// Details of the custom operation that failed at this row of the batch.
     fn custom_failure(&self, row: usize) -> Option<CustomFailure> {
         self.custom_failures.iter().find(|failure| failure.rows.contains(&row)).cloned()
     }
@@ -386,7 +389,7 @@ impl ModelRunner {
     }
 }
 
-/// Failures by the rows of the whole batch. A call has the rows of one sequence, which stand together there as well.
+/// Maps failures to the rows of the whole batch. A call has the rows of one sequence, which are adjacent there as well.
 fn to_batch_rows(
     failures: impl IntoIterator<Item = CustomFailure>,
     rows: &[usize],
@@ -407,7 +410,7 @@ fn deferred_and_f32(row: u32) -> DeviceError {
     }
 }
 
-/// What is queued names buffers: they are freed when it has run.
+/// Queued work uses the buffers: they are freed after it has run.
 impl Drop for ModelRunner {
     fn drop(&mut self) {
         self.streams.drain(self.device.as_ref());

@@ -1,11 +1,11 @@
-//! A model made of arithmetic, for tests and benches of the loop: no weights, no device.
+//! A model defined by arithmetic, for tests and benches of the loop: no weights, no device.
 //!
-//! It keeps a KV pool of its own in which each slot holds the token written there, and computes logits from the history
-//! *it finds through the block table*. So a wrong table, position, length, copy or a block given to two sequences changes
-//! what comes out, and reading a slot nobody wrote is an error.
+//! The model keeps its own KV pool in which each slot holds the token written there, and computes logits from the
+//! history that it *finds through the block table*. A wrong table, position, length or copy, or a block given to two
+//! sequences, changes the output; reading a slot that was never written is an error.
 //!
-//! Several batches may be in flight. They run when they are launched or, [deferred](ScriptedForward::deferred), not before
-//! somebody waits for them: as late as a device may, in the order of the launches.
+//! Several batches may be in flight. They run at launch or, if [deferred](ScriptedForward::deferred), when their
+//! results are collected: as late as a device may, in the order of the launches.
 
 use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
@@ -19,9 +19,9 @@ use crate::text::Vocabulary;
 
 use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor};
 
-/// Fills a row of logits from the tokens so far.
+/// Computes a row of logits from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
-/// Looks at each call before it runs, and may refuse it.
+/// Inspects each call before it runs, and may refuse it.
 pub type Watch = Box<dyn FnMut(&ForwardInput) -> Result<(), DeviceError> + Send>;
 
 /// See the head of this file.
@@ -35,18 +35,18 @@ pub struct ScriptedForward {
     batches: [Batch; KEPT],
     launched: u64,
     deferred: bool,
-    /// What has been asked for and not run, oldest first.
+    /// Queued calls, oldest first.
     queue: VecDeque<Work>,
 }
 
 /// Batches in flight at most.
 const MAX_IN_FLIGHT: usize = 3;
 
-/// Batches that are remembered: the last to run may be fed by one that was collected when it was the first of those in
-/// flight, with others launched since.
+/// Number of remembered batches: the last batch to run may take a deferred token from one that was the oldest in flight
+/// when it was collected, with others launched since.
 const KEPT: usize = 2 * MAX_IN_FLIGHT - 1;
 
-/// A batch in flight and what came of it.
+/// A batch in flight with its results.
 #[derive(Default)]
 struct Batch {
     ticket: Option<BatchId>,
@@ -87,13 +87,13 @@ impl ScriptedForward {
         }
     }
 
-    /// The same model, which runs nothing before its results are waited for.
+    /// Defers all work until the results are collected.
     #[must_use]
     pub fn deferred(self) -> Self {
         Self { deferred: true, ..self }
     }
 
-    /// The same model behind a watch on its calls.
+    /// Adds a watch that inspects each call.
     #[must_use]
     pub fn watched(self, watch: Watch) -> Self {
         Self { watch, ..self }
@@ -107,7 +107,7 @@ impl ScriptedForward {
 }
 
 impl ScriptedForward {
-    /// Runs what is queued up to and with the batch in this place.
+    /// Runs the queue up to and including the batch at this index.
     fn run_up_to(&mut self, last: usize) {
         while let Some(work) = self.queue.pop_front() {
             match work {
@@ -133,7 +133,7 @@ impl ScriptedForward {
         }
     }
 
-    /// The token that a batch in flight draws for a row.
+    /// The token that a batch in flight samples for a row.
     fn drawn(&self, ticket: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
         let batch = self.batches.iter().find(|batch| batch.ticket == Some(ticket));
         let best = batch.and_then(|batch| batch.best.get(logit_row as usize)).copied();
@@ -287,7 +287,7 @@ fn mix(mut bits: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// A model that says `script` after a prompt of `prompt_tokens` tokens, then repeats its last token.
+/// A model that outputs `script` after a prompt of `prompt_tokens` tokens, then repeats its last token.
 pub fn reciting(prompt_tokens: usize, script: Vec<u32>) -> Model {
     Box::new(move |history, logits| {
         let said = history.len() - prompt_tokens;
@@ -301,7 +301,7 @@ fn invalid(what: &dyn fmt::Display) -> DeviceError {
     DeviceError::Invalid { what: what.to_string() }
 }
 
-/// A vocabulary of listed pieces; a text is encoded by its longest pieces from the left.
+/// A vocabulary of listed strings; a text is encoded greedily by the longest string.
 #[derive(Clone, Debug, Default)]
 pub struct Pieces {
     by_id: Vec<Vec<u8>>,
@@ -310,7 +310,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// The pieces, by id.
+    /// A vocabulary of these strings, by id.
     pub fn new<P: AsRef<[u8]>>(pieces: impl IntoIterator<Item = P>) -> Self {
         Self { by_id: pieces.into_iter().map(|piece| piece.as_ref().to_vec()).collect(), ..Self::default() }
     }
@@ -322,7 +322,7 @@ impl Pieces {
         self
     }
 
-    /// Puts a token before each encoded prompt.
+    /// Adds a token before each encoded prompt.
     #[must_use]
     pub fn with_bos(mut self, id: u32) -> Self {
         self.bos = Some(id);

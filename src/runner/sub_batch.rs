@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::ForwardInput;
 use crate::num::to_u32;
 
-/// The sequences of a batch that one launch computes, and where their rows stand in the batch.
+/// Sequences of a batch that one launch computes, with the positions of their rows in the batch.
 ///
 /// ```text
 /// batch rows    0 1 2 | 3 | 4 5        sequences 0, 1, 2
@@ -31,7 +31,7 @@ impl SubBatch {
         }
     }
 
-    /// Selects the sequences for which `skipped_rows` returns how many of their first rows to leave out. It is called once a
+    /// Selects the sequences for which `skipped_rows` returns the number of leading rows to omit. It is called once per
     /// sequence, in order.
     pub fn select(&mut self, batch: &ForwardInput, mut skipped_rows: impl FnMut(usize) -> Option<u32>) {
         self.sequences.clear();

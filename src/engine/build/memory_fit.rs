@@ -1,13 +1,14 @@
-//! Fits a model onto its device: plans, programs, the KV pool and the buffers of batches, smaller once where a device runs out
-//! of memory of its own.
+//! Fits a model into the memory of its device: plans, programs, the KV pool and the batch buffers.
 //!
-//! What is made smaller, each at most once, and told in [`EngineInfo::notes`](crate::engine::EngineInfo::notes):
-//! - the pool, where its size was left open: half as many blocks, and no more than half of what was free;
-//! - else the largest batch: half of `max_num_batched_tokens`, but no fewer than `max_num_seqs`. The configuration of the
+//! If a device with memory of its own runs out of it, the build retries with smaller sizes.
+//! [`EngineInfo::notes`](crate::engine::EngineInfo::notes) reports each reduction, which happens at most once:
+//! - the pool, if its size was left open: half the blocks, and at most half of the free memory;
+//! - otherwise the largest batch: half of `max_num_batched_tokens`, but at least `max_num_seqs`. The configuration of
+//!   the
 //!   engine has the number in force.
 //!
-//! Everything that was loaded before is given back first. A device that shares the host's memory gets no second try: there
-//! the request itself is wrong, or other programs are in the way.
+//! The retry frees everything that was loaded before. A device that shares the host's memory gets no retry: there
+//! either the request itself is too large, or other programs use the memory.
 
 use crate::num::to_u32;
 use crate::sampler::ParamError;
@@ -21,14 +22,15 @@ use crate::graph::{Bucket, CompileError, Graph};
 use crate::kv_cache::KvGeometry;
 use crate::runner::{ModelRunner, RunnerShape};
 
-/// Without a budget of its own the KV cache takes at most one part in this many of what the host has free: its other programs
-/// and the page cache that holds the model's file need the rest.
+/// Divisor of the host's free memory for the KV cache by default. Other programs, and the page cache that holds the
+/// model file, need the rest.
 const AUTO_CACHE_SHARE: u64 = 4;
-/// On a device with memory of its own it takes what weights and programs leave, but for one part in this many of what was
-/// free in the beginning: buffers of batches, captured steps and whatever programs ask for later.
+/// On a device with memory of its own, the default KV cache takes the memory that weights and programs leave, except
+/// for this fraction of the initial free memory, which stays for batch buffers, captured steps and later allocations of
+/// programs.
 const RESERVED_SHARE: u64 = 10;
 
-/// What stays as it is, however small the rest becomes.
+/// Inputs of the fit that do not change between attempts.
 #[derive(Debug)]
 pub(crate) struct MemoryFit<'a> {
     pub device: &'a Arc<dyn Device>,
@@ -48,7 +50,7 @@ pub(crate) struct FittedModel {
     pub plans: Plans,
     pub pool_blocks: u32,
     pub runner: ModelRunner,
-    /// What was made smaller, and why.
+    /// Sizes that were reduced, and why.
     pub notes: Vec<String>,
 }
 
@@ -67,7 +69,7 @@ impl MemoryFit<'_> {
         Plans::compile(self.graphs, config, self.device.as_ref(), self.bucket(config))
     }
 
-    /// Loads what was compiled for `config`, and takes the room for it.
+    /// Compiles the model for `config`, loads it and reserves its memory.
     pub fn fit(
         &self,
         mut config: EngineConfig,
@@ -124,8 +126,8 @@ impl MemoryFit<'_> {
         }
     }
 
-    /// Loads programs over the weights, and reserves the buffers of a runner. The number of blocks is settled between the two,
-    /// and told even if there is no room for them.
+    /// Loads programs over the weights and reserves the buffers of a runner. The number of blocks is computed between
+    /// the two, and is returned even if the allocation fails.
     fn allocate(
         &self,
         config: &EngineConfig,
@@ -148,7 +150,7 @@ impl MemoryFit<'_> {
         (u64::from(pool_blocks) + self.layout.reserved_blocks).saturating_mul(self.layout.bytes_per_block)
     }
 
-    /// The number of blocks that the configuration asks for, or the device's size suggests.
+    /// Number of blocks that the configuration requests, or that the size of the device allows.
     fn pool_blocks(&self, config: &EngineConfig, plans: &Plans, most_blocks: u64) -> Result<u32, BuildError> {
         let block_bytes = self.layout.bytes_per_block.max(1);
         let block_size = self.geometry.block_size as u64;
@@ -174,7 +176,7 @@ impl MemoryFit<'_> {
         Ok(to_u32(usize::try_from(blocks).unwrap_or(usize::MAX)))
     }
 
-    /// Bytes that the KV cache may take where nobody says, with the weights and programs in place.
+    /// Default size of the KV cache in bytes, after weights and programs are in place.
     fn auto_bytes(&self) -> u64 {
         let Some(memory_bytes) = self.device.caps().memory_bytes else { return u64::MAX };
         let left = self

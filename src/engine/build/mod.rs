@@ -116,16 +116,18 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes the time from this clock.
+    /// Uses this clock for all times.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = clock;
         self
     }
 
-    /// Runs a decode step of each bucket of rows before the engine is handed out, smallest first, until `budget` is spent by
-    /// the builder's clock: what a device does once for each (the Ascend device captures a graph) is then done. Buckets that
-    /// are left over are warmed up by the first batch that meets them, as all are without this. A device with free shapes has
-    /// nothing to do, nor has a model with custom operations, which would see rows that are nobody's.
+    /// Runs a decode step of each bucket before the engine is returned, smallest first, until `budget` is spent by the
+    /// builder's clock.
+    ///
+    /// Work that a device does once per bucket (the Ascend device captures a graph) is then done. Other buckets warm up
+    /// at their first batch, as all do without this call. Has no effect on a device with free shapes, or on a model
+    /// with custom operations, which would see rows without a request.
     pub fn warm_up(mut self, budget: Duration) -> Self {
         self.warm_up = Some(budget);
         self
@@ -150,7 +152,7 @@ impl EngineBuilder {
         EngineCore::assemble(config, Box::new(runner), limits, encoder, clock, Some((device, info)))
     }
 
-    /// Builds only the model on its device, for hosts with a loop of their own: they keep block tables and sample.
+    /// Builds only the model on its device, for hosts with their own loop, block tables and sampling.
     pub fn build_runner(self) -> Result<ModelRunner, BuildError> {
         Ok(self.assemble()?.runner)
     }
@@ -185,7 +187,7 @@ impl EngineBuilder {
             vocab_size: graph.vocab_size,
             weight_bytes: weight_bytes(files.source.as_ref(), &graph),
         };
-        // What cannot be compiled is refused before anything is uploaded.
+        // Compile errors are reported before any upload.
         let plans = fitting.compile(&config)?;
         let source =
             ProgressSource::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
@@ -238,7 +240,7 @@ impl EngineBuilder {
     }
 }
 
-/// What an engine is put together from.
+/// Parts that an engine is assembled from.
 struct EngineParts {
     config: EngineConfig,
     device: Arc<dyn Device>,
@@ -313,7 +315,7 @@ fn resolve_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, Buil
     Err(ParamError::new("tensor_parallel_size", ranks, expected).into())
 }
 
-/// Names everything that changes what a KV block of this engine holds.
+/// Fingerprint of everything that determines the contents of a KV block of this engine.
 fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 {
     let lane = |salt: u64| {
         let mut hasher = DefaultHasher::new();
@@ -339,7 +341,7 @@ fn weight_bytes(source: &dyn WeightSource, graph: &Graph) -> u64 {
     graph.weights.iter().map(bytes).sum()
 }
 
-/// A source that tells how far its reader has come: a tensor counts when it is released.
+/// A weight source that reports the progress of its reader: a tensor counts when it is released.
 struct ProgressSource<'a> {
     source: &'a dyn WeightSource,
     report: Option<&'a OnProgress>,
@@ -348,12 +350,12 @@ struct ProgressSource<'a> {
 }
 
 impl<'a> ProgressSource<'a> {
-    /// Each of `ranks` reads all tensors and keeps its part of each.
+    /// Each of `ranks` reads all tensors and keeps its shard of each.
     fn new(source: &'a dyn WeightSource, weight_bytes: u64, ranks: u32, report: Option<&'a OnProgress>) -> Self {
         Self { source, report, total_bytes: u64::from(ranks) * weight_bytes, done_bytes: AtomicU64::new(0) }
     }
 
-    /// Tells of buckets that were warmed up once everything is packed.
+    /// Reports warmed-up buckets, after all weights are packed.
     fn warmed(&self, warm_buckets: u32, total_buckets: u32) {
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
         if let Some(report) = self.report {

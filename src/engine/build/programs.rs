@@ -1,8 +1,9 @@
-//! From a model's graph to the programs a runner needs: a plan for each bucket of rows and each rank, and one with f32
-//! activations for sequences that overflow.
+//! Programs of a runner, compiled from a model's graph: a plan for each bucket of rows and each rank, and the f32
+//! fallback plan for sequences that overflow.
 //!
-//! Buckets: a batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes the
-//! whole bucket, and what it adds is no row of anybody; others run the `r` rows, and have one bucket unless told otherwise.
+//! Buckets: a batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes
+//! the whole bucket; its padding rows belong to no sequence. Other devices run the `r` rows and have one bucket by
+//! default.
 
 use crate::num::to_u32;
 use std::sync::Arc;
@@ -43,7 +44,7 @@ pub(crate) fn stored_heads(graphs: &[Graph]) -> usize {
     graphs.iter().filter_map(of_rank).sum()
 }
 
-/// Settles what happens to rows that overflow: the best the device has, or what was asked for if the device has it.
+/// Resolves the overflow policy: the requested one if the device supports it, by default the best one of the device.
 pub(crate) fn resolve_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
     let best = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
     let policy = *options.overflow.get_or_insert(best);
@@ -123,7 +124,7 @@ impl Plans {
         })
     }
 
-    /// What each bucket costs, of all ranks together.
+    /// Cost of each bucket, over all ranks.
     pub fn bucket_infos(&self, max_model_len: u32, kv: &KvGeometry) -> Vec<BucketInfo> {
         let mut before = 0;
         let info = |ranks: &Vec<Plan>| {

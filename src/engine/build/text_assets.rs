@@ -8,7 +8,7 @@ use crate::model::eos_ids_of_generation_config;
 use crate::text::{ChatRenderer, Vocabulary};
 use crate::weights::{ModelFiles, ModelKind, WeightError};
 
-/// Parts that the caller gives in place of the model's own.
+/// Parts from the caller that replace the model's own.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TextOverrides {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
@@ -17,7 +17,7 @@ pub(crate) struct TextOverrides {
     pub chat_template: Option<String>,
 }
 
-/// Text side of a model. A model without a tokenizer takes and gives token ids only.
+/// Text side of a model. A model without a tokenizer accepts and returns token ids only.
 #[derive(Debug, Default)]
 pub(crate) struct TextAssets {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
@@ -29,7 +29,7 @@ pub(crate) struct TextAssets {
 }
 
 impl TextAssets {
-    /// Reads the model's own parts, except those that the caller gives.
+    /// Reads the model's own parts, except those that the caller provides.
     ///
     /// A tokenizer of the model that cannot be read is an error only if it is needed as the vocabulary.
     pub(crate) fn read(files: &ModelFiles, given: TextOverrides) -> Result<Self, BuildError> {

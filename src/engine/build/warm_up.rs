@@ -1,8 +1,8 @@
-//! Decode steps before the first request, so that what a device does once for each bucket (such as capturing a graph) is
-//! not paid for by whoever comes first.
+//! Warm-up: decode steps before the first request, so that work that a device does once per bucket (such as graph
+//! capture) does not delay a request.
 //!
-//! A step writes keys and values into blocks that nobody holds, as every free block may be written: whoever gets one writes
-//! each of its slots before it is read. Nothing of a step's results is looked at.
+//! A warm-up step writes keys and values into free blocks. This is safe, because each later owner of a block writes a
+//! slot before it reads it. The results of the step are ignored.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use crate::engine::clock::{Clock, elapsed_us, micros};
 use crate::kv_cache::BlockId;
 use crate::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
-/// Runs one step of each of these numbers of rows, ascending, until `budget` is spent: each row is the first of a sequence
-/// of its own. `report` is told how many have run.
+/// Runs one step for each of these row counts, ascending, until `budget` is spent. Each row is the first of a sequence
+/// of its own. `report` receives the number of finished steps.
 ///
 /// # Errors
-/// What the device failed with.
+/// The error of the device.
 pub(crate) fn warm_up(
     runner: &mut ModelRunner,
     buckets: &[u32],

@@ -1,7 +1,8 @@
-//! What the engine counts, and how it is read.
+//! Counters of the engine, and how they are read.
 //!
-//! The loop adds to atomic counters and never waits for a reader; a [`Stats`] is a copy taken field by field, so its
-//! numbers may be one step apart from each other while the engine runs. Those of the [`Utilization`] belong together.
+//! The loop adds to atomic counters and never waits for a reader. A [`Stats`] is a copy made field by field, so its
+//! numbers may be one step apart from each other while the engine runs. The numbers of [`Utilization`] are consistent
+//! with each other.
 
 pub(super) mod utilization;
 
@@ -115,7 +116,7 @@ impl Counters {
         gauge.store(to, Ordering::Relaxed);
     }
 
-    /// Shows the last steps, unless somebody is looking: then they are shown with the next.
+    /// Publishes the utilization of the last steps, unless a reader holds the lock: then the next step publishes it.
     pub fn set_utilization(&self, window: Utilization) {
         if let Some(mut shown) = self.utilization.try_lock() {
             *shown = window;
@@ -210,15 +211,15 @@ impl Serialize for TimeHistogram {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Requests that wait for their first step.
+    /// Requests that have not started their first step.
     pub queued_requests: u64,
     /// Sequences that hold blocks, after the last step.
     pub running: u64,
-    /// Sequences that wait for blocks or for a place, after the last step.
+    /// Sequences that wait for blocks or for a place in the batch, after the last step.
     pub waiting: u64,
     /// Blocks that sequences hold.
     pub live_blocks: u64,
-    /// Blocks that hold computed prompts nobody uses just now.
+    /// Blocks of computed prompts that no sequence uses at the moment.
     pub cached_blocks: u64,
     /// Blocks that hold nothing.
     pub free_blocks: u64,
@@ -261,7 +262,7 @@ pub struct Stats {
     pub time_to_first_token: TimeHistogram,
     /// Steps from plan to publication.
     pub step_time: TimeHistogram,
-    /// What the last steps computed, and in what time.
+    /// Work and time of the last steps.
     pub utilization: Utilization,
 }
 

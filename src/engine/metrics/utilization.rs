@@ -1,4 +1,4 @@
-//! What the last steps computed, and in what time.
+//! Utilization: work and time of the last steps.
 
 use crate::device::PeakRates;
 use crate::graph::Cost;
@@ -6,11 +6,12 @@ use crate::graph::Cost;
 /// Steps that a window looks back on.
 const STEPS: usize = 64;
 
-/// The work of the last 64 steps that computed something, by the cost model of the plan (see [`Cost`]), and the time that
-/// the calls of the model took.
+/// Work of the last 64 steps that computed rows, by the cost model of the plan (see [`Cost`]), and the time of the
+/// model's calls.
 ///
-/// Scheduling and sampling are not in it: it tells how well the device is used while it is used. Time is the engine's
-/// clock's, and the work is zero for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not tell its cost.
+/// Scheduling and sampling are excluded, so the figures show how well the device is used while it runs. Time comes from
+/// the engine's clock. The work is zero for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not report its
+/// cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Utilization {
@@ -27,15 +28,18 @@ pub struct Utilization {
 }
 
 impl Utilization {
-    /// Compute density (model FLOPs utilization): the share of the time that the operations would have taken at the peaks,
-    /// `(f32 operations / f32 peak + int8 operations / int8 peak) / time`. `None` while the window is empty or no time has
-    /// passed in it.
+    /// Compute density (model FLOPs utilization).
+    ///
+    /// The share of the time that the operations need at the peak rates: `(f32 operations / f32 peak + int8 operations
+    /// / int8 peak) / time`. `None` while the window is empty or covers no time.
     pub fn mfu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mfu(self.flops, self.int8_flops, self.seconds()?)
     }
 
-    /// Memory utilization (model bandwidth utilization): the share of the time that moving the bytes would have taken at the
-    /// peak, `bytes / (time · bandwidth)`; see [`PeakRates::mbu`] for what caches make of it. `None` as for [`mfu`](Self::mfu).
+    /// Memory utilization (model bandwidth utilization).
+    ///
+    /// The share of the time that the bytes need at the peak rate: `bytes / (time · bandwidth)`. See [`PeakRates::mbu`]
+    /// for the effect of caches. `None` as for [`mfu`](Self::mfu).
     pub fn mbu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mbu(self.bytes, self.seconds()?)
     }
@@ -62,7 +66,7 @@ pub(crate) struct UtilizationWindow {
 }
 
 impl UtilizationWindow {
-    /// Puts a step in the place of the oldest, and sums them all.
+    /// Replaces the oldest step with a new one, and returns the sum over the window.
     pub fn push(&mut self, step: Utilization) -> Utilization {
         self.steps[self.next] = Utilization { steps: 1, ..step };
         self.next = (self.next + 1) % STEPS;

@@ -1,8 +1,8 @@
-//! The engine's front door: checks requests on the caller's thread and hands them to the loop.
+//! Admission: checks requests on the caller's thread and queues them for the engine loop.
 //!
-//! Shared by the loop, every `Engine` clone and every handle. It owns the gate (whether requests are taken, and the ones
-//! not fetched yet) and the count of requests that wait. It never
-//! touches the device, the scheduler or a running request.
+//! The loop, each `Engine` clone and each handle share one [`Admission`]. It owns the inbox (the lifecycle, and the
+//! requests that the loop has not fetched yet) and the number of queued requests. It never touches the device, the
+//! scheduler or a running request.
 
 use crate::sampler::ParamError;
 use std::sync::Arc;
@@ -21,17 +21,17 @@ use super::{Request, RequestId};
 use crate::engine::clock::{Clock, micros};
 use crate::engine::error::{EngineError, SubmitError};
 
-/// Longest piece of a refused value that an error repeats, in characters.
+/// Length limit of a refused value in an error message, in characters.
 const QUOTED_CHARS: usize = 40;
 
-/// A request that has passed every check, on its way to the loop.
+/// Request that has passed every check and is queued for the loop.
 #[derive(Debug)]
 pub(crate) struct AdmittedRequest {
     pub id: RequestId,
     pub mailbox: Arc<Mailbox>,
     pub prompt: Arc<[u32]>,
     pub params: SamplingParams,
-    /// Tokens a choice may generate: what was asked for, up to the model's length.
+    /// Maximum number of tokens of a choice: the requested limit, at most the rest of the model's context.
     pub max_tokens: u32,
     /// `bad_words` as token sequences.
     pub bad_words: Vec<Vec<u32>>,
@@ -42,19 +42,19 @@ pub(crate) struct AdmittedRequest {
     pub deadline: Option<Tick>,
 }
 
-/// How far the engine is in its life.
+/// Lifecycle of the engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Lifecycle {
     Open,
-    /// No new requests; those here go on, at the latest until the tick.
+    /// Accepts no new requests; the admitted ones run on, at the latest until the given time.
     Draining(Option<Tick>),
-    /// Stop before the next step.
+    /// Stops before the next step.
     Stopping,
-    /// The loop is gone; `Some` if it failed.
+    /// The loop has ended; `Some` if it failed.
     Ended(Option<EngineError>),
 }
 
-/// What requests are checked against.
+/// Limits that requests are checked against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdmissionLimits {
     pub params: ParamLimits,
@@ -72,7 +72,7 @@ pub(crate) struct Admission {
     clock: Arc<dyn Clock>,
     inbox: Mutex<Inbox>,
     doorbell: Arc<Doorbell>,
-    /// Requests that wait for their first step.
+    /// Number of requests that have not started their first step.
     queued: AtomicU32,
     next_id: AtomicU64,
 }
@@ -101,12 +101,12 @@ impl Admission {
         &self.encoder
     }
 
-    /// By which the loop is woken.
+    /// The doorbell that wakes the loop.
     pub fn doorbell(&self) -> &Arc<Doorbell> {
         &self.doorbell
     }
 
-    /// Checks a request and puts it where the loop will find it.
+    /// Checks a request and puts it into the inbox.
     pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
         if let Some(refusal) = rejection_for(&self.inbox.lock().lifecycle) {
             return Err(refusal.into_error(request));
@@ -123,7 +123,7 @@ impl Admission {
             self.leave_queue();
             return Err(refusal.into_error(request));
         }
-        // Under the gate, so that ids, seeds and the order of admitted agree.
+        // Under the lock of the inbox, so that ids, seeds and the order of admission agree.
         let ordinal = self.next_id.fetch_add(1, Ordering::Relaxed);
         let id = RequestId(ordinal);
         let choices = request.sampling.n;
@@ -154,12 +154,12 @@ impl Admission {
         Ok(handle)
     }
 
-    /// Moves the requests not fetched yet to `into`, in the order they came.
+    /// Moves the new requests to `into`, in order of arrival.
     pub fn take_admitted(&self, into: &mut Vec<AdmittedRequest>) {
         into.append(&mut self.inbox.lock().admitted);
     }
 
-    /// One request less waits for its first step.
+    /// Removes one request from the count of queued requests.
     pub fn leave_queue(&self) {
         self.queued.fetch_sub(1, Ordering::AcqRel);
     }
@@ -176,7 +176,7 @@ impl Admission {
         self.inbox.lock().lifecycle.clone()
     }
 
-    /// Moves on to a later stage; an earlier one is ignored.
+    /// Advances to a later stage of the lifecycle; ignores an earlier one.
     pub fn advance(&self, to: Lifecycle) {
         let mut gate = self.inbox.lock();
         if lifecycle_rank(&to) >= lifecycle_rank(&gate.lifecycle) && !matches!(gate.lifecycle, Lifecycle::Ended(_)) {
@@ -204,7 +204,7 @@ impl Admission {
         })
     }
 
-    /// The prompt's length, if it can be served at all.
+    /// Length of the prompt.
     fn check_prompt(&self, prompt: &[u32], params: &SamplingParams) -> Result<u32, SubmitError> {
         let limits = &self.limits;
         let vocab_size = limits.params.vocab_size;
@@ -233,7 +233,7 @@ impl Admission {
         Ok(prompt_tokens)
     }
 
-    /// Each bad word as it reads at the start of a text and, if the vocabulary can write that, behind a blank.
+    /// Token forms of each bad word: as at the start of a text and, if the vocabulary can write it, after a space.
     fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, SubmitError> {
         let Some(vocabulary) = self.encoder.vocabulary() else { return Ok(Vec::new()) };
         let mut sequences = Vec::new();

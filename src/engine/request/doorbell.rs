@@ -1,7 +1,8 @@
 //! Wakes the engine's loop.
 //!
-//! Handles, engine clones and the loop share one [`Doorbell`]. A notification says only that something changed (a new
-//! request, a cancellation, the lifecycle); the loop then looks for itself. Notifications between two looks are one.
+//! Handles, engine clones and the loop share one [`Doorbell`]. A notification carries no data: the loop checks for new
+//! requests, cancellations and changes of the lifecycle after each one. Several notifications between two checks count
+//! as one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,10 +17,10 @@ pub(crate) struct Doorbell {
 }
 
 impl Doorbell {
-    /// Wakes the loop, or keeps it from sleeping if it is awake.
+    /// Wakes the loop if it sleeps, and keeps it awake otherwise.
     pub fn notify(&self) {
         self.pending.store(true, Ordering::Release);
-        // Taking the lock orders this store against a loop that is about to wait.
+        // The lock orders this store before the wait of a loop that is about to sleep.
         drop(self.lock.lock());
         self.wakeup.notify_all();
     }
@@ -29,12 +30,12 @@ impl Doorbell {
         self.has_notification() && self.pending.swap(false, Ordering::AcqRel)
     }
 
-    /// Whether a notification waits to be taken.
+    /// Whether a notification is pending.
     pub fn has_notification(&self) -> bool {
         self.pending.load(Ordering::Acquire)
     }
 
-    /// Sleeps until there is a notification; leaves it in place.
+    /// Sleeps until a notification is pending, and leaves it pending.
     pub fn wait(&self) {
         let mut lock = self.lock.lock();
         while !self.has_notification() {

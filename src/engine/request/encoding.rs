@@ -7,7 +7,7 @@ use crate::engine::error::SubmitError;
 use crate::sampler::ParamError;
 use crate::text::{ChatPrompt, ChatRenderer, Detokenizer, Vocabulary};
 
-/// Encodes prompts with the vocabulary and the chat template of one engine, where it has them.
+/// Encodes prompts with the vocabulary and the chat template of one engine, if it has them.
 #[derive(Clone, Debug)]
 pub(crate) struct PromptEncoder {
     vocabulary: Option<Arc<dyn Vocabulary>>,
@@ -59,7 +59,7 @@ impl PromptEncoder {
         Ok(text)
     }
 
-    /// The text that the chat template makes of a conversation.
+    /// Renders a conversation with the chat template.
     pub fn render(&self, chat: &ChatPrompt) -> Result<String, SubmitError> {
         let missing =
             || ParamError::new("prompt", "chat messages", "token ids or text: the engine has no chat template");

@@ -1,9 +1,10 @@
-//! The reader's end of a request.
+//! Handle of a request: the reader's end.
 //!
-//! A [`RequestHandle`] gives deltas to blocking code (`for`, [`recv`](RequestHandle::recv) and its kin) and, with the
-//! feature `async`, to any executor ([`next_delta`](RequestHandle::next_delta), [`output`](RequestHandle::output), or as a
-//! `futures_core::Stream`). Dropping it cancels the request: it is gone, with its blocks, before the next step is planned.
-//! The handle does not keep the engine alive; when the engine ends, its last item is an error.
+//! A [`RequestHandle`] delivers deltas to blocking code (`for`, [`recv`](RequestHandle::recv) and its variants) and,
+//! with the feature `async`, to any executor ([`next_delta`](RequestHandle::next_delta),
+//! [`output`](RequestHandle::output), or as a `futures_core::Stream`). Dropping the handle cancels the request and
+//! frees its blocks before the next step is planned. The handle does not keep the engine alive: when the engine ends,
+//! the last item is an error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +64,8 @@ impl RequestHandle {
 
     /// Waits for the next delta; `None` after the last one. An error is the last item.
     ///
-    /// Under an `EngineCore` it waits for ever unless another thread steps the core; see [`try_recv`](Self::try_recv).
+    /// With an `EngineCore`, this blocks forever unless another thread steps the core; see
+    /// [`try_recv`](Self::try_recv).
     pub fn recv(&mut self) -> Option<Result<Delta, RequestError>> {
         if self.ended {
             return None;
@@ -72,16 +74,16 @@ impl RequestHandle {
         self.item(found)
     }
 
-    /// Blocking iterator over the deltas that keeps the handle: [`recv`](Self::recv) until it gives `None`.
+    /// Blocking iterator over the remaining deltas that does not consume the handle.
     pub fn deltas(&mut self) -> impl Iterator<Item = Result<Delta, RequestError>> + '_ {
         std::iter::from_fn(|| self.recv())
     }
 
-    /// The delta that is there now, `Ok(None)` if there is none or the request has ended
-    /// (see [`is_ended`](Self::is_ended)).
+    /// Returns the next delta without waiting; `Ok(None)` if there is none yet or the request has ended (see
+    /// [`is_ended`](Self::is_ended)).
     ///
     /// # Errors
-    /// The request's failure, as the last item.
+    /// The failure of the request, as the last item.
     pub fn try_recv(&mut self) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -90,11 +92,11 @@ impl RequestHandle {
         self.item(found).transpose()
     }
 
-    /// Waits for the next delta no longer than `timeout`; `Ok(None)` if none came or the request has ended
-    /// (see [`is_ended`](Self::is_ended)).
+    /// Waits for the next delta for at most `timeout`; `Ok(None)` if none arrived or the request has ended (see
+    /// [`is_ended`](Self::is_ended)).
     ///
     /// # Errors
-    /// The request's failure, as the last item.
+    /// The failure of the request, as the last item.
     pub fn recv_timeout(&mut self, timeout: Duration) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -103,23 +105,25 @@ impl RequestHandle {
         self.item(found).transpose()
     }
 
-    /// Asks the engine to end the request before its next step. Output up to then can still be read, and the last delta of
-    /// each open choice says [`FinishReason::Cancelled`]. No effect on a request that has ended.
+    /// Cancels the request before its next step.
+    ///
+    /// Output up to then can still be read, and the last delta of each open choice has [`FinishReason::Cancelled`]. Has
+    /// no effect on a request that has ended.
     pub fn cancel(&self) {
         self.mailbox.cancel();
         self.doorbell.notify();
     }
 
-    /// Lets the request run to its end unread (for example to fill the prefix cache).
+    /// Lets the request run to its end without a reader, for example to fill the prefix cache.
     pub fn detach(mut self) {
         self.mailbox.detach();
         self.ended = true;
     }
 
-    /// Waits for the whole request. Deltas that have been read before are not part of the output.
+    /// Waits for the end of the request. The output excludes deltas that were read before.
     ///
     /// # Errors
-    /// The request's failure, also one that has been read before.
+    /// The failure of the request, even if it was read before.
     pub fn collect_output(mut self) -> Result<Output, RequestError> {
         let mut output = self.output_builder();
         while let Some(delta) = self.recv() {
@@ -215,18 +219,20 @@ mod stream {
     type Item = Result<Delta, RequestError>;
 
     impl RequestHandle {
-        /// Waits for the next delta without blocking the executor; `None` after the last one. An error is the last item.
+        /// Waits for the next delta without blocking the executor; `None` after the last one. An error is the last
+        /// item.
         ///
-        /// Dropping the future loses nothing: the next call gives what has come since.
+        /// The future is cancel-safe: if it is dropped, the next call returns the pending output.
         pub async fn next_delta(&mut self) -> Option<Item> {
             std::future::poll_fn(|context| self.poll_delta(context)).await
         }
 
-        /// Waits for the whole request without blocking the executor. Deltas that have been read before are not part of
-        /// the output. Dropping the future cancels the request.
+        /// Waits for the end of the request without blocking the executor.
+        ///
+        /// The output excludes deltas that were read before. Dropping the future cancels the request.
         ///
         /// # Errors
-        /// The request's failure, also one that has been read before.
+        /// The failure of the request, even if it was read before.
         pub async fn output(mut self) -> Result<Output, RequestError> {
             let mut output = self.output_builder();
             while let Some(delta) = self.next_delta().await {
@@ -273,7 +279,7 @@ mod stream {
     }
 
     impl DeltaStream {
-        /// The handle of the request: its id, its prompt, and the way to cancel it.
+        /// The handle of the request, with its id, its prompt and `cancel`.
         pub fn handle(&self) -> &RequestHandle {
             &self.handle
         }

@@ -1,10 +1,11 @@
-//! The one place where a request's update wait for their reader.
+//! Mailbox of one request: deltas are merged here until the handle reads them.
 //!
-//! The engine *merges* what it publishes into the mailbox, the reader takes all that has gathered. So a slow reader costs
-//! memory bounded by its own output (reserved at admission) and never holds up a step, and a quick one sees every token.
+//! The engine *merges* each update into the mailbox, and the reader takes everything that has accumulated. A slow
+//! reader therefore costs memory bounded by its own output (reserved at admission) and never delays a step; a fast
+//! reader sees every token.
 //!
-//! State of a choice: open → (update)* → finished. An error ends all choices of the request; update that came before it are
-//! read before it.
+//! State of a choice: open → (update)* → finished. An error ends all choices of the request; the reader gets the
+//! updates from before the error first.
 
 use crate::num::to_u32;
 use std::time::{Duration, Instant};
@@ -16,11 +17,11 @@ use parking_lot::{Condvar, Mutex};
 use super::output::{Delta, FinishReason, Logprobs, PromptInfo, Usage};
 use crate::engine::error::RequestError;
 
-/// Bytes of unread text that a choice has room for, a token. Byte-level vocabularies average 4 bytes a token on English
-/// text; longer unread text costs a reallocation, nothing else.
+/// Reserved bytes of unread text per token of a choice. Byte-level vocabularies average 4 bytes per token on English
+/// text; longer unread text costs a reallocation.
 const TEXT_BYTES_PER_TOKEN: usize = 8;
 
-/// What the engine adds to one choice in one step.
+/// New output of one choice in one step.
 #[derive(Debug, Default)]
 pub(crate) struct Update<'a> {
     pub text: &'a str,
@@ -32,7 +33,7 @@ pub(crate) struct Update<'a> {
     pub usage: Option<Usage>,
 }
 
-/// What a reader finds.
+/// Result of reading the mailbox.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // lives on a reader's stack for a moment
 pub(crate) enum Poll {
@@ -57,7 +58,7 @@ struct State {
     next_choice: usize,
     open: usize,
     prompt: Option<PromptInfo>,
-    /// Goes out with the last delta that is read.
+    /// Part of the last delta that is read.
     usage: Option<Usage>,
     error: Option<RequestError>,
     #[cfg(feature = "async")]
@@ -95,7 +96,7 @@ impl Mailbox {
         }
     }
 
-    /// Makes room for all a choice may publish, so that publishing allocates nothing.
+    /// Reserves capacity for everything that a choice may publish, so that publishing does not allocate.
     pub fn reserve(&self, choice: u32, tokens: usize, with_text: bool, top: Option<usize>) {
         if self.is_detached.load(Ordering::Relaxed) {
             return;
@@ -111,7 +112,7 @@ impl Mailbox {
         }
     }
 
-    /// Asks the engine to end the request before its next step.
+    /// Cancels the request before its next step.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
@@ -120,12 +121,12 @@ impl Mailbox {
         self.cancelled.load(Ordering::Acquire)
     }
 
-    /// Nobody will read: what is published from now on is dropped.
+    /// Drops everything that is published from now on: the request has no reader.
     pub fn detach(&self) {
         self.is_detached.store(true, Ordering::Release);
     }
 
-    /// Merges update into a choice. News for a choice that has ended are dropped.
+    /// Merges an update into a choice. Updates of an ended choice are dropped.
     pub fn publish(&self, choice: u32, update: Update<'_>) {
         if self.is_detached.load(Ordering::Acquire) {
             return;
@@ -186,12 +187,12 @@ impl Mailbox {
         }
     }
 
-    /// Takes what has gathered.
+    /// Takes the accumulated output.
     pub fn take(&self) -> Poll {
         self.state.lock().take()
     }
 
-    /// Takes what has gathered, waiting for it until `deadline` (for ever if `None`).
+    /// Takes the accumulated output; waits for it until `deadline`, or forever if `None`.
     pub fn wait(&self, deadline: Option<Instant>) -> Poll {
         let mut state = self.state.lock();
         loop {
@@ -207,7 +208,7 @@ impl Mailbox {
         }
     }
 
-    /// Takes what has gathered, or keeps the waker and wakes it when something comes.
+    /// Takes the accumulated output, or stores the waker and wakes it on the next update.
     #[cfg(feature = "async")]
     pub fn poll(&self, context: &mut std::task::Context<'_>) -> Poll {
         let mut state = self.state.lock();
@@ -246,7 +247,7 @@ impl State {
 }
 
 impl Buffered {
-    /// Copies out rather than moving, so that the room reserved at admission stays with the engine.
+    /// Copies the output instead of moving it, so that the engine keeps the capacity reserved at admission.
     fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
         let delta = Delta {
             index: to_u32(index),
@@ -265,7 +266,7 @@ impl Buffered {
     }
 }
 
-/// A moment that far ahead, `None` when it lies beyond what the clock can tell.
+/// The time `timeout` from now; `None` if the clock cannot represent it.
 pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }

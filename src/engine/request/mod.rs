@@ -1,6 +1,6 @@
-//! What a caller asks for: a prompt, and how to continue it.
+//! Requests: a prompt, sampling parameters and scheduling options.
 //!
-//! A [`Request`] is plain data and may be built anywhere; it is checked when it is submitted.
+//! A [`Request`] is plain data; it is checked when it is submitted.
 
 pub(super) mod admission;
 pub(super) mod doorbell;
@@ -29,11 +29,11 @@ impl std::fmt::Display for RequestId {
 #[non_exhaustive]
 #[allow(clippy::large_enum_variant, reason = "a prompt is moved a few times in its life")]
 pub enum Prompt {
-    /// Token ids, taken as they are.
+    /// Token ids, used unchanged.
     Tokens(Vec<u32>),
     /// Text; the vocabulary encodes it and adds its usual special tokens.
     Text(String),
-    /// A conversation; the chat template turns it into text, by default up to where the assistant answers.
+    /// A conversation. The chat template turns it into text, by default up to the start of the assistant's answer.
     Chat(ChatPrompt),
 }
 
@@ -73,9 +73,10 @@ impl From<Vec<ChatMessage>> for Prompt {
     }
 }
 
-/// One request: a prompt, how to sample, and how it stands among others.
+/// One request: a prompt, sampling parameters, priority, cache salt and deadline.
 ///
-/// An error of [`Engine::submit`](super::Engine::submit) that is not the request's fault hands it back.
+/// If [`Engine::submit`](super::Engine::submit) fails for a reason other than the request, the error returns the
+/// request.
 ///
 /// ```
 /// use ascend_llm::{ChatMessage, Request, SamplingParams};
@@ -119,22 +120,21 @@ impl Request {
         Self::new(Prompt::Tokens(tokens.into()))
     }
 
-    /// A request to answer the last message of a conversation: messages, or a [`ChatPrompt`] with tools, documents and
-    /// template variables.
+    /// A request to answer a conversation: messages, or a [`ChatPrompt`] with tools, documents and template variables.
     #[must_use]
     pub fn chat(chat: impl Into<ChatPrompt>) -> Self {
         Self::new(Prompt::Chat(chat.into()))
     }
 
-    /// Sets how tokens are drawn and when to stop.
+    /// Sets the sampling parameters, including the stop conditions.
     #[must_use]
     pub fn with_sampling(mut self, params: SamplingParams) -> Self {
         self.sampling = params;
         self
     }
 
-    /// Sets the priority: higher is served first under [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy).
-    /// Other policies take 0 only.
+    /// Sets the priority: a higher value is served first under
+    /// [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy). Other policies accept only 0.
     #[must_use]
     pub fn with_priority(mut self, priority: i32) -> Self {
         self.priority = priority;
@@ -161,7 +161,7 @@ impl Request {
         &self.prompt
     }
 
-    /// How tokens are drawn and when to stop.
+    /// The sampling parameters, including the stop conditions.
     pub fn sampling(&self) -> &SamplingParams {
         &self.sampling
     }

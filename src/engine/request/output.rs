@@ -1,4 +1,4 @@
-//! What a caller gets back: deltas while a request runs, and the whole of it as an [`Output`].
+//! Output of a request: deltas while it runs, and the complete [`Output`].
 
 use serde::Serialize;
 use serde::ser::{SerializeSeq as _, Serializer};
@@ -8,7 +8,7 @@ use crate::sampler::TokenLogprob;
 
 use super::RequestId;
 
-/// What a choice ended on when it ended with [`FinishReason::Stop`].
+/// Token or string that ended a choice with [`FinishReason::Stop`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -52,7 +52,7 @@ impl FinishReason {
     }
 }
 
-/// Log-probabilities of a run of tokens, kept flat: each token's own, and the most likely ones in its place.
+/// Log-probabilities of consecutive tokens: of each token, and of the most likely tokens at its position.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logprobs {
     chosen: Vec<TokenLogprob>,
@@ -65,11 +65,11 @@ pub struct Logprobs {
 /// Log-probabilities in one place.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LogprobsAt<'a> {
-    /// The token that stands there.
+    /// The token at this position.
     pub chosen: TokenLogprob,
     /// Its rank in the distribution, 1 = most likely.
     pub rank: u32,
-    /// The most likely tokens there, best first, as many as were asked for.
+    /// The most likely tokens at this position in descending order, as many as requested.
     pub top: &'a [TokenLogprob],
 }
 
@@ -79,19 +79,19 @@ impl Logprobs {
         self.chosen.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.chosen.is_empty()
     }
 
-    /// The token's log-probabilities, `None` past the end.
+    /// The log-probabilities at `index`; `None` past the end.
     pub fn get(&self, index: usize) -> Option<LogprobsAt<'_>> {
         let end = *self.ends.get(index)?;
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         Some(LogprobsAt { chosen: self.chosen[index], rank: self.ranks[index], top: &self.top[start..end] })
     }
 
-    /// One entry a token, in order.
+    /// Iterates over the entries, one per token.
     pub fn iter(&self) -> impl Iterator<Item = LogprobsAt<'_>> {
         (0..self.len()).filter_map(|index| self.get(index))
     }
@@ -126,7 +126,7 @@ impl Logprobs {
     }
 }
 
-/// One entry a token, in order.
+/// Serialized as a sequence with one entry per token.
 impl Serialize for Logprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut list = serializer.serialize_seq(Some(self.len()))?;
@@ -137,7 +137,7 @@ impl Serialize for Logprobs {
     }
 }
 
-/// What is known once the prompt has been computed.
+/// Facts that are known once the prompt has been computed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PromptInfo {
@@ -147,14 +147,15 @@ pub struct PromptInfo {
     pub cached_tokens: u32,
     /// From submission to the first token of choice 0, in microseconds.
     pub time_to_first_token_us: u64,
-    /// If asked for: entry `i` belongs to prompt token `i + 1`, since nothing precedes the first.
+    /// Log-probabilities of the prompt, if requested: entry `i` belongs to prompt token `i + 1`, since the first token
+    /// has no context.
     pub logprobs: Option<Logprobs>,
 }
 
 /// New output of one choice since its last delta.
 ///
-/// Unread deltas are merged, so one may hold several tokens. The text of a token may come later than its id: a character is
-/// sent with its last byte, and text that may still grow into a stop string is held back.
+/// Unread deltas are merged, so a delta may hold several tokens. The text of a token may arrive later than its id: a
+/// character is sent with its last byte, and text that may still become a stop string is held back.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Delta {
@@ -165,17 +166,17 @@ pub struct Delta {
     /// New tokens. The token a choice ended on is named in the finish reason and is not among them, unless it is a stop
     /// token and the request includes stops in the output.
     pub token_ids: Vec<u32>,
-    /// One entry for each of `token_ids`, if the request asked for any.
+    /// One entry for each of `token_ids`, if requested.
     pub logprobs: Option<Logprobs>,
     /// Set on the last delta of the choice.
     pub finish_reason: Option<FinishReason>,
-    /// Set on the first delta of choice 0 that comes of a computed prompt.
+    /// Set on the first delta of choice 0 after the prompt has been computed.
     pub prompt: Option<PromptInfo>,
     /// Set on the last delta of the request.
     pub usage: Option<Usage>,
 }
 
-/// One finished answer.
+/// One complete answer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Choice {
@@ -185,7 +186,7 @@ pub struct Choice {
     pub text: String,
     /// All its tokens.
     pub token_ids: Vec<u32>,
-    /// One entry a token, if asked for.
+    /// One entry per token, if requested.
     pub logprobs: Option<Logprobs>,
     /// Why it ended.
     pub finish_reason: FinishReason,
@@ -199,15 +200,15 @@ pub struct Usage {
     pub prompt_tokens: u32,
     /// Of these, tokens from the prefix cache.
     pub cached_tokens: u32,
-    /// Tokens of all choices together, as many as their `token_ids` hold.
+    /// Number of generated tokens over all choices.
     pub generated_tokens: u32,
     /// From submission to the request's first step, in microseconds; to its end if it never ran.
     pub queue_us: u64,
     /// From the first step to the first token, in microseconds; 0 if it never ran.
     pub prefill_us: u64,
-    /// From the first token to the end of the last choice, in microseconds; 0 without a token.
+    /// Time from the first token to the end of the last choice, in microseconds; 0 without a token.
     pub decode_us: u64,
-    /// From submission to the first token, in microseconds; `None` if there was none.
+    /// Time from submission to the first token, in microseconds; `None` without a token.
     pub time_to_first_token_us: Option<u64>,
 }
 
@@ -219,15 +220,15 @@ pub struct Output {
     pub id: RequestId,
     /// The prompt as the model saw it.
     pub prompt_token_ids: Vec<u32>,
-    /// If asked for: entry `i` belongs to prompt token `i + 1`.
+    /// Log-probabilities of the prompt, if requested: entry `i` belongs to prompt token `i + 1`.
     pub prompt_logprobs: Option<Logprobs>,
-    /// The answers, by index.
+    /// The choices, by index.
     pub choices: Vec<Choice>,
     /// Tokens and times.
     pub usage: Usage,
 }
 
-/// Puts an [`Output`] together from deltas, for a host that streams and wants the whole as well.
+/// Builds an [`Output`] from deltas, for a host that streams and needs the complete output as well.
 ///
 /// ```
 /// # use ascend_llm::{Engine, Request, SamplingParams};

@@ -1,8 +1,8 @@
-//! Requests the engine works on, with their choices.
+//! Active requests with their choices.
 //!
-//! Holds what the loop knows of a request and publishes results to its mailbox. A request is here from the moment the loop
-//! takes it from the inbox until its last choice has ended. Each choice is one sequence of the scheduler, and a sequence's
-//! id says which choice of which request it is, so that one lookup finds both.
+//! Holds the loop's state of each request and publishes results to its mailbox. A request is active from the moment the
+//! loop fetches it from the inbox until its last choice has ended. Each choice is one sequence of the scheduler. The id
+//! of a sequence encodes its request and choice, so one lookup finds both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub(crate) struct ActiveRequest {
     pub is_argmax_only: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
-    /// When its first step was planned; `None` while it waits for it.
+    /// Time at which its first step was planned; `None` while it is queued.
     started: Option<Tick>,
     /// When the first token of choice 0 was sampled.
     first_token: Option<Tick>,
@@ -87,7 +87,7 @@ impl ActiveRequest {
         self.choices.iter().filter(|choice| choice.phase != Phase::Ended).map(|choice| choice.seq)
     }
 
-    /// Choices that wait to fork off choice 0.
+    /// Choices that have not forked off choice 0 yet.
     pub fn unforked(&self) -> impl Iterator<Item = &ChoiceState> {
         let choices = if self.unforked == 0 { &[] } else { self.choices.as_slice() };
         choices.iter().filter(|choice| choice.phase == Phase::Unforked)
@@ -168,12 +168,12 @@ impl ActiveRequests {
         Some((unforked, active.sibling.take()?))
     }
 
-    /// Whether the request has choices that the scheduler does not know.
+    /// Whether the request has choices that are not scheduled yet.
     pub fn waits_to_fork(&self, request: RequestId) -> bool {
         self.requests.get(&request).is_some_and(|active| !active.failed && active.unforked > 0)
     }
 
-    /// Marks a choice that the scheduler takes over at the end of this step.
+    /// Marks a choice that is added to the scheduler at the end of this step.
     pub fn mark_forked(&mut self, seq: SeqId) {
         let (request, choice) = request_of(seq);
         if let Some(active) = self.requests.get_mut(&request)
@@ -183,7 +183,7 @@ impl ActiveRequests {
         }
     }
 
-    /// Number of choices that the scheduler does not know.
+    /// Number of choices that are not scheduled yet.
     pub fn unscheduled(&self) -> usize {
         self.requests.values().map(|active| active.unforked as usize).sum()
     }
@@ -215,8 +215,8 @@ impl ActiveRequests {
         Some((choice, self.requests.get_mut(&request)?))
     }
 
-    /// Notes that a sequence is part of a step and reserves its buffers at its first one. Returns true if its request was
-    /// waiting until then.
+    /// Records that a sequence is part of a step, and reserves its buffers at its first one. Returns true if the
+    /// request was queued until then.
     pub fn mark_started(&mut self, seq: SeqId, now: Tick) -> bool {
         let with_text = self.vocabulary.is_some();
         let (request, choice) = request_of(seq);
@@ -239,8 +239,8 @@ impl ActiveRequests {
         }
     }
 
-    /// Takes a sampled token and publishes what follows from it; true if the choice ended on it. `cached_tokens` is called
-    /// at the request's first token.
+    /// Accepts a sampled token and publishes the resulting output. Returns true if the token ends the choice. Calls
+    /// `cached_tokens` at the first token of the request.
     pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: impl FnOnce() -> u32, now: Tick) -> bool {
         let (request, index) = request_of(seq);
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return true };
@@ -291,7 +291,7 @@ impl ActiveRequests {
         ended.is_some()
     }
 
-    /// Ends one choice from outside and publishes what was held back.
+    /// Ends one choice for a reason other than its tokens, and publishes the held-back text.
     pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason, now: Tick) {
         let (request, index) = request_of(seq);
         let Some(active) = self.requests.get_mut(&request) else { return };
@@ -305,7 +305,7 @@ impl ActiveRequests {
         self.remove_choice(seq);
     }
 
-    /// Ends a request with an error. Its choices stay until [`next_failed`](Self::next_failed) hands them out, since the
+    /// Ends a request with an error. Its choices stay until [`next_failed`](Self::next_failed) returns them, since the
     /// scheduler may be between a plan and its commit.
     pub fn fail(&mut self, request: RequestId, error: RequestError) {
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return };
@@ -317,7 +317,7 @@ impl ActiveRequests {
         self.failed.push(request);
     }
 
-    /// Ends the request of a sequence with what a step told of one of its rows.
+    /// Ends the request of a sequence whose rows failed in a step.
     pub fn fail_sequence(&mut self, seq: SeqId, found: &SequenceOutcome) {
         let RowOutcome::Failed { status, custom } = &found.outcome else { return };
         let Some((choice, _)) = self.get(seq) else { return };
@@ -338,7 +338,7 @@ impl ActiveRequests {
         Some(self.requests.remove(&request).map(|active| active.open_seqs().collect()).unwrap_or_default())
     }
 
-    /// Sequences of a request that have not ended, and whether the request still waits for its first step.
+    /// The open sequences of a request, and whether the request is still queued.
     pub fn open_choices(&self, request: RequestId) -> (Vec<SeqId>, bool) {
         let open = |active: &ActiveRequest| (active.open_seqs().collect(), active.started.is_none());
         self.requests.get(&request).map(open).unwrap_or_default()
@@ -362,7 +362,7 @@ impl ActiveRequests {
         expired
     }
 
-    /// Tells every open request of an error and forgets them all.
+    /// Ends all open requests with an error and removes them.
     pub fn clear(&mut self, error: &RequestError) {
         for active in self.requests.values() {
             if !active.failed {

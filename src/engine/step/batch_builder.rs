@@ -1,4 +1,4 @@
-//! Turns planned chunks into a batch for the model.
+//! Builds the input of the model from planned chunks.
 
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::num::to_u32;
@@ -7,16 +7,16 @@ use crate::scheduler::{Chunk, Placeholder, Scheduler};
 use super::active_requests::ActiveRequests;
 use crate::runner::{BatchId, DeferredToken, ForwardInput};
 
-/// What a row of logits is for.
+/// Purpose of a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LogitUse {
-    /// The next token of the sequence is drawn from it.
+    /// The next token of the sequence is sampled from it.
     Sample,
-    /// It tells how likely the prompt's next token was.
+    /// It gives the log-probability of the next prompt token.
     PromptLogprob,
 }
 
-/// One wanted row of logits.
+/// A requested row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LogitRequest {
     /// Index of the chunk in the plan.
@@ -30,9 +30,9 @@ pub(crate) struct LogitRequest {
 #[derive(Debug, Default)]
 pub(crate) struct BatchBuilder {
     pub input: ForwardInput,
-    /// One for each of `input.logit_rows`; nothing where nobody wants it any more.
+    /// One entry for each of `input.logit_rows`; `None` if the row is no longer needed.
     pub logit_requests: Vec<Option<LogitRequest>>,
-    /// The row of logits that each chunk's token is drawn from.
+    /// Index of the row of logits from which each chunk's token is sampled.
     sampled_rows: Vec<Option<u32>>,
 }
 
@@ -45,13 +45,13 @@ impl BatchBuilder {
         }
     }
 
-    /// The row of logits that a chunk's token is drawn from.
+    /// Index of the row of logits from which a chunk's token is sampled.
     pub fn sampled_row(&self, chunk: usize) -> Option<u32> {
         self.sampled_rows.get(chunk).copied().flatten()
     }
 
-    /// Fills in a plan, a sequence a chunk. `source` tells which batch in flight draws a placeholder, from which of its rows
-    /// of logits.
+    /// Fills the batch from a plan, one sequence per chunk. `source` returns the in-flight batch and the row of logits
+    /// that sample a placeholder.
     pub fn build(
         &mut self,
         chunks: &[Chunk],
@@ -101,7 +101,7 @@ impl BatchBuilder {
         }
     }
 
-    /// Forgets what was wanted of chunks whose results mean nothing any more.
+    /// Removes the logit requests of stale chunks.
     pub fn drop_stale(&mut self, void: &[bool]) {
         for want in &mut self.logit_requests {
             *want = want.filter(|want| !void[want.chunk]);

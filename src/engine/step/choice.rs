@@ -1,14 +1,14 @@
-//! What one choice of a request has put out, and when it ends.
+//! State of one choice of a request: its output so far, and its stop rules.
 //!
-//! Takes the drawn tokens one by one and says what of them may be published: text with whole characters only, nothing
-//! that may still become a stop string, nothing of the token a choice ends on. Rules, in this order:
+//! Accepts sampled tokens one by one and reports what may be published: text of whole characters only, without text
+//! that may still become a stop string, and without the token that ends the choice. Stop rules, in this order:
 //!
-//! 1. a model's end-of-sequence token ends it, unless `ignore_eos`;
+//! 1. an end-of-sequence token of the model ends the choice, unless `ignore_eos`;
 //! 2. one of `stop_token_ids` ends it;
-//! 3. a stop string that ends in text of a token after the first `min_tokens` ends it;
-//! 4. the length ends it.
+//! 3. a stop string that ends in the text of a token after the first `min_tokens` ends it;
+//! 4. the length limit ends it.
 //!
-//! Text that was held back is flushed at every end except a matched stop string, which cuts it.
+//! Held-back text is flushed at every end except a matched stop string, which truncates the text.
 
 use crate::kv_cache::SeqId;
 use crate::num::to_u32;
@@ -21,17 +21,17 @@ use crate::engine::request::output::{FinishReason, Logprobs, StopMatch};
 /// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
 const TOKEN_TEXT_BYTES: usize = 256;
 
-/// What decides over a sequence's end.
+/// Rules that end a choice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StopRules<'a> {
     pub params: &'a SamplingParams,
-    /// The model's own end-of-sequence tokens; none if the request ignores them.
+    /// End-of-sequence tokens of the model; empty if the request ignores them.
     pub eos_ids: &'a [u32],
     pub max_tokens: u32,
     pub vocabulary: Option<&'a dyn Vocabulary>,
 }
 
-/// What of a drawn token is published, beside the text in [`ChoiceState::text`].
+/// Parts of a sampled token to publish, in addition to [`ChoiceState::text`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Accepted {
     pub token: Option<u32>,
@@ -41,7 +41,7 @@ pub(crate) struct Accepted {
 /// How far a choice is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not scheduled yet: it forks off choice 0 at that choice's first token, so that the prompt is computed once.
+    /// Not scheduled yet: the choice forks off choice 0 at the first token, so that the prompt is computed once.
     Unforked,
     Open,
     Ended,
@@ -52,18 +52,18 @@ pub(crate) struct ChoiceState {
     pub seq: SeqId,
     pub choice: u32,
     pub phase: Phase,
-    /// Whether it has been part of a step.
+    /// Whether the choice has been part of a step.
     pub started: bool,
     /// Tokens published.
     generated_tokens: u32,
-    /// Whether no token has been drawn yet.
+    /// Whether no token has been sampled yet.
     no_token_yet: bool,
     text: Option<TextStream>,
     logprobs: Logprobs,
     prompt_logprobs: Option<Logprobs>,
 }
 
-/// The end of the text: what is decoded but not published.
+/// End of the text: decoded but not published.
 #[derive(Debug)]
 struct TextStream {
     detokenizer: Detokenizer,
@@ -88,7 +88,7 @@ impl ChoiceState {
                 publishable: String::with_capacity(TOKEN_TEXT_BYTES),
             }),
             logprobs: Logprobs::default(),
-            // Every choice has the same prompt: one of them looks at it.
+            // All choices share the prompt, so only choice 0 collects its log-probabilities.
             prompt_logprobs: (choice == 0 && params.prompt_logprobs.is_some()).then(Logprobs::default),
         }
     }
@@ -102,7 +102,7 @@ impl ChoiceState {
         self.no_token_yet
     }
 
-    /// Position of the first prompt row whose logits are still wanted; `None` if none are.
+    /// Position of the first prompt row whose logits are still needed; `None` if there is none.
     pub fn prompt_rows_from(&self) -> Option<u32> {
         self.prompt_logprobs.as_ref().map(|done| to_u32(done.len()))
     }
@@ -135,7 +135,7 @@ impl ChoiceState {
         &self.logprobs
     }
 
-    /// Takes the next drawn token.
+    /// Accepts the next sampled token.
     pub fn accept(&mut self, rules: &StopRules<'_>, sampled: &Sampled) -> Accepted {
         self.no_token_yet = false;
         self.logprobs.clear();
@@ -176,7 +176,7 @@ impl ChoiceState {
         Accepted { token: Some(token), finish }
     }
 
-    /// Ends the sequence from outside: what was held back becomes publishable.
+    /// Ends the choice for a reason other than its tokens; the held-back text becomes publishable.
     pub fn close(&mut self) {
         self.logprobs.clear();
         self.clear_text();
@@ -204,7 +204,7 @@ impl ChoiceState {
         if let Some(text) = &mut self.text {
             text.decoded.clear();
             text.detokenizer.flush(&mut text.decoded);
-            // A match here would cut what is flushed; the reason to end stays the one that was found first.
+            // A match here truncates the flushed text; the finish reason stays the first one found.
             if text.stops.push(&text.decoded, &mut text.publishable).is_none() {
                 text.stops.flush(&mut text.publishable);
             }
@@ -213,7 +213,7 @@ impl ChoiceState {
 }
 
 impl TextStream {
-    /// Lets decoded text through without looking for stops in it.
+    /// Passes decoded text on without looking for stop strings.
     fn pass_through(&mut self) {
         self.stops.pass(&self.decoded, &mut self.publishable);
     }

@@ -1,17 +1,17 @@
-//! Steps in flight: launched, and not taken out yet.
+//! In-flight steps: launched and not completed yet.
 //!
 //! ```text
-//!   depth 2     prepare 1 ─ launch 1 ─ prepare 2 ─ launch 2 ─ take out 1 ─ prepare 3 ─ launch 3 ─ take out 2 …
-//!   the device              └── 1 runs ──────────────────────┘└── 2 runs ───────────────────────┘└── 3 runs …
+//!   depth 2     prepare 1 ─ launch 1 ─ prepare 2 ─ launch 2 ─ complete 1 ─ prepare 3 ─ launch 3 ─ complete 2 …
+//!   the device              └── 1 runs ──────────────────────┘└── 2 runs ──────────────────────┘└── 3 runs …
 //! ```
-//! - *prepare*: attend to callers, schedule, lay out rows and tables;
-//! - *compute*: the model's launch and what the device makes of it;
-//! - *output*: wait, sample, detokenize, publish, commit.
+//! - *prepare*: poll requests, schedule, build rows and block tables;
+//! - *launch*: queue the model's work on the device;
+//! - *complete*: wait for the results, sample, detokenize, publish, commit.
 //!
-//! All of it is one thread's work; what overlaps is the device's. Steps are taken out in the order in which they were
-//! planned, so a request sees the same tokens in the same order at any depth. A step whose sequence has ended meanwhile has
-//! void rows; nothing of these is looked at. An error in a step ends the engine, and those behind it with it: nothing of
-//! them is published.
+//! One thread does all of this; only the device runs concurrently. Steps are completed in the order in which they were
+//! planned, so a request sees the same tokens in the same order at any depth. The rows of a sequence that has ended in
+//! the meantime are stale, and their results are ignored. An error in a step ends the engine; the results of later
+//! steps are not published.
 
 use crate::num::to_u32;
 use std::collections::VecDeque;
@@ -25,7 +25,7 @@ use super::batch_builder::BatchBuilder;
 use crate::engine::config::EngineConfig;
 use crate::runner::BatchId;
 
-/// One planned step and what comes of it.
+/// One planned step with its results.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightStep {
     /// The plan's number.
@@ -51,7 +51,7 @@ pub(crate) struct Pipeline {
 }
 
 impl Pipeline {
-    /// Reserves what the steps of `depth` plans need.
+    /// Reserves capacity for the steps of `depth` plans.
     pub fn with_capacity(
         depth: u32,
         config: &EngineConfig,
@@ -90,22 +90,22 @@ impl Pipeline {
         step
     }
 
-    /// Puts a launched step behind the others.
+    /// Appends a launched step.
     pub fn push(&mut self, step: InFlightStep) {
         self.in_flight.push_back(step);
     }
 
-    /// The oldest step, to be taken out.
+    /// Removes the oldest step, which is completed next.
     pub fn pop(&mut self) -> Option<InFlightStep> {
         self.in_flight.pop_front()
     }
 
-    /// Takes a step's room back.
+    /// Keeps the buffers of a completed step for reuse.
     pub fn reuse(&mut self, step: InFlightStep) {
         self.free_steps.push(step);
     }
 
-    /// The batch in flight that draws a placeholder, and its row of logits.
+    /// The in-flight batch that samples a placeholder, and the row of logits.
     fn deferred_source(&self, placeholder: Placeholder) -> Option<(BatchId, u32)> {
         let step = self.in_flight.iter().find(|step| step.plan == placeholder.plan)?;
         Some((step.batch_id, step.batch.sampled_row(placeholder.chunk)?))
@@ -116,7 +116,7 @@ impl InFlightStep {
     fn with_capacity(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let seqs = config.max_num_seqs as usize;
         let rows = config.max_num_batched_tokens as usize;
-        // A table entry a block; with shared prefixes the tables of a step may name a block more than once.
+        // One table entry per block. Shared prefixes may appear in several tables of a step.
         let longest = longest_blocks.min(pool_blocks) as usize;
         let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
         Self {
@@ -127,7 +127,7 @@ impl InFlightStep {
         }
     }
 
-    /// Marks the chunks whose results are ignored, and gives every chunk an empty result.
+    /// Marks the chunks whose results are ignored, and adds an empty result for each chunk.
     pub fn mark_stale(&mut self, scheduler: &Scheduler) {
         let Self { plan, batch, output, stale, .. } = self;
         let chunks = scheduler.in_flight_chunks(*plan);
@@ -138,7 +138,7 @@ impl InFlightStep {
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
     }
 
-    /// What a sequence computed before its request failed in this step is not to be found in the prefix cache.
+    /// Keeps the rows of sequences that failed in this step out of the prefix cache.
     pub fn discard_failed(&mut self, requests: &ActiveRequests) {
         let results = self.output.results.iter_mut();
         for result in results.filter(|result| !result.finished && requests.get(result.seq).is_none()) {

@@ -1,7 +1,7 @@
-//! From the logits of one step to tokens: who is sampled how, and the prompt's log-probabilities.
+//! Sampling of one step: from logits to tokens and the log-probabilities of the prompt.
 //!
-//! Keeps the buffers of a step's sampling. What it finds is told to the [`ActiveRequests`] row by row; a row that cannot be
-//! sampled fails its own request and no other.
+//! Owns the sampling buffers of a step and passes each result to [`ActiveRequests`]. A row that cannot be sampled fails
+//! its own request only.
 
 use crate::kv_cache::SeqId;
 use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
@@ -16,21 +16,22 @@ use crate::runner::LogitRows;
 #[derive(Debug)]
 pub(crate) struct StepSampler {
     sampler: Sampler,
-    /// Empty between calls; kept for its room.
+    /// Empty between calls; the capacity is reused.
     rows: Vec<SampleRow<'static>>,
-    /// Index into the wanted rows of each of `rows`, and the choice it is drawn for.
+    /// For each of `rows`: the index of its logit request, and the choice that it is sampled for.
     targets: Vec<(usize, SeqId)>,
     sampled: Vec<Result<Sampled, SampleError>>,
     forks: Vec<Fork>,
     sampled_tokens: u32,
 }
 
-/// A choice that begins in this step, to be told to the scheduler after the commit.
+/// A choice that begins in this step; the scheduler receives it after the commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fork {
-    /// `child` has drawn `token` from the same row as its choice 0, `parent`, and shares all that has been computed.
+    /// `child` has sampled `token` from the same row as choice 0 (`parent`) and shares all computed blocks.
     Shared { parent: SeqId, child: SeqId, token: u32 },
-    /// Choice 0 ended on its first token, so there is nothing to share: the others compute the prompt themselves.
+    /// Choice 0 ended at its first token, so there are no blocks to share: the other choices compute the prompt
+    /// themselves.
     Alone { request: RequestId },
 }
 
@@ -46,7 +47,7 @@ impl StepSampler {
         }
     }
 
-    /// Starts a step.
+    /// Resets the counters for a new step.
     pub fn begin(&mut self) {
         self.forks.clear();
         self.sampled_tokens = 0;
@@ -57,12 +58,12 @@ impl StepSampler {
         &self.forks
     }
 
-    /// Tokens drawn in this step, for all choices.
+    /// Number of tokens sampled in this step, over all choices.
     pub fn sampled_tokens(&self) -> u32 {
         self.sampled_tokens
     }
 
-    /// Reads a step's logits and enters what they give into `output`, which has a result a chunk.
+    /// Processes the logits of a step and writes the results to `output`, which has one entry per chunk.
     pub fn process_logits(
         &mut self,
         logits: LogitRows<'_>,
@@ -87,7 +88,7 @@ impl StepSampler {
                     self.forks.push(Fork::Alone { request });
                 }
             } else if !output.results[want.chunk].finished {
-                // Choice 0 goes on: this one begins beside it.
+                // Choice 0 continues; this choice starts with the same blocks.
                 let result = apply_sample(seq, want, sampled, scheduler, requests, now);
                 self.sampled_tokens += u32::from(result.token.is_some());
                 requests.mark_forked(seq);
@@ -158,13 +159,13 @@ impl StepSampler {
     }
 }
 
-/// The rows that are wanted for this, by their place among the logits.
+/// The requested rows of a purpose, with their indices among the logits.
 fn rows_for(wanted: &[Option<LogitRequest>], purpose: LogitUse) -> impl Iterator<Item = (usize, LogitRequest)> {
     let rows = wanted.iter().enumerate().filter_map(|(row, want)| Some((row, (*want)?)));
     rows.filter(move |(_, want)| want.logit_use == purpose)
 }
 
-/// What one drawn token means for its sequence.
+/// Applies one sampled token to its sequence.
 fn apply_sample(
     seq: SeqId,
     want: LogitRequest,
@@ -196,7 +197,7 @@ fn request_error(error: SampleError, choice: u32, position: u32, generated_token
     }
 }
 
-/// The same vector without its rows, free of what they borrowed. The collection happens in place, so the room stays.
+/// Clears the rows and releases their borrows. The collection is in place, so the capacity is kept.
 fn clear_rows(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();
     rows.into_iter().map(|_| unreachable!("cleared above")).collect()

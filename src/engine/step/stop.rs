@@ -1,9 +1,9 @@
 //! Stop strings over a stream of text, and the set of ids that end a sequence.
 //!
-//! [`StopChecker`] holds back only text that may still grow into a stop: the longest suffix of the text so far that is
-//! a proper prefix of some stop. The text is cut at the earliest position at which any stop is complete (of stops
-//! complete at the same position, the one that began first), so the cut does not depend on how the text was cut into
-//! pieces. It looks at generated text only; it never sees the prompt and knows nothing of tokens.
+//! [`StopChecker`] holds back only text that may still become a stop string: the longest suffix of the text so far that
+//! is a proper prefix of a stop string. It truncates the text at the earliest position at which a stop string is
+//! complete (of those complete at the same position, the one that began first), so the result does not depend on how
+//! the text is split into pieces. The checker sees generated text only, not the prompt and not the tokens.
 //!
 //! ```text
 //! text so far      .................. <EN
@@ -25,7 +25,7 @@ struct Node {
     ends: Option<u32>,
 }
 
-/// Cuts a stream of text at stop strings.
+/// Truncates a stream of text at stop strings.
 #[derive(Clone, Debug)]
 pub struct StopChecker {
     nodes: Vec<Node>,
@@ -37,8 +37,8 @@ pub struct StopChecker {
 }
 
 impl StopChecker {
-    /// A checker for these stops; `include` sends the stop itself too. Empty strings never match (parameters refuse
-    /// them before they come here).
+    /// A checker for these stop strings; `include` keeps the matched stop string in the text. Empty strings never match
+    /// (parameter checks refuse them).
     pub fn new(stops: &[String], include: bool) -> Self {
         let mut nodes = vec![Node::default()];
         for (index, stop) in stops.iter().enumerate() {
@@ -61,13 +61,13 @@ impl StopChecker {
         link_fallbacks(&mut nodes);
         let lens_bytes: Vec<usize> = stops.iter().map(String::len).collect();
         let longest = lens_bytes.iter().copied().max().unwrap_or(0);
-        // Room for what is held plus the text of an ordinary token, so that steady decoding allocates nothing.
+        // Capacity for the held text and the text of an ordinary token, so that steady decoding does not allocate.
         let held = String::with_capacity(longest + 256);
         Self { nodes, lens_bytes, include, state: 0, held, matched: None }
     }
 
-    /// Takes the next piece of text and appends to `out` what may be sent. Returns the index of the stop once one has
-    /// matched; from then on nothing more is sent.
+    /// Processes the next piece of text and appends the publishable part to `out`. Returns the index of the stop string
+    /// once one has matched; later text is dropped.
     pub fn push(&mut self, text: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -96,7 +96,8 @@ impl StopChecker {
         None
     }
 
-    /// Takes text in which no stop may match (before `min_tokens`): sends it, with what was held, and starts anew.
+    /// Passes on text in which no stop string may match (before `min_tokens`) together with the held text, and resets
+    /// the match state.
     pub fn pass(&mut self, text: &str, out: &mut String) {
         if self.matched.is_none() {
             self.flush(out);
@@ -104,7 +105,8 @@ impl StopChecker {
         }
     }
 
-    /// Sends what is held: the sequence has ended (end of sequence, length, cancelled) and no stop can complete.
+    /// Passes on the held text: the sequence has ended (end of sequence, length, cancelled), so no stop string can
+    /// complete.
     pub fn flush(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
@@ -122,8 +124,10 @@ impl StopChecker {
     }
 }
 
-/// Ids that end a sequence unless the request ignores them: those of the generation config where it names any, else
-/// those of the model's config; and the tokenizer's own in every case. Sorted, each once.
+/// Ids that end a sequence unless the request ignores them.
+///
+/// These are the ids of the generation config if it names any, else those of the model's config, and in each case the
+/// tokenizer's own. Sorted, without duplicates.
 pub fn default_stop_ids(generation: &[u32], config: &[u32], tokenizer: &[u32]) -> Vec<u32> {
     let named = if generation.is_empty() { config } else { generation };
     let mut ids: Vec<u32> = named.iter().chain(tokenizer).copied().collect();
@@ -190,7 +194,7 @@ mod tests {
         (sent, checker.matched())
     }
 
-    /// The plain sibling: looks at every end position, and at every stop there.
+    /// Reference: tries every stop string at every end position.
     fn cut_plainly(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let ending = stops
