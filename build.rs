@@ -1,7 +1,7 @@
-//! Finds out what the library is built from and with: the commit, and the intrinsics of the compiler.
+//! Build script: finds the commit of the sources and the intrinsics of the compiler.
 //!
-//! Nothing here fails a build, and nothing depends on the day or the machine of the build. What cannot be found out is
-//! left out.
+//! Nothing here fails a build, and the result does not depend on the day or the machine of the build. Unknown facts are
+//! omitted.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use std::{env, fs};
 /// Set to leave the probes out, so that the code for older compilers can be checked with a new one.
 const NO_PROBES: &str = "ASCEND_LLM_NO_PROBES";
 
-/// What Cargo writes beside the manifest of a published package.
+/// File that Cargo writes next to the manifest of a published package.
 const PACKAGED_FROM: &str = ".cargo_vcs_info.json";
 
 /// A cfg, and the code that the compiler must accept for it to be set.
@@ -82,7 +82,8 @@ fn packaged_commit(info: &str) -> Option<String> {
 }
 
 fn checked_out_commit() -> Option<String> {
-    // A copy of the crate in a folder of another repository has a prefix. The commit there says nothing about the copy.
+    // A copy of the crate in a folder of another repository has a prefix, and the commit of that repository does not
+    // describe the copy.
     if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
         return None;
     }
@@ -93,8 +94,8 @@ fn checked_out_commit() -> Option<String> {
     Some(described(&digits, !changes.is_empty()))
 }
 
-/// Has the script run again when another commit is checked out or the sources change, and at no other time. Cargo takes
-/// an absent file for a changed one, so only files that exist are named.
+/// Reruns the script when another commit is checked out or the sources change, and at no other time. Cargo treats an
+/// absent file as changed, so only existing files are listed.
 fn rerun_if_moved() {
     let path = |name: &str| git(&["rev-parse", "--git-path", name]).map(PathBuf::from).filter(|path| path.is_file());
     let branch = git(&["symbolic-ref", "--quiet", "HEAD"]);
@@ -110,14 +111,14 @@ fn described(digits: &str, is_dirty: bool) -> String {
     format!("{digits}{}", if is_dirty { "-dirty" } else { "" })
 }
 
-/// What git answers for the folder of the manifest, without the last line's end.
+/// Output of git for the folder of the manifest, without the final line end.
 fn git(arguments: &[&str]) -> Option<String> {
     let mut command = Command::new("git");
     // Git sets these for its hooks, and a hook of another repository may build this crate.
     for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
         command.env_remove(variable);
     }
-    // Without optional locks the status leaves the index as it is.
+    // Without optional locks, `git status` does not write the index.
     let output = command.arg("--no-optional-locks").args(arguments).stderr(Stdio::null()).output().ok()?;
     let text = output.status.success().then(|| String::from_utf8(output.stdout))?.ok()?;
     Some(text.trim_end_matches(['\r', '\n']).to_owned())

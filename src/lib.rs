@@ -1,14 +1,12 @@
-//! `ascend-llm`: an LLM inference engine that lives inside another Rust program.
+//! `ascend-llm`: an LLM inference engine as a library.
 //!
 //! ```
-//! use ascend_llm::engine::{Engine, Request};
-//! use ascend_llm::sampler::SamplingParams;
+//! use ascend_llm::{Engine, Request, SamplingParams};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # if cfg!(not(feature = "text")) { return Ok(()); }
 //! let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
-//! let mut params = SamplingParams::greedy();
-//! params.max_tokens = Some(8);
+//! let params = SamplingParams::greedy().with_max_tokens(8);
 //! let text = engine.generate("Once upon a time", &params)?;
 //! for delta in engine.submit(Request::text("The duck").with_sampling(params))? {
 //!     print!("{}", delta?.text);
@@ -18,10 +16,12 @@
 //! # }
 //! ```
 //!
+//! # Layout
+//!
 //! | to | use |
 //! |---|---|
-//! | serve requests from a thread of the engine's own | [`engine::Engine`] |
-//! | drive every step yourself | [`engine::EngineCore`] (`build_core`) |
+//! | serve requests from a thread of the engine's own | [`Engine`] |
+//! | drive each step yourself | [`EngineCore`] (`build_core`) |
 //! | keep your own loop, tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
 //! | schedule or allocate KV blocks without a model | [`scheduler::Scheduler`], [`kv_cache::BlockAllocator`] |
 //! | read a model's compiled plan | [`model::decoder_graph`], [`graph::compile`], [`graph::Plan::dump`] |

@@ -1,6 +1,7 @@
 //! Narrowing of counts and indices.
 
-/// A count or an index as `u32`, saturating: what is counted (tokens, rows, blocks, ids) is bounded by `u32` where it is made.
+/// Converts a count or an index to `u32`, saturating. Counts of tokens, rows, blocks and ids are checked against `u32`
+/// at their source.
 #[allow(clippy::cast_possible_truncation, reason = "checked before")]
 pub(crate) const fn to_u32(n: usize) -> u32 {
     if n > u32::MAX as usize { u32::MAX } else { n as u32 }

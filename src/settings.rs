@@ -1,10 +1,10 @@
 //! Macros for structs of settings: `with_*` methods, and a `Deserialize` that refuses unknown keys also where the struct is
 //! flattened into another.
 
-/// Methods that set one public field each, in lists of `field method: type`.
+/// Defines methods that set one public field each, from lists of `field method: type`.
 ///
-/// `value` takes the field's type, `option` the inner type or an `Option`, `list` what becomes a `Vec`, `optional_list` the
-/// same into an `Option`, `texts` what yields strings.
+/// `value` takes the type of the field, `option` the inner type or an `Option`, `list` anything that converts to a
+/// `Vec`, `optional_list` the same for an `Option`, `texts` an iterator of strings.
 macro_rules! with_methods {
     ($($kind:ident { $($field:ident $method:ident: $type:ty),* $(,)? })*) => {
         $($(with_methods!(@$kind $field $method $type);)*)*
@@ -35,10 +35,11 @@ macro_rules! with_methods {
     };
 }
 
-/// `Deserialize` for a struct whose absent fields keep their defaults. `field as Wrapper` reads a field through a newtype.
+/// Implements `Deserialize` for a struct whose absent fields keep their defaults. `field as Wrapper` reads a field
+/// through a newtype.
 ///
-/// The derived one, with `deny_unknown_fields`, is never given the unknown keys of a struct that it is flattened into; this
-/// one asks for all keys that the outer struct has not named, and refuses those that are not its own.
+/// A derived implementation with `deny_unknown_fields` never sees the unknown keys of a struct that it is flattened
+/// into. This one receives all keys that the outer struct has not named, and refuses those that are not its own.
 macro_rules! deserialize_settings {
     ($name:ident { $($field:ident $(as $wrapper:path)?),* $(,)? }) => {
         impl<'de> serde::Deserialize<'de> for $name {

@@ -1,15 +1,15 @@
-//! What a device reports.
+//! Errors of a device.
 
 /// A failure that the caller could not have foreseen, or a broken contract.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No room for an allocation.
+    /// An allocation failed for lack of memory.
     #[error("out of {kind} memory: asked for {asked_bytes} bytes, {free_bytes} free")]
     OutOfMemory {
         /// Which memory.
         kind: &'static str,
-        /// Bytes asked for.
+        /// Requested bytes.
         asked_bytes: u64,
         /// Bytes free, as far as known.
         free_bytes: u64,
@@ -27,13 +27,13 @@ pub enum DeviceError {
     /// The caller broke the contract (another device's id, a span out of bounds, a binding too small).
     #[error("invalid use of the device: {what}")]
     Invalid {
-        /// What was wrong.
+        /// The reason.
         what: String,
     },
     /// Work that was queued did not end in time; nothing on the device can be used again.
     #[error("{call} did not end within {limit_us} us")]
     TimedOut {
-        /// What was waited for.
+        /// The call that timed out.
         call: &'static str,
         /// How long.
         limit_us: u64,
@@ -41,7 +41,7 @@ pub enum DeviceError {
     /// Work on the device crashed, or the device dropped out: nothing on it can be used again.
     #[error("device lost: {call} failed with code {code}: {message}")]
     Crashed {
-        /// The call that came to know of it.
+        /// The call that reported the loss.
         call: &'static str,
         /// The runtime's code.
         code: i32,

@@ -1,4 +1,4 @@
-//! Ids that give themselves back.
+//! Handles that release their id on drop.
 
 use std::sync::Arc;
 

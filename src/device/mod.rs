@@ -1,19 +1,21 @@
-//! What runs plans: the [`Device`] trait and the devices.
+//! Devices: the [`Device`] trait, which runs compiled plans, and its implementations.
 //!
 //! # Contract
 //!
-//! - **A device executes compiled plans.** There are no operation methods: all that is hard (fusion, memory, order) is in
+//! - **A device executes compiled plans.** There are no methods for single operations: fusion, memory and order are in
 //!   the [`Plan`] as data.
-//! - **The caller validates.** Plans are checked when compiled, requests when submitted. A device reports only what cannot
-//!   be foreseen: no memory, a failed call, a lost device. It answers [`DeviceError::Invalid`] where the contract is broken,
+//! - **The caller validates.** Plans are checked when compiled, requests when submitted. A device reports only errors
+//!   that
+//!   cannot be foreseen: no memory, a failed call, a lost device. It returns [`DeviceError::Invalid`] if the contract is broken,
 //!   and never reads or writes outside a bound buffer.
 //! - **Ids are opaque and belong to one device.** A foreign or stale id is [`DeviceError::Invalid`].
-//! - **Streams are queues**: work on one stream runs in the order given; `record` and `wait` order streams against each
-//!   other; `read` and the host wait for the event they need. Events are numbers that only grow, so "reached" means
+//! - **Streams are queues**: work on one stream runs in the given order; `record` and `wait` order streams against each
+//!   other; `read` and the host wait for the event they need. Events are increasing numbers, so "reached" means
 //!   "reached or passed". A device that computes inline may finish everything within the call.
-//! - **Dropping never fails.** Freeing an id twice does nothing.
-//! - **`launch` is deterministic a row**: a row's results depend on its own sequence's rows and stored keys and values, never
-//!   on what else is in the batch ([`DeviceCaps::batch_invariant`] says whether the device keeps this promise).
+//! - **Dropping never fails.** Freeing an id twice has no effect.
+//! - **`launch` is deterministic for each row**: a row's results depend on its own sequence's rows and stored keys and
+//!   values,
+//!   never on the other rows of the batch ([`DeviceCaps::batch_invariant`] reports whether the device guarantees this).
 
 #[cfg(feature = "ascend")]
 pub mod ascend;
@@ -55,7 +57,7 @@ ids! {
     ProgramId
 }
 
-/// Where a buffer's memory lies.
+/// Kind of memory of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemKind {
@@ -76,7 +78,7 @@ pub struct Span {
     pub bytes: u64,
 }
 
-/// What a device can do.
+/// Capabilities of a device.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(clippy::struct_excessive_bools, reason = "facts of a machine, independent of each other")]
 #[non_exhaustive]
@@ -85,7 +87,7 @@ pub struct DeviceCaps {
     pub name: &'static str,
     /// For people: processor, instruction set, threads.
     pub description: String,
-    /// What the compiler must know.
+    /// Target description for the compiler.
     pub target: Target,
     /// Types keys and values can be stored in.
     pub kv_dtypes: Vec<KvDType>,
@@ -97,29 +99,33 @@ pub struct DeviceCaps {
     pub default_block_size: usize,
     /// Whether launches must be padded to the bucket.
     pub static_shapes: bool,
-    /// Whether its memory is the host's: reading results in place is as good as having them copied out behind the launch.
+    /// Whether the device shares the host's memory: results can be read in place instead of being copied out after the
+    /// launch.
     pub unified_memory: bool,
     /// Steps in flight that it prefers: 1 if it computes inline, more if it works while the host does something else.
     pub default_pipeline_depth: u32,
-    /// Whether a row's result is bit-equal whoever shares the batch.
+    /// Whether a row's result is bit-equal in every batch.
     pub batch_invariant: bool,
-    /// Machines with memory of their own that it drives. Several run one rank of a model each, and nothing else than a model of
-    /// as many ranks.
+    /// Number of cards with their own memory. If there are several, each runs one rank, and a model must have as many
+    /// ranks.
     pub cards: u32,
-    /// Ranks that a model can be cut into for it.
+    /// Maximum number of tensor-parallel ranks.
     pub max_ranks: u32,
     /// Whether it runs plans with f32 activations, so that sequences that overflow can go on in one.
     pub retry_f32: bool,
-    /// Whether it makes a value that is too large for the type it is stored in the largest there is, and counts it; elsewhere
-    /// such a value becomes infinite.
+    /// Whether the device replaces a value that is too large for its type by the largest value of the type, and counts
+    /// it. Otherwise such a value becomes infinite.
     pub clamps: bool,
-    /// Bytes of memory it can allocate, on each card if there are several, as far as known.
+    /// Bytes of memory that can be allocated, per card if there are several; `None` if unknown.
     pub memory_bytes: Option<u64>,
 }
 
 impl DeviceCaps {
-    /// Whether keys and values can be stored so, `element_bytes` being the most that one element can take with its share of
-    /// scales and padding, keys and values together.
+    /// Checks whether keys and values of this geometry can be stored. `element_bytes` is the largest size of one
+    /// element with its share of scales and padding, keys and values together.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] names the part of the geometry that the device does not support.
     fn check_geometry(&self, geometry: &KvGeometry, element_bytes: usize) -> Result<(), DeviceError> {
         let invalid = |what: String| Err(DeviceError::Invalid { what });
         let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = *geometry;
@@ -139,17 +145,17 @@ impl DeviceCaps {
     }
 }
 
-/// How a device lays out a block of the KV cache.
+/// Layout of a block of the KV cache on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvLayout {
     /// Names the layout; part of the fingerprint of anything that stores blocks.
     pub id: String,
-    /// Bytes of a block over all layers, on each card if there are several.
+    /// Bytes of a block over all layers, per card if there are several.
     pub bytes_per_block: u64,
     /// Alignment of a pool.
     pub alignment: u64,
-    /// Blocks that a pool has behind those that callers name, for the device's own use.
+    /// Blocks at the end of a pool that the device uses itself, in addition to those of the caller.
     pub reserved_blocks: u64,
 }
 
@@ -167,17 +173,17 @@ impl KvLayout {
     }
 }
 
-/// Buffers of one launch: eight different ones, each span exactly as long as the launch's shape says.
+/// Buffers of one launch: eight different ones, each span exactly as long as the launch's shape requires.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Bindings {
-    /// `u32` ids, one a row.
+    /// `u32` ids, one per row.
     pub token_ids: Span,
-    /// `u32` positions, one a row.
+    /// `u32` positions, one per row.
     pub positions: Span,
     /// `u32` block ids, `table_stride` a sequence.
     pub block_tables: Span,
-    /// `u32` rows whose logits are wanted.
+    /// `u32` rows whose logits are requested.
     pub logit_rows: Span,
     /// `f32` logits out.
     pub logits: Span,
@@ -227,7 +233,7 @@ pub struct LaunchShape {
     pub tokens: usize,
     /// Sequences of the batch.
     pub seqs: usize,
-    /// Rows whose logits are wanted.
+    /// Number of rows whose logits are requested.
     pub logit_rows: usize,
     /// Entries from one sequence's block table to the next.
     pub table_stride: usize,
@@ -240,8 +246,8 @@ impl LaunchShape {
     }
 }
 
-/// Everything a launch needs beside the program. Lengths are given on the host as well, because some devices take
-/// attention's lengths there.
+/// Arguments of a launch in addition to the program. Lengths are passed on the host as well, because some devices take
+/// the lengths of attention there.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct LaunchArgs<'a> {
@@ -270,7 +276,7 @@ pub struct CustomFailure {
     pub rows: std::ops::Range<usize>,
     /// The operation's name.
     pub name: String,
-    /// What it or its panic said.
+    /// Message of the operation or its panic.
     pub reason: String,
 }
 
@@ -285,23 +291,31 @@ impl CustomFailure {
 ///
 /// The trait is open, but it may change in any release before 1.0.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// What it can do.
+    /// Capabilities of the device.
     fn caps(&self) -> &DeviceCaps;
 
     /// Reserves zeroed memory.
     fn alloc(&self, bytes: u64, kind: MemKind) -> Result<BufferId, DeviceError>;
-    /// Gives memory back; an unknown id does nothing.
+    /// Frees a buffer; an unknown id has no effect.
     fn free(&self, buffer: BufferId);
     /// Queues a copy from the host; `src` may be reused when the call returns.
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError>;
-    /// Copies to the host what `src` holds once the event is reached; without one, once all work queued so far on any
-    /// stream has run. Work queued behind the event is not waited for, and must not write to `src`.
+    /// Copies the contents of `src` to the host once the event is reached; without an event, once all work queued so
+    /// far on any stream has run. Work queued after the event is not waited for, and must not write to `src`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for an unknown id or lengths that differ, otherwise the failure of the device.
     fn read(&self, src: Span, dst: &mut [u8], after: Option<EventId>) -> Result<(), DeviceError>;
     /// Queues a copy inside the device.
     fn copy(&self, dst: Span, src: Span, on: StreamId) -> Result<(), DeviceError>;
-    /// Queues the feeding of drawn tokens to the next launch: for each `(to, from)` the `u32` number `to` of `ids` becomes
-    /// number `from` of `best`. Where that is [`NO_TOKEN`](crate::graph::NO_TOKEN), the launch must accept what is fed (the CPU feeds
-    /// id 0): the row computes something, and nobody asks for it.
+    /// Queues copies of sampled tokens to the rows of the next launch (deferred tokens).
+    ///
+    /// For each `(to, from)`, number `from` of `best` replaces the `u32` number `to` of `ids`. If it is
+    /// [`NO_TOKEN`](crate::graph::NO_TOKEN), the launch must accept the copied id (the CPU copies id 0): the row's
+    /// result is undefined and must be ignored.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for an unknown id or an index out of range, otherwise the failure of the device.
     fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError>;
 
     /// A new queue.
@@ -313,17 +327,23 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Blocks the host until the event is reached.
     fn wait_host(&self, event: EventId) -> Result<(), DeviceError>;
 
-    /// How it lays out blocks of this geometry.
+    /// Layout of blocks of this geometry.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for a geometry that the device does not support.
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError>;
-    /// The type it keeps the keys and values of a model with these weights in where nobody says otherwise; none leaves
-    /// that to the numerics.
+    /// Default type of keys and values for a model with these weights; `None` leaves the choice to the numerics.
     fn kv_dtype(&self, _weights: &[Weight]) -> Option<KvDType> {
         None
     }
-    /// Packs weights tensor by tensor, releasing the source's pages behind it. A program numbers weights by this list. `rank` is
-    /// whose they are: 0 where a model is not cut.
+    /// Packs weights tensor by tensor, and releases the pages of each tensor after it is packed. A program refers to
+    /// weights by their index in this list. `rank` is the rank of the shards: 0 without tensor parallelism.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for a tensor that is missing or of another shape or type, [`DeviceError::OutOfMemory`]
+    /// if memory is exhausted, otherwise the failure of the device.
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError>;
-    /// Gives a weight set back once no program uses it.
+    /// Frees a weight set that no program uses any longer.
     fn release_weights(&self, weights: WeightSetId);
     /// Prepares plans for launching, one a rank of the model in order, each with the weights its graph names: resolves
     /// operations, allocates arenas. `kv` has the heads of all ranks.
@@ -333,7 +353,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn overflows(&self, program: ProgramId) -> Vec<(&'static str, u64)>;
     /// Calls of custom operations that failed in the program's last launch.
     fn custom_failures(&self, program: ProgramId) -> Vec<CustomFailure>;
-    /// Gives a program back.
+    /// Frees a program.
     fn unload(&self, program: ProgramId);
     /// Queues one batch.
     fn launch(&self, program: ProgramId, args: &LaunchArgs<'_>, on: StreamId) -> Result<(), DeviceError>;
@@ -348,7 +368,7 @@ pub trait Device: Send + Sync + fmt::Debug {
         on: StreamId,
     ) -> Result<(), DeviceError>;
 
-    /// Observations of the device, where it has any; no part of the contract.
+    /// Observations of the device, if it has any; not part of the contract.
     fn telemetry(&self) -> Option<&dyn Telemetry> {
         None
     }
@@ -361,23 +381,23 @@ pub trait Telemetry {
         Vec::new()
     }
 
-    /// Peak rates, where they are known or can be measured.
+    /// Peak rates, if they are known or can be measured.
     ///
-    /// A device that measures does so in the first call, which takes some tens of milliseconds of all its threads: call it
-    /// while nothing runs, or the work at hand lowers the figures and waits for them.
+    /// A device that measures does so in the first call, for some tens of milliseconds on all its threads. Call it
+    /// while the device is idle: running work would lower the figures and be delayed.
     fn peak_rates(&self) -> Option<PeakRates> {
         None
     }
 
-    /// Bytes of the device's own memory that are free now, on the card that has least; `None` where its memory is the host's.
+    /// Free bytes of the device's own memory, on the card with the least; `None` if it uses the host's memory.
     fn free_bytes(&self) -> Option<u64> {
         None
     }
 
-    /// Energy used since the first call, in microjoules, by everything that runs on the device; `None` without a meter.
+    /// Energy used since the first call by everything that runs on the device, in microjoules; `None` without a meter.
     ///
-    /// Differences count, so call it before and after. A device whose meter shows power and not energy samples it as long as
-    /// there is a call every two minutes, and charges other times at the lowest power that it has seen.
+    /// Use the difference of two calls. A device whose meter shows power instead of energy samples it as long as there
+    /// is a call every two minutes, and counts other times at the lowest power seen.
     fn energy_uj(&self) -> Option<u64> {
         None
     }

@@ -1,8 +1,9 @@
-//! What a device can do at most, and how much of that a computation made use of.
+//! Peak rates of a device, and the share of them that a computation reaches.
 
-/// The most a device does in a second.
+/// Peak rates of a device, per second.
 ///
-/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Telemetry::peak_rates`](super::Telemetry::peak_rates)).
+/// The figures are rates that programs reach, not those of data sheets: a CPU measures them
+/// ([`Telemetry::peak_rates`](super::Telemetry::peak_rates)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PeakRates {
@@ -20,27 +21,28 @@ impl PeakRates {
         Self { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s }
     }
 
-    /// Compute density, also called model FLOPs utilization: the share of `seconds` that the operations would have taken at
-    /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
+    /// Compute density (model FLOPs utilization).
     ///
-    /// `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). `None` where no time passed, or a peak that
-    /// is needed is zero.
+    /// The share of `seconds` that the operations need at the peak rates: `(f32 operations / f32 peak + int8 operations
+    /// / int8 peak) / seconds`. `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). `None` if
+    /// `seconds` is zero, or a needed peak is zero.
     pub fn mfu(&self, flops: u64, int8_flops: u64, seconds: f64) -> Option<f64> {
         let f32_seconds = at(flops.saturating_sub(int8_flops), self.f32_flops_per_s);
         share(f32_seconds + at(int8_flops, self.int8_ops_per_s), seconds)
     }
 
-    /// Memory utilization, also called model bandwidth utilization: the share of `seconds` that moving the bytes would have
-    /// taken at the peak, `bytes / (seconds · bandwidth)`.
+    /// Memory utilization (model bandwidth utilization).
     ///
-    /// The cost model counts a byte each time a step reads or writes it, so what caches hold between steps makes this larger
-    /// than what the memory saw, and it can exceed 1 where most of a model fits there. `None` as for [`mfu`](Self::mfu).
+    /// The share of `seconds` that the bytes need at the peak rate: `bytes / (seconds · bandwidth)`. The cost model
+    /// counts a byte each time a step reads or writes it, so data that stays in caches between steps raises the figure
+    /// above the traffic of the memory; it can exceed 1 if most of a model fits into caches. `None` as for
+    /// [`mfu`](Self::mfu).
     pub fn mbu(&self, bytes: u64, seconds: f64) -> Option<f64> {
         share(at(bytes, self.read_bytes_per_s), seconds)
     }
 }
 
-/// Seconds that an amount takes; infinite where the device does none.
+/// Seconds for an amount at a rate; infinite for a rate of zero.
 fn at(amount: u64, per_s: u64) -> f64 {
     if amount == 0 { 0.0 } else { amount as f64 / per_s as f64 }
 }

@@ -8,11 +8,11 @@ use super::DeviceError;
 use crate::graph::{Weight, WeightSlice};
 use crate::weights::{WeightSource, slice};
 
-/// The weight's bytes, in the weight's own type and shape; copied only where they are cut out of a tensor's rows.
+/// The bytes of a weight, in its own type and shape; copied only if they are a shard by columns.
 ///
 /// # Errors
-/// [`DeviceError::Invalid`] names the tensor if the source lacks it, or has it in another shape or type, or if it cannot be cut
-/// where the weight says.
+/// [`DeviceError::Invalid`] names the tensor if the source lacks it, has it in another shape or type, or if it cannot
+/// be sharded as the weight requires.
 pub(super) fn tensor_part<'a>(source: &'a dyn WeightSource, weight: &Weight) -> Result<Cow<'a, [u8]>, DeviceError> {
     let name = &weight.name;
     let invalid = |what: &str| DeviceError::Invalid { what: format!("tensor {name} {what}") };

@@ -4,7 +4,7 @@ use super::Architecture;
 use crate::graph::CustomSite;
 use crate::weights::WeightError;
 
-/// What is wrong with a model's description or its tensors.
+/// Errors of a model's description or its tensors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -21,7 +21,7 @@ pub enum ModelError {
         field: String,
         /// Its value.
         value: String,
-        /// What is supported.
+        /// The supported values.
         expected: String,
     },
     /// A field has a value that cannot be.
@@ -31,21 +31,21 @@ pub enum ModelError {
         field: String,
         /// Its value.
         value: String,
-        /// What would be right.
+        /// The accepted values.
         expected: String,
     },
-    /// A field that must be there is not.
+    /// A required field is absent.
     #[error("{field} is missing")]
     MissingField {
         /// Field of the description.
         field: String,
     },
-    /// The description is no JSON.
+    /// The description is not JSON.
     #[error("{file} is no valid JSON: {reason}")]
     Json {
         /// The file.
         file: String,
-        /// What the parser said.
+        /// Message of the parser.
         reason: String,
     },
     /// A tensor the model needs is not in its files.
@@ -59,7 +59,7 @@ pub enum ModelError {
     UnusableTensor {
         /// The tensor.
         name: String,
-        /// What its file says.
+        /// The entry in its file.
         reason: String,
     },
     /// A custom operation has no place in the model.
@@ -67,12 +67,12 @@ pub enum ModelError {
     Custom {
         /// The operation.
         name: String,
-        /// Where it was to stand.
+        /// The requested site.
         site: CustomSite,
         /// Layers of the model.
         layers: usize,
     },
-    /// A tensor has another shape than the description says.
+    /// The shape of a tensor differs from the description.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
     TensorShape {
         /// The tensor.
@@ -85,7 +85,7 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    /// Why a source did not hand out a tensor.
+    /// Converts the error of a weight source.
     pub(super) fn from_tensor(name: &str, error: &WeightError) -> Self {
         match error {
             WeightError::MissingTensor { .. } => Self::MissingTensor { name: name.to_owned() },

@@ -1,12 +1,12 @@
-//! From a model's own description (`config.json` or GGUF metadata) to a graph.
+//! Models: from a description (`config.json` or GGUF metadata) to a graph.
 //!
 //! ```text
 //! config.json ─► config/hub  ─┐                                             ┌─ transformer
 //!                             ├─► families/NAME: describe ─► ModelConfig ─► decoder_graph ─► Graph
 //! GGUF ────────► config/gguf ─┘                              (layers as data)
 //! ```
-//! [`ModelConfig`] is what all descriptions become; [`decoder_graph`] turns it into operations over named weights. A model
-//! that is not supported, or a feature of one that would change its numbers, is refused by name.
+//! [`ModelConfig`] is the common form of all descriptions; [`decoder_graph`] turns it into operations over named
+//! weights. An unsupported model, or an unsupported feature that would change the results, is refused by name.
 
 #![forbid(unsafe_code)]
 

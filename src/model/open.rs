@@ -5,10 +5,10 @@ use std::path::Path;
 use super::gguf_conventions;
 use crate::weights::{self, ModelFiles, WeightError};
 
-/// Opens a model's files: [`weights::open`] with what the families know of their GGUF files.
+/// Opens a model's files: [`weights::open`] with the GGUF conventions of the implemented families.
 ///
 /// # Errors
-/// [`WeightError`] names the file or folder and what is wrong with it.
+/// [`WeightError`] names the file or folder and the reason.
 pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, WeightError> {
     weights::open(path, gguf_conventions)
 }

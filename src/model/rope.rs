@@ -19,29 +19,30 @@ pub enum RopeScaling {
     Default,
     /// All divided by `factor`.
     Linear {
-        /// Longer by this much.
+        /// Factor by which the context is extended.
         factor: f64,
     },
-    /// Llama 3: low frequencies divided by `factor`, high ones kept, a ramp between.
+    /// Llama 3: divides low frequencies by `factor`, keeps high ones, with a ramp between.
     Llama3 {
-        /// Longer by this much.
+        /// Factor by which the context is extended.
         factor: f64,
         /// Wavelengths above `original / low_freq_factor` are stretched.
         low_freq_factor: f64,
-        /// Wavelengths below `original / high_freq_factor` are kept.
+        /// Wavelengths below `original / high_freq_factor` are unchanged.
         high_freq_factor: f64,
         /// Context the model was first trained with.
         original_max_position_embeddings: u32,
     },
-    /// `YaRN`: a ramp over dimensions by the number of turns in the original context, and a factor on cosines and sines.
+    /// `YaRN`: a ramp over dimensions by the number of rotations in the original context, and a factor on cosines and
+    /// sines.
     Yarn {
-        /// Longer by this much.
+        /// Factor by which the context is extended.
         factor: f64,
         /// Context the model was first trained with.
         original_max_position_embeddings: u32,
-        /// Dimensions that turn more often than this are kept; usually 32.
+        /// Dimensions with more rotations than this are unchanged; usually 32.
         beta_fast: f64,
-        /// Dimensions that turn less often than this are stretched; usually 1.
+        /// Dimensions with fewer rotations than this are fully interpolated; usually 1.
         beta_slow: f64,
         /// Factor on cosines and sines; without it, it follows from `factor` and the two below.
         attention_factor: Option<f64>,
@@ -55,7 +56,10 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// Refuses parameters that the formulas cannot take.
+    /// Checks the parameters.
+    ///
+    /// # Errors
+    /// [`ModelError`] names a parameter that the formulas do not allow.
     pub fn validate(&self) -> Result<(), ModelError> {
         let factor_of = |factor: f64| {
             let sound = factor >= 1.0 && factor.is_finite();
@@ -128,7 +132,7 @@ impl RopeScaling {
                 truncate,
             } => {
                 let original = f64::from(original_max_position_embeddings);
-                // The dimension that turns `turns` times in the original context.
+                // The dimension with `turns` rotations in the original context.
                 let dimension = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
                 let (mut low, mut high) = (dimension(beta_fast), dimension(beta_slow));
                 if truncate {

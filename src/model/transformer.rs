@@ -1,4 +1,4 @@
-//! Draws a model's graph from its description, layer by layer. It knows kinds of layers and no family.
+//! Builds a model's graph from its description, layer by layer. Works on kinds of layers, without rules for families.
 
 use super::config::{
     AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, NormConfig, NormPlacement, OutputHead,
@@ -13,7 +13,7 @@ use crate::graph::{
 use crate::num::to_u32;
 use crate::weights::WeightSource;
 
-/// Builds the graph of one step, naming the weights as the hub does and taking their types from the source.
+/// Builds the graph of one step, with the hub's names of the weights and the types of the source.
 ///
 /// # Errors
 /// [`ModelError::MissingTensor`] and [`ModelError::TensorShape`] for tensors that are absent or of another shape.

@@ -1,7 +1,7 @@
-//! What a request may ask of the sampler, and the rules it must keep.
+//! Sampling parameters of a request, and the rules that they must satisfy.
 //!
-//! Names and defaults are vLLM's. A field acts or is refused: nothing is clamped, rounded or ignored without a word.
-//! [`SamplingParams::validate`] names the field, what it holds and what would be right; it never panics.
+//! Names and defaults are vLLM's. A field has an effect or is refused: values are never clamped, rounded or silently
+//! ignored. [`SamplingParams::validate`] names the field, its value and the accepted values; it never panics.
 
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -12,20 +12,22 @@ use crate::settings::{deserialize_settings, with_methods};
 /// Below this a temperature means greedy, as in vLLM.
 pub const GREEDY_EPSILON: f32 = 1e-5;
 
-/// Most choices a request may ask for: vLLM's default limit.
+/// Maximum number of choices of a request: vLLM's default limit.
 pub const MAX_N: u32 = 16_384;
 
-/// How one request is sampled and when it ends.
+/// Sampling and stop conditions of one request.
 ///
-/// One step works in this order, for every row and on every path: non-finite check → `allowed_token_ids` → bad words →
-/// `min_tokens` → `logit_bias` → repetition, frequency, presence penalty → greedy, or temperature → `min_p` → `top_k`
-/// → `top_p` → draw → log-probabilities. The temperature comes *before* the filters (vLLM's order; llama.cpp's default
-/// has it last), each filter works on what the one before left, and `top_p` on the distribution made to sum to 1 again.
+/// A step applies this order to each row, on each path: non-finite check → `allowed_token_ids` → bad words →
+/// `min_tokens` → `logit_bias` → repetition, frequency, presence penalty → greedy, or temperature → `min_p` → `top_k` →
+/// `top_p` → sampling → log-probabilities. The temperature comes *before* the filters (vLLM's order; llama.cpp applies
+/// it last by default), each filter works on the result of the one before, and `top_p` on the renormalized
+/// distribution.
 ///
-/// Equal logits are ordered by id: greedy takes the lowest, `top_k` keeps exactly `top_k` tokens, lowest ids first.
+/// Equal logits are ordered by id: greedy takes the lowest id, and `top_k` keeps exactly `top_k` tokens, lowest ids
+/// first.
 ///
-/// JSON has the fields' names; absent fields keep their defaults, and unknown keys are refused, also where the struct is
-/// flattened into a host's own (`#[serde(flatten)]`, once a struct):
+/// JSON uses the names of the fields; absent fields keep their defaults, and unknown keys are refused, also if the
+/// struct is flattened into a host's own (`#[serde(flatten)]`, once per struct):
 ///
 /// ```
 /// # use ascend_llm::SamplingParams;
@@ -43,37 +45,41 @@ pub const MAX_N: u32 = 16_384;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SamplingParams {
-    /// `0..=2`; below [`GREEDY_EPSILON`] the best token is taken and `top_k`, `top_p`, `min_p` and `seed` do nothing.
+    /// Temperature, `0..=2`. Below [`GREEDY_EPSILON`], sampling is greedy and `top_k`, `top_p`, `min_p` and `seed` have
+    /// no effect.
     pub temperature: f32,
-    /// Keeps the `top_k` best tokens; 0 and −1 mean off.
+    /// Keeps the `top_k` most likely tokens; 0 and −1 mean off.
     pub top_k: i32,
-    /// Keeps the best tokens up to and with the one at which their sum reaches `top_p`; above 0, 1 means off.
+    /// Keeps the smallest set of most likely tokens whose probabilities add up to at least `top_p`; above 0, 1 means
+    /// off.
     pub top_p: f32,
-    /// Keeps tokens at least `min_p` times as likely as the best; `0..=1`, 0 means off.
+    /// Keeps tokens at least `min_p` times as likely as the most likely one; `0..=1`, 0 means off.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens in prompt or output, once an id; above 0, 1 means off.
+    /// Divides positive and multiplies negative logits of tokens in prompt or output, once per id; above 0, 1 means
+    /// off.
     pub repetition_penalty: f32,
-    /// Taken off the logit of each token in the output; `-2..=2`.
+    /// Subtracted from the logit of each token in the output; `-2..=2`.
     pub presence_penalty: f32,
-    /// Taken off the logit of a token for each time it stands in the output; `-2..=2`.
+    /// Subtracted from the logit of a token for each occurrence in the output; `-2..=2`.
     pub frequency_penalty: f32,
-    /// Makes the draws repeatable; without one the engine picks one.
+    /// Seed that makes sampling repeatable; `None` = derived by the engine.
     pub seed: Option<u64>,
-    /// Answers to make; 1 when greedy, since greedy answers are all equal.
+    /// Number of choices; must be 1 if sampling is greedy, since greedy choices are equal.
     pub n: u32,
-    /// Most tokens to put out; `None` means up to the model's length.
+    /// Maximum number of output tokens; `None` means up to the model's length.
     pub max_tokens: Option<u32>,
-    /// Fewest tokens to put out: until then no end-of-sequence id and no `stop_token_ids` can be drawn.
+    /// Minimum number of output tokens: until then end-of-sequence ids and `stop_token_ids` are excluded.
     pub min_tokens: u32,
-    /// Texts that end the answer.
+    /// Strings that end the output.
     pub stop: Vec<String>,
-    /// Whether the stop text stays in the answer.
+    /// Whether the matched stop string stays in the output.
     pub include_stop_str_in_output: bool,
-    /// Ids that end the answer, beside the model's own.
+    /// Ids that end the output, in addition to the model's own.
     pub stop_token_ids: Vec<u32>,
-    /// Whether the model's own end-of-sequence ids do not end the answer.
+    /// Whether to ignore the model's end-of-sequence ids.
     pub ignore_eos: bool,
-    /// Log-probabilities wanted an output token: the token's own and that many of the best.
+    /// Number of most likely tokens to report for each output token, in addition to the token itself; `None` reports no
+    /// log-probabilities.
     pub logprobs: Option<u32>,
     /// The same for the tokens of the prompt.
     pub prompt_logprobs: Option<u32>,
@@ -81,9 +87,10 @@ pub struct SamplingParams {
     pub logprobs_mode: LogprobsMode,
     /// Added to the logits of ids, each `-100..=100`, an id at most once. JSON: a list of pairs or an object.
     pub logit_bias: Vec<(u32, f32)>,
-    /// The only ids that may be drawn.
+    /// The only ids that may be sampled.
     pub allowed_token_ids: Option<Vec<u32>>,
-    /// Texts that must not come out: their last token is masked where the tokens before it have just been put out.
+    /// Texts that must not be generated: the last token of a text is masked if the tokens before it have just been
+    /// generated.
     pub bad_words: Vec<String>,
     /// Whether special tokens stay out of the text.
     pub skip_special_tokens: bool,
@@ -98,21 +105,21 @@ pub enum LogprobsMode {
     #[default]
     #[serde(alias = "raw_logprobs")]
     Raw,
-    /// The one drawn from: after masks, bias, penalties, temperature and filters. When greedy, after masks, bias and
+    /// The final distribution: after masks, bias, penalties, temperature and filters; if greedy, after masks, bias and
     /// penalties only.
     #[serde(alias = "processed_logprobs")]
     Processed,
 }
 
-/// What the engine behind a request can do; [`SamplingParams::validate`] checks against it.
+/// Limits of the engine; [`SamplingParams::validate`] checks against them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ParamLimits {
-    /// Ids the model knows.
+    /// Number of token ids of the model.
     pub vocab_size: u32,
     /// Longest sequence, prompt and output.
     pub max_model_len: u32,
-    /// Most log-probabilities a token.
+    /// Maximum number of log-probabilities per token.
     pub max_logprobs: u32,
     /// Whether text can be turned into tokens and back.
     pub has_vocabulary: bool,
@@ -139,16 +146,16 @@ impl ParamLimits {
 #[error("{field}: got {value}, expected {expected}")]
 #[non_exhaustive]
 pub struct ParamError {
-    /// The field, as it is spelled in [`SamplingParams`].
+    /// The field, as spelled in [`SamplingParams`].
     pub field: &'static str,
-    /// What it holds.
+    /// Its value.
     pub value: String,
-    /// What would be right.
+    /// The accepted values.
     pub expected: String,
 }
 
 impl ParamError {
-    /// `field` holds `value`, which breaks a rule; `expected` says what would be right.
+    /// An error for `field`, whose `value` is not among the `expected` ones.
     pub fn new(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
         Self { field, value: value.to_string(), expected: expected.into() }
     }
@@ -217,12 +224,12 @@ impl SamplingParams {
         }
     }
 
-    /// The best token at every step; everything else as by default.
+    /// Greedy sampling; all other fields have their defaults.
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
     }
 
-    /// Whether the best token is taken instead of a drawn one.
+    /// Whether the argmax is used instead of sampling.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_EPSILON
     }
@@ -242,7 +249,7 @@ impl SamplingParams {
         Ok(())
     }
 
-    /// The rules that hold whatever the engine; cheap enough to be checked at every step.
+    /// Checks the rules that do not depend on the engine; cheap enough for each step.
     pub(super) fn check_numbers(&self) -> Result<(), ParamError> {
         for &(id, bias) in &self.logit_bias {
             require((-100.0..=100.0).contains(&bias), "logit_bias", format_args!("{bias} for id {id}"), || {

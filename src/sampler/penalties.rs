@@ -1,8 +1,8 @@
-//! Edits of a row of logits that look at ids and history: allowed ids, bad words, `min_tokens`, bias, penalties.
+//! Edits of a row of logits by ids and history: allowed ids, bad words, `min_tokens`, bias, penalties.
 //!
-//! They come in this order, before the temperature. Masked entries become `-inf` and stay so through every later edit;
-//! every other entry stays finite, however large a penalty is. Ids past the vocabulary in a history are passed over.
-//! Counting is by tables of the vocabulary's size that each call leaves zeroed, so no row sees another's history.
+//! The edits run in this order, before the temperature. Masked entries become `-inf` and stay so through later edits;
+//! all other entries stay finite, however large a penalty is. Ids of the history beyond the vocabulary are skipped.
+//! Counting uses tables of the vocabulary's size that each call leaves zeroed, so rows do not affect each other.
 
 use super::{SampleRow, SamplingParams};
 
@@ -11,9 +11,9 @@ const MASKED: f32 = f32::NEG_INFINITY;
 /// Tables for counting a history without sorting or allocating.
 #[derive(Debug)]
 pub(super) struct Penalties {
-    /// How often an id stands in the output; all zero between calls.
+    /// Number of occurrences of an id in the output; all zero between calls.
     counts: Vec<u32>,
-    /// Whether an id stands in prompt or output; all false between calls.
+    /// Whether an id occurs in prompt or output; all false between calls.
     seen: Vec<bool>,
 }
 
@@ -34,7 +34,7 @@ impl Penalties {
             || p.frequency_penalty != 0.0
     }
 
-    /// Whether no row of such a request is ever edited, whatever has been put out.
+    /// Whether no row of such a request is edited, whatever the output.
     pub(super) fn never_needed(p: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
         let holds_back = p.min_tokens > 0 && !(eos_ids.is_empty() && p.stop_token_ids.is_empty());
         p.allowed_token_ids.is_none()
@@ -123,7 +123,7 @@ impl Penalties {
     }
 }
 
-/// Ids that may not come yet: ends of the sequence, before `min_tokens` are out.
+/// Ids that are excluded before `min_tokens`: those that end the sequence.
 fn held_back<'a>(row: &SampleRow<'a>) -> impl Iterator<Item = u32> + 'a {
     let early = row.output.len() < row.params.min_tokens as usize;
     let ids: [&[u32]; 2] = if early { [row.eos_ids, &row.params.stop_token_ids] } else { [&[], &[]] };
@@ -169,7 +169,7 @@ mod tests {
         let words = [vec![3], vec![1, 2], vec![1, 2, 4], vec![], vec![9]];
         let cases: [(&[u32], &[usize]); 4] = [(&[], &[3]), (&[1], &[2, 3]), (&[0, 1, 2], &[3, 4]), (&[2, 1, 0], &[3])];
         for (output, masked) in cases {
-            // The prompt ends in the word's start: only what the model itself puts out counts.
+            // The prompt ends with the start of the word, but only generated tokens count.
             let row = SampleRow { bad_words: &words, ..row(&params, &[0, 1], output) };
             assert!(Penalties::is_needed(&row));
             let to = edited(&row, &[1.0; 5]);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     proptest! {
-        /// The plain twin: count by searching the history for each id.
+        /// Reference: counts by searching the history for each id.
         #[test]
         fn penalties_equal_counting_by_hand(
             raw in prop::collection::vec(-8.0f32..8.0, 12),

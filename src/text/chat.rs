@@ -1,7 +1,7 @@
-//! Conversations: messages, the options of a chat template, and the trait that turns both into text.
+//! Conversations: messages, the options of a chat template, and the trait that renders both to text.
 //!
-//! A message is a JSON object, and the template sees all its fields. JSON goes in through serde (`impl Serialize`, or text
-//! by [`ChatMessage::from_json`]) and out through the types' own `Serialize`.
+//! A message is a JSON object, and the template sees all its fields. JSON enters through serde (`impl Serialize`, or
+//! text with [`ChatMessage::from_json`]) and leaves through the types' own `Serialize`.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 
 use super::TextError;
 
-/// A message: a role, a content, and any other field that the template knows (`tool_calls`, `name`, `reasoning_content`).
+/// A message: a role, a content, and any other field that the template uses (`tool_calls`, `name`,
+/// `reasoning_content`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatMessage(Map<String, Value>);
 
@@ -45,7 +46,8 @@ impl ChatMessage {
     /// Reads a message from JSON text: an object with a string `role`.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the text is not JSON; [`TextError::Unsupported`] if it is no object or its role no string.
+    /// [`TextError::Json`] if the text is not JSON; [`TextError::Unsupported`] if it is not an object or its role is
+    /// not a string.
     pub fn from_json(message: &str) -> Result<Self, TextError> {
         let value = serde_json::from_str(message).map_err(|error| TextError::json("message", &error))?;
         Self::from_value(value)
@@ -66,10 +68,11 @@ impl ChatMessage {
         }
     }
 
-    /// Sets one more field, such as `tool_calls`.
+    /// Sets a further field, such as `tool_calls`.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the value has no JSON form (a map with keys that are no strings, a number that is not finite).
+    /// [`TextError::Json`] if the value has no JSON form (a map whose keys are not strings, a number that is not
+    /// finite).
     pub fn with(mut self, field: impl Into<String>, value: impl Serialize) -> Result<Self, TextError> {
         self.0.insert(field.into(), to_json("message", value)?);
         Ok(self)
@@ -80,7 +83,7 @@ impl ChatMessage {
         self.0.get("role").and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// The content, where it is plain text.
+    /// The content, if it is plain text.
     pub fn content(&self) -> Option<&str> {
         self.0.get("content").and_then(Value::as_str)
     }
@@ -103,11 +106,11 @@ impl<'de> Deserialize<'de> for ChatMessage {
     }
 }
 
-/// Everything that a chat template takes besides the messages.
+/// Input of a chat template in addition to the messages.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ChatOptions {
-    /// Whether the text ends where the assistant is to answer (true by default).
+    /// Whether the text ends at the start of the assistant's answer (true by default).
     pub add_generation_prompt: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     tools: Option<Value>,
@@ -130,7 +133,7 @@ impl ChatOptions {
     /// Variables with a place of their own among the options.
     const RESERVED: [&'static str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-    /// Sets whether the text ends where the assistant is to answer.
+    /// Sets whether the text ends at the start of the assistant's answer.
     #[must_use]
     pub fn with_generation_prompt(mut self, add: bool) -> Self {
         self.add_generation_prompt = add;
@@ -203,7 +206,7 @@ pub struct ChatPrompt {
 }
 
 impl ChatPrompt {
-    /// A conversation with default options: the assistant is to answer.
+    /// A conversation with default options: the text ends at the start of the assistant's answer.
     pub fn new(messages: impl Into<Vec<ChatMessage>>) -> Self {
         Self { messages: messages.into(), options: ChatOptions::default() }
     }
@@ -240,12 +243,13 @@ impl<const N: usize> From<[ChatMessage; N]> for ChatPrompt {
     }
 }
 
-/// Turns a conversation into the text a model was trained on. The feature `text` has one for Jinja templates.
+/// Renders a conversation as the text that a model was trained on. The feature `text` implements it for Jinja
+/// templates.
 pub trait ChatRenderer: Send + Sync + std::fmt::Debug {
-    /// The conversation as text, ending where the assistant is to answer if the options ask for that.
+    /// Renders the conversation. The text ends at the start of the assistant's answer if the options ask for that.
     ///
     /// # Errors
-    /// Why the conversation cannot be rendered, for the caller of the engine.
+    /// The reason why the conversation cannot be rendered, for the caller of the engine.
     fn render(&self, chat: &ChatPrompt) -> Result<String, String>;
 }
 

@@ -1,17 +1,16 @@
 //! Streaming detokenizer: bytes of tokens in, whole characters out.
 //!
-//! It keeps the bytes of a character whose last byte has not come yet, and nothing else: a character is sent in the
-//! delta in which its last byte arrives, a U+FFFD that the model really wrote goes out at once, and text once sent is
-//! never changed, cleaned up or taken back. Bytes that can never become a character turn into U+FFFD exactly as
-//! [`String::from_utf8_lossy`] turns them, so the joined deltas (and the final flush) equal the lossy decoding of all
-//! bytes, however they were cut.
+//! The detokenizer keeps only the bytes of an incomplete character. A character is sent in the delta in which its last
+//! byte arrives, a U+FFFD that the model wrote is sent at once, and sent text never changes. Bytes that cannot become a
+//! character turn into U+FFFD exactly as with [`String::from_utf8_lossy`], so the joined deltas (with the final flush)
+//! equal the lossy decoding of all bytes, however they were split.
 
 use super::Vocabulary;
 
-/// Room for the bytes of one token; longer tokens (runs of spaces or dashes) make the buffer grow once.
+/// Initial capacity for the bytes of one token; longer tokens (runs of spaces or dashes) grow the buffer once.
 const TOKEN_ROOM_BYTES: usize = 256;
 
-/// Turns a stream of token ids into a stream of text.
+/// Converts a stream of token ids to a stream of text.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     /// Between calls: an incomplete character, at most three bytes.
@@ -22,13 +21,13 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// A detokenizer at the beginning of a text: a vocabulary that puts a space before the first word loses it here.
-    /// `skip_special` leaves control tokens out of the text.
+    /// A detokenizer for the beginning of a text: a vocabulary that adds a space before the first word omits it here.
+    /// `skip_special` omits control tokens.
     pub fn new(skip_special: bool) -> Self {
         Self { carry: Vec::with_capacity(TOKEN_ROOM_BYTES), skip_special, first: true }
     }
 
-    /// A detokenizer for tokens that continue a text (a prompt): no leading space is taken away.
+    /// A detokenizer for tokens that continue a text (a prompt): a leading space is kept.
     pub fn continuing(skip_special: bool) -> Self {
         Self { first: false, ..Self::new(skip_special) }
     }
@@ -58,7 +57,7 @@ impl Detokenizer {
         }
     }
 
-    /// Bytes of a character whose end has not come yet (0 to 3).
+    /// Bytes of an incomplete character (0 to 3).
     pub fn held_bytes(&self) -> usize {
         self.carry.len()
     }

@@ -1,15 +1,15 @@
-//! What can be wrong with a tokenizer file, a prompt or a chat template.
+//! Errors of tokenizer files, prompts and chat templates.
 
 /// Why a tokenizer could not be built, or a text not be encoded or rendered.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
-    /// A file of the model folder is not what it should be.
+    /// A file of the model folder is not valid.
     #[error("{file}: {reason}")]
     File {
         /// Name of the file.
         file: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
     /// The GGUF metadata lacks a key that the tokenizer needs.
@@ -17,7 +17,7 @@ pub enum TextError {
     MissingKey {
         /// The key.
         key: &'static str,
-        /// What should stand there.
+        /// The expected content.
         expected: &'static str,
     },
     /// A value that this crate does not implement, or that cannot be right.
@@ -25,9 +25,9 @@ pub enum TextError {
     Unsupported {
         /// Field of the file or key of the metadata.
         field: &'static str,
-        /// What stands there.
+        /// The value found.
         got: String,
-        /// What would be accepted.
+        /// The accepted values.
         expected: String,
     },
     /// A value is not JSON, or has no JSON form.
@@ -49,7 +49,7 @@ pub enum TextError {
     Template {
         /// Line of the template, from 1; 0 where unknown.
         line: usize,
-        /// What went wrong.
+        /// The reason.
         reason: String,
     },
     /// The chat template itself refused the conversation (`raise_exception`).
@@ -58,7 +58,7 @@ pub enum TextError {
         /// The template's own words.
         reason: String,
     },
-    /// Rendering took more steps or memory than a conversation of this size may take.
+    /// Rendering exceeded the steps or memory allowed for a conversation of this size.
     #[error("chat template exceeded its budget of {budget} steps (one step is an instruction or 64 bytes of text)")]
     Budget {
         /// The budget that was exceeded.

@@ -1,7 +1,7 @@
-//! What a tokenizer needs of a GGUF file: typed look-ups in its metadata.
+//! Typed look-ups in the metadata of a GGUF file, as the tokenizer needs them.
 //!
-//! The trait lets the tokenizer be built without naming the weights room; `weights::gguf::Metadata` implements it, and
-//! tests give a plain map. A key of another type than asked for answers `None`, as does an absent one.
+//! The trait keeps the tokenizer independent of `weights`: `weights::gguf::Metadata` implements it, and tests provide a
+//! plain map. A getter returns `None` for a key of another type, as for an absent one.
 
 /// Metadata of a GGUF file as the tokenizer reads it.
 pub trait TokenizerMetadata {

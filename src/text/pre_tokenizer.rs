@@ -1,8 +1,8 @@
-//! How text is cut into words before byte-pair merging, by the name a GGUF file gives (`tokenizer.ggml.pre`).
+//! Pre-tokenizers of GGUF files, by name (`tokenizer.ggml.pre`): how text is split before byte-pair merging.
 //!
-//! A name stands for the split patterns of the `tokenizer.json` it was converted from; the patterns run one after the
-//! other, each isolating its matches within what the one before left whole. A name that is not listed is refused:
-//! a wrong split gives wrong ids without any other sign.
+//! Each name stands for the split patterns of the original `tokenizer.json`. The patterns run one after the other; each
+//! isolates its matches within the parts that the one before left unmatched. An unlisted name is refused, since a wrong
+//! split gives wrong ids without any other symptom.
 
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -29,16 +29,16 @@ const HAN_KANA: &str = r"[一-龥぀-ゟ゠-ヿ]+";
 const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
 const BLOOM: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
 
-/// What a name of `tokenizer.ggml.pre` stands for.
+/// Behavior of a name of `tokenizer.ggml.pre`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PreTokenizer {
     /// Patterns, in order.
     patterns: &'static [&'static str],
     /// The tokenizer's normalizer composes characters (NFC).
     pub(super) composes: bool,
-    /// A word that is a token is taken whole, whatever the merges would make of it.
+    /// Whether a word that is itself a token skips the merges.
     pub(super) whole_words_first: bool,
-    /// BOS is put before a prompt if the file does not say.
+    /// Whether BOS precedes a prompt if the file does not specify it.
     pub(super) adds_bos: bool,
 }
 
@@ -86,7 +86,7 @@ impl PreTokenizer {
         })
     }
 
-    /// The pre-tokenizer to run: the splits, then bytes to the byte-level alphabet.
+    /// Builds the pre-tokenizer: the splits, then bytes to the byte-level alphabet.
     pub(super) fn build(&self) -> Result<PreTokenizerWrapper, TextError> {
         let mut steps: Vec<PreTokenizerWrapper> = Vec::with_capacity(self.patterns.len() + 1);
         for pattern in self.patterns {
@@ -107,7 +107,7 @@ mod tests {
 
     use super::*;
 
-    /// Pieces of the text, as slices of the text itself.
+    /// Parts of the text, as slices of the text.
     fn split<'t>(name: &str, text: &'t str) -> Vec<&'t str> {
         let mut pieces = PreTokenizedString::from(text);
         PreTokenizer::named(name).unwrap().build().unwrap().pre_tokenize(&mut pieces).unwrap();

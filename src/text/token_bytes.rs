@@ -1,8 +1,8 @@
-//! The exact bytes of every token, side by side in one buffer.
+//! The exact bytes of all tokens, in one buffer.
 //!
-//! Vocabularies spell tokens in two ways. *Byte-level* ones (GPT-2 and its heirs) write each byte as one printable
-//! character: `Ġ` is the space. *Sentence-piece* ones write a space as `▁` and a byte that is no character as `<0x0A>`.
-//! Both are undone once, when the vocabulary is loaded, so that streaming only copies slices.
+//! Vocabularies spell tokens in two ways. *Byte-level* ones (GPT-2 and its successors) write each byte as one printable
+//! character: `Ġ` is the space. *Sentence-piece* ones write a space as `▁` and a single byte as `<0x0A>`. Both forms
+//! are decoded once, when the vocabulary is loaded, so streaming only copies slices.
 
 /// How a vocabulary spells the bytes of its ordinary tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl TokenBytes {
         self.ends.len()
     }
 
-    /// Bytes of a token; none for an unknown id.
+    /// Bytes of a token; empty for an unknown id.
     pub(super) fn get(&self, id: u32) -> &[u8] {
         let id = id as usize;
         let Some(&end) = self.ends.get(id) else { return &[] };
@@ -34,12 +34,12 @@ impl TokenBytes {
         &self.bytes[start..end]
     }
 
-    /// Appends a token that stands for nothing (a hole in the ids, padding of the table).
+    /// Appends a token without bytes (a hole in the ids, padding of the table).
     pub(super) fn push_nothing(&mut self) {
         self.ends.push(self.bytes.len());
     }
 
-    /// Appends a token that is spelled as the text it stands for.
+    /// Appends a token whose spelling is its text.
     pub(super) fn push_literal(&mut self, text: &str) {
         self.bytes.extend_from_slice(text.as_bytes());
         self.ends.push(self.bytes.len());
@@ -59,7 +59,7 @@ impl TokenBytes {
             if let Some(byte) = byte_of_char(character) {
                 self.bytes.push(byte);
             } else {
-                // Not of the byte alphabet: an added token that stands for its own text.
+                // Not in the byte alphabet: an added token, whose spelling is its text.
                 self.bytes.truncate(start);
                 self.bytes.extend_from_slice(token.as_bytes());
                 break;
@@ -83,10 +83,10 @@ impl TokenBytes {
     }
 }
 
-/// The byte that a token of the form `<0x0A>` stands for.
+/// The byte of a token of the form `<0x0A>`.
 pub(super) fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    // `from_str_radix` would take a sign too.
+    // `from_str_radix` would also accept a sign.
     (digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
         .then(|| u8::from_str_radix(digits, 16).ok())
         .flatten()
@@ -114,7 +114,7 @@ const SHIFTED: [u8; 68] = {
     shifted
 };
 
-/// The byte that a character of the byte-level alphabet stands for.
+/// The byte that a character of the byte-level alphabet encodes.
 fn byte_of_char(character: char) -> Option<u8> {
     let code = u32::from(character);
     match u8::try_from(code) {

@@ -59,7 +59,7 @@ impl DType {
         self.block_len() > 1
     }
 
-    /// Bytes of `elements` elements, or `None` if they are no whole number of blocks or the size overflows.
+    /// Bytes of `elements` elements, or `None` if they do not fill whole blocks or the size overflows.
     pub const fn bytes_for(self, elements: usize) -> Option<usize> {
         if !elements.is_multiple_of(self.block_len()) {
             return None;

@@ -1,4 +1,4 @@
-//! What can be wrong with weights. Every variant names the file or the tensor, and the thing in it.
+//! Errors of weight files. Each variant names the file or the tensor, and the faulty part.
 
 #![forbid(unsafe_code)]
 
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::DType;
 
-/// Why weights cannot be opened, or a tensor of them cannot be handed out.
+/// Reason why weights cannot be opened, or a tensor cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
@@ -23,7 +23,7 @@ pub enum WeightError {
     NotAModel {
         /// File or folder that was given.
         path: PathBuf,
-        /// What was found or not found there, and what would be a model.
+        /// The files found or missing there, and the accepted forms of a model.
         looked_for: String,
     },
     /// The index names a file that is not there. Found before any weight is read.
@@ -31,7 +31,7 @@ pub enum WeightError {
     MissingShard {
         /// The index file.
         index: PathBuf,
-        /// File name that the index gives.
+        /// File name in the index.
         shard: String,
         /// The first tensor that the index puts there.
         tensor: String,
@@ -44,12 +44,12 @@ pub enum WeightError {
         /// Which rule is broken, where, with the value found.
         what: String,
     },
-    /// The file is sound, but of a kind that is not implemented.
+    /// The file is valid, but of a kind that is not implemented.
     #[error("{}: {what}", path.display())]
     Unsupported {
         /// The file.
         path: PathBuf,
-        /// What it is, and what would be right.
+        /// The kind, and the accepted kinds.
         what: String,
     },
     /// One tensor's elements are stored in a type that is not implemented.
@@ -68,10 +68,10 @@ pub enum WeightError {
     /// No tensor of that name.
     #[error("no tensor {name:?} among the weights")]
     MissingTensor {
-        /// The name asked for.
+        /// The requested name.
         name: String,
     },
-    /// A tensor has another shape than the model's configuration asks for.
+    /// The shape of a tensor differs from the model's configuration.
     #[error("tensor {name:?} has shape {got:?}, expected {expected:?}")]
     Shape {
         /// Name of the tensor.
@@ -93,7 +93,7 @@ pub enum WeightError {
         shape: Vec<usize>,
         /// Bytes given.
         got_bytes: usize,
-        /// Bytes that would be right; `None` if rows are no whole number of blocks or the size overflows.
+        /// The expected size; `None` if rows do not fill whole blocks or the size overflows.
         expected_bytes: Option<usize>,
     },
     /// Two tensors of one name.

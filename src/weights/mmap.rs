@@ -1,10 +1,10 @@
 //! The bytes of one weight file: a read-only memory map, or a buffer for tests and embedded models.
 //!
-//! The only file of this room with `unsafe`. It promises that the bytes do not move while the value lives, and that
-//! [`FileMap::release`] never changes what is read. It never writes, and never reads a page that nobody asks for.
+//! This is the only file of `weights` with `unsafe`. It guarantees that the bytes do not move during the lifetime of
+//! the value, and that [`FileMap::release`] never changes them. It never writes, and reads only requested pages.
 //!
-//! A map shows the file as it is *now*: whoever truncates a weight file in place while an engine reads it ends the
-//! process with `SIGBUS`, as with every engine that maps weights. Replace such files by renaming.
+//! A map shows the file as it is *now*: truncating a weight file in place while an engine reads it ends the process
+//! with `SIGBUS`, as with every engine that maps weights. Replace such files by renaming.
 
 #![deny(unsafe_code)]
 
@@ -39,13 +39,13 @@ impl FileMap {
             return Ok(Self::from_vec(path, Vec::new()));
         }
         #[allow(unsafe_code)]
-        // SAFETY: the map is private to this value, read-only, and handed out as `&[u8]` bound to its lifetime. That
-        // no other process changes the file meanwhile is a condition on the host, stated in the module's head.
+        // SAFETY: the map is private to this value and read-only, and the slice borrows from the value. No other
+        // process may change the file meanwhile; the head of the module states this condition for the host.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
         Ok(Self { path: path.to_owned(), bytes: Bytes::Mapped(map) })
     }
 
-    /// Takes bytes that are in memory already; `path` is only a name for errors.
+    /// Wraps bytes in memory; `path` is only a name for errors.
     pub fn from_vec(path: impl Into<PathBuf>, bytes: Vec<u8>) -> Self {
         Self { path: path.into(), bytes: Bytes::Owned(bytes) }
     }
@@ -63,8 +63,8 @@ impl FileMap {
         }
     }
 
-    /// Lets the system drop the pages that lie wholly inside the range; reading them again brings them back from the
-    /// file. Nothing happens for bytes in memory, for a range outside the file, and where there is no `madvise`.
+    /// Lets the system drop the pages that lie wholly inside the range; a later read loads them from the file again.
+    /// Has no effect on bytes in memory, on a range outside the file, and on systems without `madvise`.
     pub fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
         if let Bytes::Mapped(map) = &self.bytes {
@@ -75,11 +75,11 @@ impl FileMap {
             let end = range.end.min(map.len()) / PAGE_BYTES * PAGE_BYTES;
             if start < end {
                 #[allow(unsafe_code)]
-                // SAFETY: the map is backed by a file and never written to, so a dropped page is read back from the
-                // file with the same bytes; borrows of it stay valid. The range lies in the map, on page boundaries.
+                // SAFETY: the map is backed by a file and never written, so a dropped page is read back with the same
+                // bytes and borrows stay valid. The range lies in the map, on page boundaries.
                 let advised =
                     unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
-                // Only advice: a system that refuses keeps the pages until it needs the memory.
+                // This is advice only: a system that refuses keeps the pages until it needs the memory.
                 let _ = advised;
             }
         }

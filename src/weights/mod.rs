@@ -1,9 +1,9 @@
 //! Weight files and their types: safetensors folders and GGUF files on a memory map.
 //!
-//! This room hands out tensors as stored, by name; it dequantizes, quantizes and slices, and never packs:
-//! packing belongs to the device that will run them (`Device::upload`). Files are hostile until checked: opening costs
-//! memory and time in proportion to the header's bytes, whatever the counts and lengths in it say, and every tensor
-//! handed out lies in its file with the size that its type and shape ask for.
+//! This module returns tensors as stored, by name. It dequantizes, quantizes and slices, but never packs: packing
+//! belongs to the device (`Device::upload`). Files are untrusted until checked: opening costs memory and time in
+//! proportion to the bytes of the header, whatever counts and lengths it contains, and each returned tensor lies in its
+//! file with the size of its type and shape.
 
 #![deny(unsafe_code)]
 
@@ -22,7 +22,7 @@ pub use error::WeightError;
 pub use memory::MemorySource;
 pub use open::{ModelFiles, ModelKind, open};
 
-/// One tensor as it stands in its file.
+/// One tensor as stored in its file.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TensorView<'a> {
@@ -50,8 +50,8 @@ impl<'a> TensorView<'a> {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The bytes of rows `rows` of the tensor seen as a matrix of [`row_len`](Self::row_len) columns, or `None` if
-    /// there are not so many rows. A row is a whole number of blocks, so a slice by rows is exact in every type.
+    /// The bytes of rows `rows` of the tensor, seen as a matrix of [`row_len`](Self::row_len) columns; `None` if there
+    /// are fewer rows. A row is a whole number of blocks, so a slice by rows is exact in each type.
     pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<&'a [u8]> {
         let row_bytes = self.dtype.bytes_for(self.row_len())?;
         self.data.get(rows.start.checked_mul(row_bytes)?..rows.end.checked_mul(row_bytes)?)
@@ -79,13 +79,16 @@ impl<'a> TensorView<'a> {
 /// Names are the ones the model's graph uses, i.e. those of the Hugging Face hub
 /// (`model.layers.0.self_attn.q_proj.weight`); a source of another spelling (GGUF) translates.
 pub trait WeightSource: Send + Sync + std::fmt::Debug {
-    /// The tensor of that name, or `None`.
+    /// The tensor with this name, or `None`.
     fn tensor(&self, name: &str) -> Option<TensorView<'_>>;
     /// Every tensor's name, in file order.
     fn names(&self) -> Vec<String>;
-    /// Says that the tensor will not be read again soon, so that its pages may be dropped.
+    /// Announces that the tensor will not be read again soon, so that its pages may be dropped.
     fn release(&self, _name: &str) {}
-    /// The tensor of that name, or why it cannot be had: there is none, or it is of a type that is not implemented.
+    /// The tensor with this name.
+    ///
+    /// # Errors
+    /// [`WeightError`] if there is none, or if its type is not implemented.
     fn require(&self, name: &str) -> Result<TensorView<'_>, WeightError> {
         self.tensor(name).ok_or_else(|| WeightError::MissingTensor { name: name.to_owned() })
     }

@@ -1,4 +1,4 @@
-//! From a path to weights: which of the known forms of a model stands there.
+//! Opens a model by path and detects its form.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,7 @@ use super::gguf::{Conventions, Gguf};
 use super::safetensors::{INDEX_FILE, SINGLE_FILE, SafetensorsFolder};
 use super::{WeightError, WeightSource};
 
-/// Weights, and the form they came in, which says where configuration and tokenizer are to be found.
+/// Weights and the form in which they are stored, which tells where configuration and tokenizer are.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ModelFiles {
@@ -25,18 +25,18 @@ pub struct ModelFiles {
 pub enum ModelKind {
     /// One GGUF file; configuration and tokenizer are in its metadata.
     Gguf(Arc<Gguf>),
-    /// A folder with `config.json` and safetensors; the tokenizer's files, if any, stand beside.
+    /// A folder with `config.json` and safetensors; the tokenizer's files, if any, are in the same folder.
     Folder(PathBuf),
 }
 
-/// Opens a model: a `.gguf` file, a folder with `config.json` and safetensors weights, or else a folder that holds
-/// exactly one `.gguf` file. Where a folder holds both forms, safetensors wins.
+/// Opens a model: a `.gguf` file, a folder with `config.json` and safetensors weights, or a folder that contains
+/// exactly one `.gguf` file. If a folder contains both forms, safetensors wins.
 ///
-/// `conventions` is asked for those of a GGUF file's architecture; [`model::open`](crate::model::open) knows them for
-/// the families that are implemented.
+/// `conventions` returns the conventions of a GGUF file's architecture; [`model::open`](crate::model::open) has those
+/// of the implemented families.
 ///
 /// # Errors
-/// [`WeightError`] names the file or folder and what is wrong with it.
+/// [`WeightError`] names the file or folder and the reason.
 pub fn open(
     path: impl AsRef<Path>,
     conventions: impl FnOnce(&str) -> Option<Conventions>,

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use super::TensorView;
 
-/// Indices `range` of dimension `dim` of a tensor of one or two dimensions: rows (or elements) where they lie, columns
-/// copied together. `None` if the range is not inside, or cuts a block of the storage format.
+/// Indices `range` of dimension `dim` of a tensor of one or two dimensions: rows (or elements) are borrowed, columns
+/// are copied. `None` if the range is out of bounds or splits a block of the storage format.
 pub fn slice_dim<'a>(tensor: &TensorView<'a>, dim: usize, range: Range<usize>) -> Option<Cow<'a, [u8]>> {
     let (rows, cols) = match *tensor.shape {
         [len] => (1, len),

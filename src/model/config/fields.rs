@@ -1,7 +1,7 @@
-//! What families ask of a description, whichever form it has: a hub config or GGUF metadata.
+//! Access of families to a description in either form: a hub config or GGUF metadata.
 //!
-//! A question that both forms answer takes both spellings of the field. Where only a hub config answers (biases, head
-//! norms), a GGUF file shows it by its tensors.
+//! A field that both forms have is looked up by both spellings. For fields that only a hub config has (biases, head
+//! norms), the presence of tensors decides in a GGUF file.
 
 use super::gguf::GgufFields;
 use super::hub::{HubDefaults, HubFields};
@@ -55,10 +55,10 @@ impl Sizes {
     }
 }
 
-/// Which layers of a hub config have a sliding window, where no `layer_types` says so.
+/// Layers of a hub config with a sliding window, if there is no `layer_types`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) enum WindowRule {
-    /// None: the family's class ignores `sliding_window`.
+    /// No layer: the family's class ignores `sliding_window`.
     None,
     /// All, where `sliding_window` is not null.
     All,
@@ -113,7 +113,7 @@ impl Fields<'_> {
         Ok(NormConfig::Rms { eps })
     }
 
-    /// The MLP's activation: what a hub config says, else the family's.
+    /// Activation of the MLP: that of a hub config, or the default of the family.
     pub(in crate::model) fn activation(&self, usual: ActivationKind) -> Result<ActivationKind, ModelError> {
         match self {
             Self::Hub(hub) => Ok(hub.activation()?.unwrap_or(usual)),
@@ -121,7 +121,7 @@ impl Fields<'_> {
         }
     }
 
-    /// A switch of a hub config, off where it is absent. GGUF files have no such switches.
+    /// A boolean of a hub config, false if absent. GGUF files have no such fields.
     pub(in crate::model) fn switch(&self, field: &str) -> Result<bool, ModelError> {
         match self {
             Self::Hub(hub) => Ok(hub.json.bool(field)?.unwrap_or(false)),
@@ -134,7 +134,7 @@ impl Fields<'_> {
         self.first_layer_has(&format!("{projection}.bias"), by_hub)
     }
 
-    /// The norm of each query and key head: whether there is one is told as of a bias.
+    /// The norm of each query and key head, if there is one; its presence is detected as that of a bias.
     pub(in crate::model) fn head_norm(&self, norm: NormConfig, by_hub: bool) -> Result<Option<QkNorm>, ModelError> {
         Ok(self.first_layer_has("self_attn.q_norm.weight", by_hub)?.then_some(QkNorm::EachHead(norm)))
     }
@@ -189,7 +189,7 @@ impl Fields<'_> {
         }
     }
 
-    /// What the description calls a field, for errors.
+    /// Name of a field in the description, for errors.
     pub(in crate::model) fn name(&self, field: &str, key: &str) -> String {
         match self {
             Self::Hub(hub) => hub.json.name(field),

@@ -10,7 +10,7 @@ use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::weights::gguf::{Gguf, Metadata, QkRows, Value};
 use crate::weights::{TensorView, WeightSource as _};
 
-/// Reads a configuration. What only the tensors say (tied embeddings, biases) is taken from their presence.
+/// Reads a configuration. Facts that only the tensors show (tied embeddings, biases) follow from their presence.
 ///
 /// The file must have been opened with [`gguf_conventions`](crate::model::gguf_conventions), as
 /// [`open`](crate::model::open) does: tensors are looked up by their hub names.
@@ -30,7 +30,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     Ok(model)
 }
 
-/// Factors that other engines read and that change every number, with the value that means "none".
+/// Factors that other engines read and that change all results, with the value that has no effect.
 const FACTORS: [(&str, f32); 8] = [
     ("attention.scale", 0.0),
     ("attn_logit_softcapping", 0.0),
@@ -69,7 +69,7 @@ pub(in crate::model) struct GgufFields<'a> {
     /// The architecture's name, with which keys begin.
     prefix: &'a str,
     pub(super) architecture: Architecture,
-    /// Keys of numbers that have been asked for.
+    /// Numeric keys that have been read.
     keys_read: RefCell<Vec<&'static str>>,
 }
 
@@ -84,7 +84,7 @@ impl<'a> GgufFields<'a> {
         Ok(embedding.shape.first().copied().unwrap_or(0))
     }
 
-    /// Elements a head; `usual` where the file does not say.
+    /// Elements per head; `usual` if the file does not specify it.
     pub(super) fn head_dim(&self, usual: usize) -> Result<usize, ModelError> {
         let keys = self.size("attention.key_length")?.unwrap_or(usual);
         match self.size("attention.value_length")? {
@@ -124,12 +124,12 @@ impl<'a> GgufFields<'a> {
             scaling: rope_scaling(self, sizes.max_position_embeddings)?,
             divisors: self.tensor("rope_freqs.weight")?.map(|tensor| tensor.to_f32()),
             dim,
-            // The weight source hands out query and key rows in the hub's order.
+            // The weight source returns query and key rows in the hub's order.
             style: RopeStyle::Half,
         })
     }
 
-    /// The tensor, if the file has it. One that is there and cannot be read is no reason to do without.
+    /// The tensor, if the file has it. A tensor that exists but cannot be read is an error.
     pub(super) fn tensor(&self, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
         match self.file.require(name) {
             Ok(tensor) => Ok(Some(tensor)),
@@ -180,7 +180,7 @@ impl<'a> GgufFields<'a> {
         }
     }
 
-    /// Refuses what would change the model's numbers, is in the file, and was not asked for by the family.
+    /// Refuses keys that would change the results, exist in the file, and were not read by the family.
     fn refuse_unread_keys(&self) -> Result<(), ModelError> {
         let is_unread = |key: &str| !self.keys_read.borrow().contains(&key);
         if is_unread("expert_count")
@@ -206,7 +206,7 @@ fn rope_scaling(gguf: &GgufFields<'_>, max_positions: usize) -> Result<RopeScali
     let need_factor =
         || factor.map(f64::from).ok_or_else(|| ModelError::MissingField { field: gguf.name("rope.scaling.factor") });
     match kind {
-        // Files without a type scale linearly; a factor of 0 there means none.
+        // Files without a type scale linearly; a factor of 0 means no scaling.
         None if factor.is_some_and(|factor| factor != 0.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
         None | Some("none") => Ok(RopeScaling::Default),
         Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),

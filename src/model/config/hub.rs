@@ -9,8 +9,8 @@ use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
 use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 
-/// What a hub config means that leaves a field out: the values of the family's configuration class in Transformers 5, which
-/// does not write a field that has its default.
+/// Defaults of a family's hub config: the values of its configuration class in Transformers 5, which omits a field that
+/// has its default.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) struct HubDefaults {
     pub vocab_size: usize,
@@ -18,9 +18,9 @@ pub(in crate::model) struct HubDefaults {
     pub intermediate_size: usize,
     pub layers: usize,
     pub heads: usize,
-    /// None: as many as `heads`.
+    /// `None`: equal to `heads`.
     pub kv_heads: Option<usize>,
-    /// None: `hidden_size / heads`.
+    /// `None`: `hidden_size / heads`.
     pub head_dim: Option<usize>,
     pub max_position_embeddings: usize,
     pub rms_norm_eps: f32,
@@ -110,7 +110,7 @@ impl HubFields<'_> {
         if let Some(scaling) = scaling
             && let Some((kind, _)) = scaling.object.iter().find(|(_, value)| value.is_object())
         {
-            // Transformers 5 nests one set a layer type; none of these families has more than one.
+            // Transformers 5 nests one set per layer type; these families have only one set.
             return Err(unsupported(&scaling.name(kind), "a set of its own", "one set for all layers would be"));
         }
         let nested = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.float(field));
@@ -119,7 +119,7 @@ impl HubFields<'_> {
         if !(rotary_factor > 0.0 && rotary_factor <= 1.0) {
             return Err(invalid("partial_rotary_factor", rotary_factor, "a number above 0 and up to 1"));
         }
-        // Some configs keep the first training's length beside the parameters.
+        // Some configs store the length of the first training with the parameters.
         let original = config.size("original_max_position_embeddings")?.unwrap_or(sizes.max_position_embeddings);
         let scaling = scaling.map_or(Ok(RopeScaling::Default), |scaling| rope_scaling(&scaling, original))?;
         scaling.validate()?;
@@ -135,7 +135,7 @@ impl HubFields<'_> {
     /// Window of each layer: by `layer_types` if given, else by the family's rule.
     pub(super) fn windows(&self, rule: WindowRule, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
         let config = &self.json;
-        // Null says "none" here, unlike for sizes.
+        // Null means "no window" here, unlike for sizes.
         let window = if config.object.contains_key("sliding_window") {
             config.size("sliding_window")?
         } else {

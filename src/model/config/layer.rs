@@ -1,7 +1,7 @@
-//! One layer as data: its attention, its MLP, its norms and where they stand.
+//! One layer as data: its attention, its MLP, its norms and their placement.
 //!
-//! Kinds are enums: a layer of another make is another variant and another arm of
-//! [`transformer`](crate::model::decoder_graph), not a flag.
+//! Kinds are enums: a new kind of layer is a new variant and a new arm of [`transformer`](crate::model::decoder_graph),
+//! not a flag.
 
 use crate::graph::ActivationKind;
 
@@ -11,11 +11,11 @@ use crate::graph::ActivationKind;
 pub struct LayerConfig {
     /// How rows see other rows.
     pub attention: AttentionConfig,
-    /// What is computed of each row by itself.
+    /// The part that is computed for each row independently.
     pub mlp: MlpConfig,
-    /// The norms, and where they stand.
+    /// The norms and their placement.
     pub norms: NormPlacement,
-    /// Factor on what attention and the MLP each add to the residual stream. None means 1.
+    /// Factor on the outputs of attention and MLP before they are added to the residual stream; `None` means 1.
     pub residual_scale: Option<f32>,
 }
 
@@ -50,10 +50,9 @@ pub struct GroupedQueryAttention {
     pub output_bias: bool,
     /// Norm of queries and keys before they rotate.
     pub qk_norm: Option<QkNorm>,
-    /// How positions enter queries and keys: an index into [`ModelConfig::ropes`](super::ModelConfig::ropes). None means
-    /// that they do not.
+    /// Index into [`ModelConfig::ropes`](super::ModelConfig::ropes); `None` if queries and keys are not rotated.
     pub rope: Option<usize>,
-    /// Keys a row may see, itself included. None means all before it.
+    /// Number of keys that a row can see, itself included; `None` means all before it.
     pub window: Option<u32>,
     /// Factor on the scores.
     pub scale: f32,
@@ -67,7 +66,7 @@ pub enum QkNorm {
     EachHead(NormConfig),
 }
 
-/// What a layer computes of each row by itself.
+/// Part of a layer that is computed for each row independently.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum MlpConfig {
@@ -87,7 +86,7 @@ pub struct GatedMlp {
     pub bias: bool,
 }
 
-/// Where a layer's norms stand.
+/// Placement of the norms of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum NormPlacement {

@@ -18,7 +18,7 @@ use super::{Architecture, ModelError};
 use crate::graph::RopeStyle;
 use crate::model::error::invalid;
 
-/// Most layers of a model: a description is refused before it makes a larger table.
+/// Maximum number of layers; a larger description is refused before memory is allocated for it.
 const MAX_LAYERS: usize = 1 << 16;
 
 /// How positions enter queries and keys.
@@ -29,7 +29,7 @@ pub struct RopeConfig {
     pub theta: f64,
     /// Stretching for longer contexts.
     pub scaling: RopeScaling,
-    /// Divisors of the frequencies that come as a tensor of the file (GGUF's `rope_freqs.weight`).
+    /// Divisors of the frequencies, from a tensor of the file (GGUF's `rope_freqs.weight`).
     pub divisors: Option<Vec<f32>>,
     /// Leading elements of a head that rotate.
     pub dim: usize,
@@ -37,7 +37,7 @@ pub struct RopeConfig {
     pub style: RopeStyle,
 }
 
-/// Where the output projection's weights come from.
+/// Source of the output projection's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutputHead {
@@ -47,9 +47,10 @@ pub enum OutputHead {
     Untied,
 }
 
-/// A decoder-only transformer: what holds for the whole model, and its layers one by one.
+/// A decoder-only transformer: values of the whole model, and its layers as a list.
 ///
-/// It names no file form and no family's rules: [`decoder_graph`](super::decoder_graph) draws the graph from it alone.
+/// The description is independent of file forms and families: [`decoder_graph`](super::decoder_graph) builds the graph
+/// from it alone.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ModelConfig {
@@ -59,7 +60,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Factor on the rows of the embedding table. None means 1.
+    /// Factor on the rows of the embedding table; `None` means 1.
     pub embedding_scale: Option<f32>,
     /// The layers in order.
     pub layers: Vec<LayerConfig>,
@@ -69,7 +70,7 @@ pub struct ModelConfig {
     pub final_norm: NormConfig,
     /// Output projection.
     pub head: OutputHead,
-    /// Factor on the logits. None means 1.
+    /// Factor on the logits; `None` means 1.
     pub logit_scale: Option<f32>,
     /// Longest sequence it was made for.
     pub max_position_embeddings: usize,
@@ -80,12 +81,12 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Key and value heads of a layer; all layers have as many.
+    /// Number of key and value heads; equal in all layers.
     pub fn kv_heads(&self) -> usize {
         self.kv_shape().0
     }
 
-    /// Elements of a key or value head; those of all layers have as many.
+    /// Elements of a key or value head; equal in all layers.
     pub fn head_dim(&self) -> usize {
         self.kv_shape().1
     }
@@ -181,7 +182,7 @@ impl ModelConfig {
     }
 }
 
-/// A size that keeps products far from overflow, and tables that are made from it alone small.
+/// Checks a size: products of checked sizes cannot overflow, and tables of that size stay small.
 fn size(field: &str, value: usize) -> Result<(), ModelError> {
     if value == 0 || value > 1 << 28 { Err(invalid(field, value, "a size from 1 to 2^28")) } else { Ok(()) }
 }
@@ -209,7 +210,7 @@ fn check_rope(rope: &RopeConfig) -> Result<(), ModelError> {
         return Err(invalid("rope_theta", rope.theta, "a finite number above 0"));
     }
     rope.scaling.validate()?;
-    // Each of the parameters may be sound and the frequencies still not be.
+    // Valid parameters can still give invalid frequencies.
     let (inv_freq, factor) = rope.scaling.inv_freq(rope.dim, rope.theta);
     if !factor.is_finite() || !inv_freq.iter().all(|f| f.is_finite()) {
         let value = format!("{:?} with rope_theta {}", rope.scaling, rope.theta);

@@ -1,4 +1,4 @@
-//! Names of a model's tensors on the hub, by what they are for.
+//! Names of a model's tensors on the hub, by purpose.
 
 /// Names without `.weight` and `.bias`; those of a layer follow `layers` and the layer's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

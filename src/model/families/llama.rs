@@ -1,4 +1,5 @@
-//! Llama 1 to 3, and what is built alike: norms before attention and before a gated MLP, all of a head rotated.
+//! Llama 1 to 3 and models of the same structure: norms before attention and before a gated MLP, rotation of the whole
+//! head.
 
 use super::Family;
 use crate::graph::ActivationKind;

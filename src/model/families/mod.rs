@@ -1,28 +1,28 @@
-//! The families of models this crate implements, one file each.
+//! Model families, one file each.
 //!
-//! A family's file says what its models are called, how their files spell and order tensors, what its hub configs leave
-//! unsaid, and what a layer of it is. Nothing else in the crate knows a family.
+//! The file of a family contains its names, the spelling and order of tensors in its files, the defaults of its hub
+//! configs, and the description of its layers. The rest of the crate has no rules for families.
 
 use super::ModelError;
 use super::config::{Fields, HubDefaults, ModelConfig, TensorNames};
 use crate::weights::gguf::Conventions;
 
-/// What there is to know of a family.
+/// Description of a family.
 #[derive(Debug)]
 pub(super) struct Family {
     /// Name in errors and reports.
     pub name: &'static str,
-    /// What hub configs call it: values of `model_type`, and class names in `architectures`.
+    /// Names in hub configs: values of `model_type`, and class names in `architectures`.
     pub hub_names: &'static [&'static str],
-    /// What GGUF files call it: values of `general.architecture`.
+    /// Names in GGUF files: values of `general.architecture`.
     pub gguf_names: &'static [&'static str],
     /// How its GGUF files spell and order tensors.
     pub gguf: Conventions,
     /// Its tensors' names on the hub.
     pub tensors: TensorNames,
-    /// What its hub configs leave unsaid.
+    /// Defaults of its hub configs.
     pub hub_defaults: HubDefaults,
-    /// Makes the description of a model.
+    /// Builds the description of a model.
     pub describe: fn(&Fields<'_>) -> Result<ModelConfig, ModelError>,
 }
 
@@ -93,7 +93,7 @@ impl Architecture {
     }
 }
 
-/// How GGUF files of an architecture spell and order tensors; none for architectures of no family here.
+/// Spelling and order of tensors in GGUF files of an architecture; `None` for an unknown architecture.
 pub fn gguf_conventions(architecture: &str) -> Option<Conventions> {
     Architecture::from_gguf(architecture).ok().map(|architecture| architecture.family().gguf)
 }

@@ -1,8 +1,8 @@
-//! A tokenizer from the metadata of a GGUF file.
+//! Tokenizer from the metadata of a GGUF file.
 //!
-//! Two kinds are known: `gpt2`, byte-level pairs with a list of merges and a named pre-tokenizer, and `llama`,
-//! `SentencePiece` pairs whose merges follow from the scores. Another kind is refused by name. Keys that the file leaves
-//! out take the defaults that files of that kind are written for.
+//! Two kinds are supported: `gpt2`, byte-level pairs with a list of merges and a named pre-tokenizer, and `llama`,
+//! `SentencePiece` pairs whose merges follow from the scores. Other kinds are refused by name. Absent keys have the
+//! defaults of llama.cpp for that kind.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ const BOS: &str = "tokenizer.ggml.bos_token_id";
 const EOS: &str = "tokenizer.ggml.eos_token_id";
 const UNKNOWN: &str = "tokenizer.ggml.unknown_token_id";
 
-/// Tokens that end a turn. Older files name only one end-of-sequence id and leave the others to their text.
+/// Texts of tokens that end a turn. Older files list only one end-of-sequence id.
 const TURN_ENDS: [&str; 13] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -42,7 +42,7 @@ const TURN_ENDS: [&str; 13] = [
     "<end_of_utterance>",
 ];
 
-/// What `tokenizer.ggml.token_type` says of a token.
+/// Type of a token in `tokenizer.ggml.token_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TokenType {
     Normal,
@@ -68,7 +68,7 @@ impl TokenType {
     }
 }
 
-/// The vocabulary as it stands in the file.
+/// The vocabulary as stored in the file.
 struct Table {
     tokens: Vec<String>,
     types: Vec<TokenType>,
@@ -166,7 +166,7 @@ impl Table {
         }
     }
 
-    /// The end-of-sequence id, those of turn and message, and tokens that are known to end a turn by their text.
+    /// The end-of-sequence id, the ids that end a turn or message, and tokens whose text is known to end a turn.
     fn eos_ids(&self, meta: &dyn TokenizerMetadata) -> Result<Vec<u32>, TextError> {
         let mut ids = Vec::new();
         for key in [EOS, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
@@ -288,8 +288,8 @@ fn sentence_piece(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> 
     table.finish(meta, encoder, TokenEncoding::SentencePiece, adds_space, true)
 }
 
-/// The merges that scores stand for: every way to cut a token into two tokens, better scores first. `SentencePiece` joins
-/// the neighbours whose union scores best; so does byte-pair merging in this order.
+/// Merges that the scores imply: each way to split a token into two tokens, in descending order of score.
+/// `SentencePiece` joins the neighbors whose union has the highest score, as byte-pair merging in this order does.
 fn merges_by_score(table: &Table, scores: &[f32]) -> Vec<(String, String)> {
     let mut merges = Vec::new();
     for (id, token) in table.tokens.iter().enumerate() {

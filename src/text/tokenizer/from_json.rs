@@ -1,7 +1,7 @@
-//! A tokenizer from `tokenizer.json` and `tokenizer_config.json`.
+//! Tokenizer from `tokenizer.json` and `tokenizer_config.json`.
 //!
-//! `tokenizer.json` decides how text becomes ids; the config names BOS and EOS, may say whether they are added, and
-//! carries the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
+//! `tokenizer.json` determines the encoding; the config names BOS and EOS, may specify whether they are added, and
+//! contains the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
 //! bytes of their own.
 
 use serde::Deserialize;
@@ -26,7 +26,7 @@ impl Tokenizer {
         encoder.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         encoder.with_truncation(None).map_err(|error| in_file(JSON, &error.to_string()))?;
         let config: Config = match tokenizer_config_json {
-            // A list would be read as a struct's fields in order, and an empty one as a config that says nothing.
+            // serde would read a list as the fields of a struct in order, and an empty list as an empty config.
             Some(bytes) if bytes.trim_ascii_start().starts_with(b"[") => {
                 return Err(in_file(CONFIG, "got a list, expected an object"));
             }
@@ -191,7 +191,7 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
         let known = u32::try_from(id).ok().and_then(|id| added.get(&id));
         special.push(known.is_some_and(|token| token.special));
         match known {
-            // A byte-level decoder would read "é" as the byte E9; the added token stands for its own text.
+            // A byte-level decoder would read "é" as the byte E9; the spelling of an added token is its text.
             Some(known) if spelling == TokenEncoding::ByteLevel => pieces.push_literal(&known.content),
             _ => pieces.push_spelled(&token, spelling),
         }
@@ -199,5 +199,5 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
     Ok((pieces, special))
 }
 
-/// The largest gap between neighbouring ids that is filled; real vocabularies have gaps of a few hundred.
+/// The largest gap between ids that is filled; real vocabularies have gaps of a few hundred.
 const MAX_HOLE_TOKENS: usize = 1 << 20;

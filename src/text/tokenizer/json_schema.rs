@@ -1,7 +1,7 @@
-//! `tokenizer.json` by its parts: what is checked before the `tokenizers` crate reads it, and what we read instead of it.
+//! Checks of `tokenizer.json` before the `tokenizers` crate reads it, and the parts that this crate reads itself.
 //!
-//! The crate panics at some damaged files and follows some options silently; whatever of that kind is known is refused
-//! here. Decoder and post-processor are taken from here alone.
+//! The crate panics on some damaged files and accepts some options silently; known cases of both are refused here.
+//! Decoder and post-processor are read only here.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ pub(super) fn in_file(file: &'static str, reason: &str) -> TextError {
     TextError::File { file, reason: reason.to_owned() }
 }
 
-/// What a decoder means for the bytes of a token.
+/// How a decoder maps tokens to bytes.
 pub(super) struct Decoding {
     pub(super) spelling: TokenEncoding,
     pub(super) strips_first_space: bool,
@@ -64,7 +64,7 @@ fn unsupported_decoder(got: &Value) -> TextError {
     }
 }
 
-/// The file by its parts, without the vocabulary: what the `tokenizers` crate would stumble over or do silently.
+/// Parts of the file that are checked, without the vocabulary.
 #[derive(Deserialize)]
 pub(super) struct Schema {
     model: Model,
@@ -95,9 +95,10 @@ struct Model {
 }
 
 impl Schema {
-    /// Reads the outline and refuses what the crate would panic at (a merge longer than any token makes it index beyond
-    /// a buffer, so does a component that cannot be read) and what we would not follow (a subword prefix or suffix
-    /// changes what bytes a token has, dropout makes encoding random).
+    /// Reads the file and refuses what the crate would panic at or this crate would not follow.
+    ///
+    /// A merge longer than any token makes the crate index beyond a buffer, as does an unreadable component. A subword
+    /// prefix or suffix changes the bytes of a token, and dropout makes encoding random.
     pub(super) fn read(tokenizer_json: &[u8]) -> Result<Self, TextError> {
         let text = std::str::from_utf8(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
         let outline: Self = serde_json::from_str(text).map_err(|error| in_file(JSON, &error.to_string()))?;
@@ -105,7 +106,7 @@ impl Schema {
             Err(TextError::Unsupported { field, got, expected: expected.to_owned() })
         };
         for (field, component, unsupported) in [
-            // Character maps of Unigram models, and cutting into pieces of fixed length: no byte-pair model has them.
+            // Character maps of Unigram models, and splits into parts of fixed length: no byte-pair model has them.
             ("normalizer", &outline.normalizer, "Precompiled"),
             ("pre_tokenizer", &outline.pre_tokenizer, "FixedLength"),
         ] {
@@ -141,7 +142,7 @@ impl Schema {
         Decoding::from_decoder(&self.decoder)
     }
 
-    /// What is put before and after a text.
+    /// Tokens before and after a text.
     pub(super) fn surroundings(&self) -> Result<(Vec<u32>, Vec<u32>), TextError> {
         surroundings(&self.post_processor)
     }
@@ -182,7 +183,7 @@ impl<'de> Deserialize<'de> for LongestKey {
     }
 }
 
-/// Length of the longest token that a list of merges makes.
+/// Length of the longest token that a list of merges builds.
 #[derive(Default)]
 struct LongestMerge(usize);
 
@@ -217,7 +218,7 @@ impl<'de> Deserialize<'de> for LongestMerge {
     }
 }
 
-/// What a post-processor puts before and after a text.
+/// Tokens that a post-processor adds before and after a text.
 fn surroundings(processor: &Value) -> Result<(Vec<u32>, Vec<u32>), TextError> {
     let refuse = || TextError::Unsupported {
         field: "post_processor",
@@ -232,7 +233,7 @@ fn surroundings(processor: &Value) -> Result<(Vec<u32>, Vec<u32>), TextError> {
         Some("Sequence") => {
             for step in processor["processors"].as_array().ok_or_else(refuse)? {
                 let (before, after) = surroundings(step)?;
-                // A later step surrounds what the earlier ones made.
+                // A later step surrounds the output of the earlier ones.
                 prefix.splice(0..0, before);
                 suffix.extend(after);
             }

@@ -1,8 +1,8 @@
 //! The crate's own [`Vocabulary`]: byte-pair tokenizers from `tokenizer.json` or from GGUF metadata.
 //!
-//! Encoding runs on the `tokenizers` crate; the bytes of tokens are ours and exact: what a token adds to the text, even
-//! where that is half a character. Whatever the files say about truncation and padding is dropped: a prompt is encoded
-//! whole or refused. Nothing is tidied up in the text of tokens.
+//! Encoding uses the `tokenizers` crate. The bytes of tokens are exact and computed here, including tokens that hold
+//! half a character. Truncation and padding in the files are ignored: a prompt is encoded in full or refused. The text
+//! of tokens is not cleaned up.
 
 mod from_gguf;
 mod from_json;
@@ -11,11 +11,11 @@ mod json_schema;
 use super::token_bytes::TokenBytes;
 use super::{TextError, Vocabulary};
 
-/// A token that the tokenizer's configuration names (BOS, EOS).
+/// A token that the configuration names (BOS, EOS).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct NamedToken {
     text: String,
-    /// `None` where the vocabulary has no such token.
+    /// `None` if the vocabulary does not contain the token.
     id: Option<u32>,
 }
 
@@ -27,7 +27,7 @@ pub struct Tokenizer {
     special: Vec<bool>,
     /// The first token of a text loses one leading space (it was put there by `encode`).
     strips_first_space: bool,
-    /// What `encode` puts before and after a prompt.
+    /// Tokens that `encode` adds before and after a prompt.
     prefix: Vec<u32>,
     suffix: Vec<u32>,
     bos: Option<NamedToken>,
@@ -62,7 +62,7 @@ impl Tokenizer {
         self.encoder.token_to_id(token)
     }
 
-    /// Whether a plain prompt gets BOS in front.
+    /// Whether BOS precedes a plain prompt.
     pub fn adds_bos(&self) -> bool {
         self.bos_id().is_some_and(|bos| self.prefix.first() == Some(&bos))
     }
@@ -77,8 +77,10 @@ impl Tokenizer {
         self.chat_templates.iter().find(|(known, _)| known == name).map(|(_, source)| source.as_str())
     }
 
-    /// Ids of a rendered chat: the template has written the special tokens, so none are added, except a BOS that the
-    /// model wants and the template left out. There is exactly one BOS at the front if the model wants one.
+    /// Encodes a rendered chat.
+    ///
+    /// The template has written the special tokens as text, so none are added, except a BOS that the model requires and
+    /// the template left out. A model that requires BOS gets exactly one at the front.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, TextError> {
         let mut ids = self.encode_plain(rendered)?;
         if let Some(bos) = self.bos_id()
@@ -90,7 +92,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The text of these ids, as the streaming detokenizer would give it from the beginning of a text.
+    /// Decodes ids as the streaming detokenizer does from the beginning of a text.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = super::Detokenizer::new(skip_special);
         let mut text = String::new();

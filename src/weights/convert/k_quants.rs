@@ -77,7 +77,7 @@ pub(super) fn q6_k_groups(block: &[u8; 210]) -> [QuantGroup; 8] {
     })
 }
 
-/// An element of `Q6_K`, its offset taken off.
+/// An element of `Q6_K`, with its offset subtracted.
 fn q6_quant(block: &[u8; 210], element: usize) -> i8 {
     let place = Q6Place::from_element(element);
     let low = block[place.low] >> place.low_shift & 0xf;
@@ -96,8 +96,8 @@ fn scale_and_min(head: &[u8], j: usize) -> (f32, f32) {
     (half_at(head, 0) * f32::from(scale), half_at(head, 2) * f32::from(min))
 }
 
-/// Where the bits of one element of `Q6_K` stand: each half of 128 elements has 64 low bytes and 32 high bytes, and
-/// byte `l` of the high ones serves the four elements `l`, `l + 32`, `l + 64`, `l + 96`.
+/// Positions of the bits of one `Q6_K` element: each half of 128 elements has 64 low bytes and 32 high bytes, and byte
+/// `l` of the high ones serves the four elements `l`, `l + 32`, `l + 64`, `l + 96`.
 struct Q6Place {
     low: usize,
     low_shift: usize,
@@ -139,8 +139,8 @@ pub(super) fn q5_k_from_f32(src: &[f32; LEN]) -> [u8; 176] {
     block
 }
 
-/// Chooses `d`, `dmin`, scales and minima so that every sub-block's range (zero included, as a minimum cannot be
-/// positive) is covered, writes them to the head of the block, and gives each element's integer.
+/// Chooses `d`, `dmin`, scales and minima so that they cover the range of each sub-block (zero included, as a minimum
+/// cannot be positive). Writes them to the head of the block and returns the integer of each element.
 fn set_scales_and_mins(block: &mut [u8], src: &[f32; LEN], max_quant: u8) -> [u8; LEN] {
     let sub_blocks = src.as_chunks::<32>().0;
     let mut lows = [0.0_f32; 8];

@@ -71,7 +71,7 @@ pub(super) fn q8_0_group(block: &[u8; 34]) -> QuantGroup {
     QuantGroup { quants, scales: [half_at(block, 0); 2], min: 0.0 }
 }
 
-/// Four-bit integers with an offset taken off.
+/// Four-bit integers with an offset subtracted.
 fn nibbles(low_bits: &[u8], offset: i8) -> [i8; LEN] {
     let mut quants = [0; LEN];
     for (j, byte) in low_bits.iter().enumerate() {
@@ -160,7 +160,7 @@ fn set_five_bits(rest: &mut [u8], quant: impl Fn(usize) -> u8) {
     rest[..4].copy_from_slice(&high.to_le_bytes());
 }
 
-/// The first value of largest magnitude, with its sign; 0 for none.
+/// The first value of largest magnitude, with its sign; 0 if all are zero.
 fn extreme(src: &[f32]) -> f32 {
     src.iter().fold(0.0, |extreme: f32, x| if x.abs() > extreme.abs() { *x } else { extreme })
 }
@@ -173,7 +173,7 @@ fn inverse(d: f32) -> f32 {
     if d == 0.0 { 0.0 } else { 1.0 / d }
 }
 
-/// Truncates to 0..=max, as GGML's casts do for values in range; NaN gives 0.
+/// Truncates to 0..=max, as GGML's casts do for values in range; NaN becomes 0.
 fn step(x: f32, max: u8) -> u8 {
     #[allow(clippy::cast_possible_truncation)] // truncation is the rounding that the format's quantizer has
     let truncated = x as u8;

@@ -18,7 +18,7 @@ use super::DType;
 ///
 /// # Panics
 ///
-/// If `bytes` is not exactly what `out.len()` elements of `dtype` take. Tensors handed out by a
+/// If `bytes` does not have the size of `out.len()` elements of `dtype`. Tensors of a
 /// [`WeightSource`](super::WeightSource) always match their shape.
 pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(Some(bytes.len()), dtype.bytes_for(out.len()), "bytes of {} elements of {dtype}", out.len());
@@ -39,12 +39,12 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) {
 
 /// Rounds floats to `dtype` and appends the bytes to `out`.
 ///
-/// Values should be finite, and block formats keep their scale in f16: magnitudes beyond what that holds (65,504 times
-/// the format's largest integer) become infinite.
+/// Values should be finite. Block formats keep their scale in f16, so magnitudes beyond 65,504 times the format's
+/// largest integer become infinite.
 ///
 /// # Panics
 ///
-/// If `src` is no whole number of blocks.
+/// If `src` does not fill whole blocks.
 pub fn quantize(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
     let bytes = dtype.bytes_for(src.len());
     assert!(bytes.is_some(), "{} elements are no whole number of blocks of {dtype}", src.len());
@@ -67,19 +67,20 @@ pub fn quantize(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
 /// 32 elements of a block format as they are stored: `value = scales[i / 16] * quants[i] + min`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantGroup {
-    /// Integers, with the format's offset taken off: of 4 and 5 bits those that go with a minimum are 0 or more.
+    /// Integers with the offset of the format subtracted; in formats of 4 and 5 bits with a minimum they are not
+    /// negative.
     pub quants: [i8; 32],
     /// Scales of the first and the last 16 elements, different only in `Q6_K`.
     pub scales: [f32; 2],
-    /// What is added; 0 in formats without a minimum.
+    /// The minimum, which is added; 0 in formats without one.
     pub min: f32,
 }
 
-/// Takes stored elements of a block format apart, in order. Float formats have no groups: nothing is called for them.
+/// Unpacks stored elements of a block format, in order. Float formats have no groups: `each` is not called.
 ///
 /// # Panics
 ///
-/// If `bytes` is no whole number of blocks.
+/// If `bytes` does not fill whole blocks.
 pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(QuantGroup)) {
     assert!(bytes.len().is_multiple_of(dtype.block_bytes()), "{} bytes are no blocks of {dtype}", bytes.len());
     match dtype {

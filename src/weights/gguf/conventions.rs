@@ -1,4 +1,4 @@
-//! What the files of one architecture have otherwise than the hub.
+//! Differences between the GGUF files of an architecture and the hub's files.
 
 #![forbid(unsafe_code)]
 

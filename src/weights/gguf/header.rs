@@ -1,7 +1,7 @@
 //! Magic, version, counts, metadata and tensor table of a GGUF file, checked in full.
 //!
-//! After [`parse`] every tensor lies inside the file, on the file's alignment, apart from all others, with the bytes
-//! that its type and shape ask for.
+//! After [`parse`], each tensor lies inside the file, on the file's alignment, disjoint from all others, with the size
+//! of its type and shape.
 
 #![forbid(unsafe_code)]
 
@@ -25,12 +25,12 @@ const MIN_TENSOR_BYTES: u64 = 8 + 4 + 4 + 8;
 /// One record of the tensor table.
 #[derive(Clone, Debug)]
 pub(super) struct TensorInfo {
-    /// Where in the file the name stands.
+    /// Byte range of the name in the file.
     pub(super) name: Range<usize>,
     dims: [usize; MAX_DIMS],
     rank: usize,
     pub(super) ty: GgmlType,
-    /// Where in the file the data stands.
+    /// Byte range of the data in the file.
     pub(super) data: Range<usize>,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
     }
     let tensor_count = reader.u64("tensor count").map_err(corrupt)?;
     let pair_count = reader.u64("metadata count").map_err(corrupt)?;
-    // The tensor table comes last, but what it must have is known now.
+    // The tensor table is last in the file, but its smallest size is known here.
     if tensor_count > reader.remaining() as u64 / MIN_TENSOR_BYTES {
         let left = reader.remaining();
         return Err(corrupt(format!("header announces {tensor_count} tensors, but {left} bytes are left")));
@@ -106,7 +106,7 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
     Ok((metadata, tensors))
 }
 
-/// A tensor record before its place is known to be sound.
+/// A tensor record before its place is checked.
 struct Record {
     name: Range<usize>,
     dims: [usize; MAX_DIMS],

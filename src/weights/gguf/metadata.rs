@@ -1,7 +1,7 @@
 //! The key-value store at the head of a GGUF file.
 //!
-//! Values stay in the file; what is kept in memory is one small record a key. Getters widen integers (a writer may
-//! choose any width) and never convert between kinds: a number is not a string, an integer is not a float.
+//! Values stay in the file; memory holds one small record per key. Getters widen integers (a writer may choose any
+//! width) and never convert between kinds: a number is not a string, an integer is not a float.
 
 #![forbid(unsafe_code)]
 
@@ -28,7 +28,7 @@ pub struct Metadata {
 #[derive(Clone, Debug)]
 struct Pair {
     key: Range<usize>,
-    /// Where the value's type number stands.
+    /// Byte range of the value, from its type number on.
     value: Range<usize>,
 }
 
@@ -83,12 +83,12 @@ impl Metadata {
         self.pairs.len()
     }
 
-    /// Whether there are no keys.
+    /// Whether the store is empty.
     pub fn is_empty(&self) -> bool {
         self.pairs.is_empty()
     }
 
-    /// The value of a key, whatever its type.
+    /// The value of a key, of any type.
     pub fn get(&self, key: &str) -> Option<Value<'_>> {
         let at = self.by_key.binary_search_by(|&id| self.key(id).cmp(key)).ok()?;
         self.value(self.by_key[at])
@@ -135,7 +135,7 @@ impl Metadata {
         }
     }
 
-    /// An array, whatever its elements.
+    /// An array, with elements of any type.
     pub fn array(&self, key: &str) -> Option<Array<'_>> {
         match self.get(key)? {
             Value::Array(array) => Some(array),

@@ -1,14 +1,13 @@
 //! GGUF files, versions 2 and 3, little-endian, in one part.
 //!
-//! A file is mapped and its head is checked in full when it is opened; tensor data is read when a tensor is asked for.
-//! Tensors go by the file's own names always, and by hub names where the file was given its architecture's
-//! [`Conventions`]. A tensor of a type that is not implemented does not stop the file from being opened: asking for it is
-//! the error.
+//! A file is mapped, and its head is checked in full when it is opened; tensor data is read on demand. Tensors have the
+//! file's own names, and hub names too if the file has its architecture's [`Conventions`]. A tensor of an unimplemented
+//! type does not prevent opening the file: only reading it is an error.
 //!
-//! A hub name gives what the hub's tensor is: where files have the rows of `attn_q` and `attn_k` in the order of
-//! interleaved rotary pairs, they come back in the hub's order (two halves a head) as a copy that is made once and lives
-//! as long as the file's value. The file's own name gives the file's own order. Values are never changed; so norm weights
-//! of Gemma, to which the file has added the 1 of `(1 + w)`, still have it.
+//! A hub name returns the tensor of the hub: if the file has the rows of `attn_q` and `attn_k` in the order of
+//! interleaved rotary pairs, they are returned in the hub's order (two halves per head), as a copy that is made once
+//! and kept with the file. The file's own name returns the file's own order. Values are never changed; for example,
+//! norm weights of Gemma, to which the file has added the 1 of `(1 + w)`, keep it.
 
 #![forbid(unsafe_code)]
 
@@ -41,7 +40,7 @@ pub struct Gguf {
     tensors: Vec<TensorInfo>,
     /// Indices into `tensors`, sorted by the file's name.
     by_name: Vec<u32>,
-    /// Beside each tensor: its rows in the hub's order, once asked for and only where that differs.
+    /// For each tensor, its rows in the hub's order; set on first use, only if that order differs.
     hub_rows: Vec<OnceLock<Box<[u8]>>>,
     conventions: Option<Conventions>,
 }
@@ -50,12 +49,12 @@ impl Gguf {
     /// Maps a file and checks its head. Its tensors have the file's own names.
     ///
     /// # Errors
-    /// [`WeightError`] names the file and what is wrong with it.
+    /// [`WeightError`] names the file and the reason.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::open(path.as_ref())?)
     }
 
-    /// Takes the bytes of a file; `label` is its name in errors.
+    /// Reads a file from memory; `label` is its name in errors.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -76,7 +75,7 @@ impl Gguf {
         Ok(Self { file, metadata, tensors, by_name, hub_rows, conventions: None })
     }
 
-    /// Gives tensors their hub names too: `of` is asked for the conventions of the file's architecture.
+    /// Adds the hub names of the tensors: `of` returns the conventions of the file's architecture.
     #[must_use]
     pub fn with_conventions(mut self, of: impl FnOnce(&str) -> Option<Conventions>) -> Self {
         self.conventions = self.metadata.architecture().and_then(of);

@@ -1,21 +1,21 @@
-//! Tensor names: GGUF's spelling to the hub's and back.
+//! Tensor names: the spellings of GGUF and the hub, in both directions.
 //!
-//! A pure table. The translation is one to one, so a source may look up either spelling without a second map.
+//! The translation is one to one, so a source can look up either spelling without a second map.
 
 #![forbid(unsafe_code)]
 
 /// Spellings of an architecture's tensors: pairs of (GGUF, hub), without `.weight` or `.bias`.
 #[derive(Debug)]
 pub struct NameTable {
-    /// What stands before a layer's number on the hub.
+    /// Prefix of a layer's number on the hub.
     pub layers: &'static str,
-    /// Tensors that stand once.
+    /// Tensors that occur once.
     pub whole: &'static [(&'static str, &'static str)],
-    /// Tensors of each block: in a file `blk.N.` comes before them, on the hub `layers` and the number.
+    /// Tensors of each block: in a file they follow `blk.N.`, on the hub `layers` and the number.
     pub block: &'static [(&'static str, &'static str)],
 }
 
-/// Tensors that stand once in nearly every architecture.
+/// Tensors that occur once in nearly every architecture.
 const WHOLE: &[(&str, &str)] =
     &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
@@ -60,7 +60,7 @@ impl NameTable {
         ],
     };
 
-    /// The hub's spelling of a GGUF name, or `None` for a tensor that the hub does not have (`rope_freqs.weight`).
+    /// The hub's spelling of a GGUF name; `None` for a tensor that the hub does not have (`rope_freqs.weight`).
     pub fn to_hub(&self, gguf: &str) -> Option<String> {
         let (stem, suffix) = split_suffix(gguf)?;
         if let Some((block, part)) = split_block(stem, "blk") {
@@ -95,7 +95,8 @@ fn split_suffix(name: &str) -> Option<(&str, &str)> {
     name.rsplit_once('.').filter(|(_, suffix)| matches!(*suffix, "weight" | "bias"))
 }
 
-/// Splits `blk.12.attn_q` into 12 and `attn_q`; only the number's plain spelling, so that the way back is the same.
+/// Splits `blk.12.attn_q` into 12 and `attn_q`. Accepts only the canonical spelling of the number, so that the
+/// translation is reversible.
 fn split_block<'a>(stem: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
     let (digits, part) = stem.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
     let block: u32 = digits.parse().ok()?;

@@ -10,7 +10,7 @@
 use super::metadata::Metadata;
 use crate::weights::TensorView;
 
-/// Heads of a query or key projection, by the file's name for it; `None` for other tensors.
+/// Number of heads of a query or key projection, by its name in the file; `None` for other tensors.
 pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, String>> {
     let architecture = metadata.architecture()?;
     let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-/// Reads forward from `at`; every failure says where and how much was missing.
+/// Reads forward from `at`; each error contains the position and the number of missing bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
@@ -22,7 +22,7 @@ impl<'a> Reader<'a> {
         self.bytes.len() - self.at
     }
 
-    /// The next `len` bytes. The length is as wide as in the file, so that none wraps on the way here.
+    /// Reads the next `len` bytes. The length has the width of the file's field, so a conversion cannot wrap.
     pub(super) fn take(&mut self, len: u64, what: &str) -> Result<&'a [u8], String> {
         let taken = usize::try_from(len).ok().and_then(|len| self.bytes[self.at..].get(..len)).ok_or_else(|| {
             format!("{what} at byte {} needs {len} bytes, but {} are left", self.at, self.remaining())

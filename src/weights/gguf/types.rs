@@ -7,14 +7,14 @@
 
 use crate::weights::DType;
 
-/// A tensor type as a file gives it.
+/// A tensor type as named in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GgmlType {
     pub(super) id: u32,
     pub(super) name: &'static str,
     pub(super) block_len: usize,
     pub(super) block_bytes: usize,
-    /// The type it is read as, or `None` if it is only recognized.
+    /// The type it is read as; `None` if it is recognized but not implemented.
     pub(super) dtype: Option<DType>,
 }
 

@@ -4,7 +4,7 @@
 
 use super::reader::Reader;
 
-/// Deepest array in an array that is read; real files have none.
+/// Maximum nesting of arrays; real files have no nested arrays.
 const MAX_DEPTH: u32 = 8;
 
 /// Type of a metadata value, with the format's numbers.
@@ -134,7 +134,7 @@ impl<'a> Value<'a> {
     }
 }
 
-/// An array of values of one type, checked when the file was opened and decoded as it is walked.
+/// An array of values of one type, checked when the file was opened and decoded during iteration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Array<'a> {
     element: ValueType,
@@ -144,7 +144,7 @@ pub struct Array<'a> {
 }
 
 impl<'a> Array<'a> {
-    /// Reads element type and length, and walks what follows so that it is known to be sound.
+    /// Reads element type and length, and checks all elements.
     fn read(reader: &mut Reader<'a>, depth: u32) -> Result<Self, String> {
         if depth >= MAX_DEPTH {
             return Err(format!("has arrays nested deeper than {MAX_DEPTH}"));
@@ -182,7 +182,7 @@ impl<'a> Array<'a> {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,9 +1,10 @@
-//! The JSON header of one safetensors file, checked in full before a tensor is handed out.
+//! The JSON header of one safetensors file, checked in full before a tensor is returned.
 //!
-//! It is read in one streaming pass. The `safetensors` crate buffers the whole header as a tree of values, which costs a
-//! hostile header about fifty times its size, and takes the last of two tensors of one name. The rules enforced are the
-//! format's: the header begins with `{` (a leading space is refused), offsets are in bounds, the data section is covered
-//! without hole or overlap, and type times shape is the span.
+//! The header is read in one streaming pass. The `safetensors` crate buffers the whole header as a tree of values,
+//! which makes a hostile header cost about fifty times its size, and accepts two tensors of one name. The rules
+//! enforced here are those of the format: the header begins with `{` (a leading space is refused), offsets are in
+//! bounds, the data section is covered without hole or overlap, and the span of a tensor has the size of its type and
+//! shape.
 
 #![forbid(unsafe_code)]
 
@@ -19,8 +20,8 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The length field before the header.
 const LENGTH_BYTES: usize = 8;
 
-/// Types of the format by name: the bits of an element, and the type of this crate where it has one. A file may hold
-/// tensors of any of them; only those that a model asks for must be of a type of this crate.
+/// Types of the format by name: the bits of an element, and the type of this crate if there is one. A file may contain
+/// tensors of any of them; only those that a model uses must have a type of this crate.
 const ELEMENT_TYPES: [ElementType; 22] = [
     ElementType::unsupported("BOOL", 8),
     ElementType::unsupported("F4", 4),
@@ -102,7 +103,8 @@ pub(super) fn parse(file: &[u8]) -> Result<Vec<Entry>, String> {
     if let Some(twice) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         return Err(format!("tensor {:?} is listed twice", twice[0].0));
     }
-    // Empty tensors share their offset with a neighbour; the name decides, so the order is one of the file alone.
+    // Empty tensors share their offset with a neighbor; the name is the tie-break, so the order depends on the file
+    // alone.
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let mut covered = 0;
     let mut entries = Vec::with_capacity(tensors.len());
@@ -187,7 +189,7 @@ impl<'de> Deserialize<'de> for Tensors {
     }
 }
 
-/// A map of strings that is checked and not kept.
+/// A map of strings that is checked and dropped.
 struct TextMap;
 
 impl<'de> Deserialize<'de> for TextMap {
@@ -213,7 +215,7 @@ impl<'de> Deserialize<'de> for TextMap {
     }
 }
 
-/// A string that is checked and not kept.
+/// A string that is checked and dropped.
 struct Text;
 
 impl<'de> Deserialize<'de> for Text {

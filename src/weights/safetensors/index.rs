@@ -10,7 +10,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 pub(super) fn parse(text: &[u8]) -> Result<Vec<(String, String)>, String> {
     let Index(mut pairs) = serde_json::from_slice(text).map_err(|error| format!("index is not valid: {error}"))?;
     for (tensor, shard) in &pairs {
-        // A shard stands beside its index; an index must not lead out of the folder.
+        // A shard is in the folder of its index; an index must not lead out of that folder.
         let is_plain = !shard.contains(['/', '\\', '\0']) && !matches!(shard.as_str(), "" | "." | "..");
         if !is_plain {
             return Err(format!(

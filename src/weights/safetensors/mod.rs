@@ -1,8 +1,8 @@
-//! Weights as the hub keeps them: `model.safetensors`, or shards under `model.safetensors.index.json`.
+//! Weights in the hub's form: `model.safetensors`, or shards with `model.safetensors.index.json`.
 //!
-//! The index is the truth: every file that it names must exist, which is checked before any weight is read; a tensor
-//! must be in the file that the index says; tensors and files that it does not name are not there. Names are the
-//! file's. All files stay mapped while the source lives; [`WeightSource::release`] drops a tensor's pages.
+//! The index is authoritative: each file that it names must exist, which is checked before any weight is read; a tensor
+//! must be in the file that the index names; other tensors and files are ignored. Tensors have the names of the file.
+//! All files stay mapped during the lifetime of the source; [`WeightSource::release`] drops the pages of a tensor.
 
 #![forbid(unsafe_code)]
 
@@ -50,7 +50,7 @@ impl SafetensorsFolder {
         Self::from_map(FileMap::open(path.as_ref())?)
     }
 
-    /// Takes the bytes of one safetensors file; `label` is its name in errors.
+    /// Reads one safetensors file from memory; `label` is its name in errors.
     pub fn parse(label: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::from_vec(label.as_ref(), bytes))
     }
@@ -79,7 +79,7 @@ impl SafetensorsFolder {
             shard_ids.insert(shard, 0);
             shards.push(shard);
         }
-        // Indexes are often sorted by tensor name, which says nothing about the order of the files.
+        // Indexes are often sorted by tensor name, which is unrelated to the order of the files.
         shards.sort_unstable();
         for (id, shard) in shards.iter().enumerate() {
             shard_ids.insert(shard, id);
@@ -99,7 +99,7 @@ impl SafetensorsFolder {
             }
             files.push(file);
         }
-        // The smallest name, so that the same folder gives the same message.
+        // The smallest name, so that the same folder always gives the same message.
         if let Some((name, id)) = wanted.into_iter().min() {
             return Err(corrupt(format!("weight_map puts {name:?} in {:?}, which does not hold it", shards[id])));
         }
