@@ -1,9 +1,9 @@
-//! Which loop order attention uses for how many visible tokens. All orders make the same additions in the same order, so
-//! none of it can show in a result; a device may have others, or one for all.
+//! Loop orders of attention by number of visible tokens. All orders make the same additions in the same order, so the
+//! choice never changes a result. A device may have other orders, or only one.
 
 use serde::{Deserialize, Serialize};
 
-/// Up to which visible length a row is served by which loop order, in tokens.
+/// Visible lengths in tokens up to which each loop order is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AttentionSchedules {
@@ -24,8 +24,8 @@ impl AttentionSchedules {
     /// Full up to 512 visible tokens, partial up to 2048.
     pub const DEFAULT: Self = Self { full_max: 512, partial_max: 2048 };
 
-    /// The partial order keeps a partial for each segment, so its scratch grows with `partial_max`. This bounds it: at
-    /// heads of 128 to less than a MiB for each member of the team.
+    /// Upper bound of `partial_max`. The partial order keeps a partial result for each segment, so its scratch grows
+    /// with `partial_max`; with heads of 128 this bound keeps it below 1 MiB per worker.
     pub const LARGEST_PARTIAL_MAX: u32 = 65_536;
 
     /// Whether `full_max ≤ partial_max ≤ LARGEST_PARTIAL_MAX`.
@@ -33,7 +33,7 @@ impl AttentionSchedules {
         self.full_max <= self.partial_max && self.partial_max <= Self::LARGEST_PARTIAL_MAX
     }
 
-    /// The order for a row that sees `visible_tokens`.
+    /// The loop order for a row with `visible_tokens` visible tokens.
     pub const fn choose(&self, visible_tokens: usize) -> LoopOrder {
         if visible_tokens <= self.full_max as usize {
             LoopOrder::Full
@@ -61,7 +61,7 @@ pub enum LoopOrder {
     Full,
     /// The same in two passes a block: the partials of all segments, then their merge.
     Partial,
-    /// Segment by segment, each for all blocks: what is read of a long sequence at a time is one segment. Right for any
+    /// Segment by segment, each for all blocks: only one segment of a long sequence is read at a time. Suits any
     /// length.
     Blocked,
 }

@@ -19,7 +19,7 @@ impl GraphBuilder {
         Self::default()
     }
 
-    /// Nodes from here on belong to this layer (or to none).
+    /// Assigns the next nodes to this layer, or to none.
     pub fn set_layer(&mut self, layer: Option<u32>) {
         self.layer = layer;
     }
@@ -34,7 +34,7 @@ impl GraphBuilder {
         WeightId(to_u32(index))
     }
 
-    /// The weight behind an id.
+    /// The weight with this id.
     pub fn weight_of(&self, id: WeightId) -> &Weight {
         self.graph.weight(id)
     }
@@ -111,7 +111,7 @@ impl GraphBuilder {
         self.push(Op::Rope { head_dim, style }, vec![x, angles], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
-    /// Stores the rows' keys and values; the effect orders attention behind it.
+    /// Stores the keys and values of the rows; the effect orders attention after it.
     pub fn kv_write(&mut self, k: ValueId, v: ValueId, layer: usize, tag: &str) -> ValueId {
         self.push(Op::KvWrite { layer }, vec![k, v], tag, RowDim::Tokens, 0, Elem::Effect)
     }
@@ -121,7 +121,7 @@ impl GraphBuilder {
         self.push(Op::Attention(shape), vec![q, stored], tag, RowDim::Tokens, self.cols(q), Elem::F32)
     }
 
-    /// The rows whose logits are wanted.
+    /// The rows whose logits are requested.
     pub fn gather_rows(&mut self, x: ValueId, tag: &str) -> ValueId {
         self.push(Op::GatherRows, vec![x], tag, RowDim::LogitRows, self.cols(x), Elem::F32)
     }
@@ -133,8 +133,8 @@ impl GraphBuilder {
         self.push(Op::Custom(index), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
-    /// Ends the graph: `logits` leave it, with the id of the largest a row, and a status a row of the batch, which looks at
-    /// `last`, the layers' last sums.
+    /// Ends the graph. Its outputs are `logits`, the argmax of each row of them, and a status for each row of the
+    /// batch, computed from `last`, the final sums of the layers.
     pub fn finish(mut self, last: ValueId, logits: ValueId) -> Graph {
         self.graph.vocab_size = self.cols(logits);
         let best = self.push(Op::ArgMax, vec![logits], "best", RowDim::LogitRows, 1, Elem::U32);

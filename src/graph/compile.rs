@@ -9,8 +9,11 @@ use crate::graph::{
     Step, Target, Value, ValueId,
 };
 
-/// Compiles a graph: precision, fusion, legalization, lanes, placement. Pure; the same arguments give the same plan. The
-/// graph of a rank comes from [`shard`](super::passes::shard()).
+/// Compiles a graph: precision, fusion, legalization, streams, memory plan. A pure function: equal arguments give equal
+/// plans. [`shard`](super::passes::shard()) produces the graph of a rank.
+///
+/// # Errors
+/// [`CompileError`] names the option, operation or size that the target does not allow.
 pub fn compile(
     graph: &Graph,
     target: Target,
@@ -95,8 +98,8 @@ fn unplaced(value: &Value) -> PlanValue {
     PlanValue { name: value.name.clone(), rows: value.rows, cols: value.cols, elem: value.elem, operand }
 }
 
-/// The nodes whose results each node reads, by their place in the graph. A custom operation needs all before it and is
-/// needed by all behind it: the plan is cut there, and a collective is met by all ranks at the same place.
+/// For each node, the nodes whose results it reads, by index. A custom operation depends on all nodes before it, and
+/// all nodes after it depend on it: the plan is split there. All ranks reach a collective at the same place.
 fn needs(graph: &Graph) -> Vec<Vec<usize>> {
     let mut writer = vec![None; graph.values.len()];
     let (mut needs, mut cut) = (Vec::with_capacity(graph.nodes.len()), 0);
@@ -117,7 +120,7 @@ fn needs(graph: &Graph) -> Vec<Vec<usize>> {
     needs
 }
 
-/// Asks custom operations whether they can work here.
+/// Checks whether the custom operations support this graph.
 fn check_customs(graph: &Graph) -> Result<(), CompileError> {
     for node in &graph.nodes {
         let Op::Custom(index) = node.op else { continue };
@@ -130,7 +133,7 @@ fn check_customs(graph: &Graph) -> Result<(), CompileError> {
     Ok(())
 }
 
-/// Room for the activated product that a fused MLP keeps to itself.
+/// Scratch for the activated product inside a fused MLP.
 fn scratch_of(graph: &Graph, node: &Node) -> Option<Value> {
     let Op::SwigluLinear { to, .. } = node.op else { return None };
     let gate = graph.value(node.inputs[0]);

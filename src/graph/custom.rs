@@ -1,9 +1,9 @@
-//! Operations that a user adds to a model: steering, probing, adapters of their own.
+//! Custom operations of the user: steering, probing, adapters.
 //!
-//! An operation is called for one sequence at a time with that sequence's rows on the host, and what it does can reach no
-//! other sequence. The plan is cut there: everything before has ended, nothing behind has begun. If it fails or panics,
-//! the rows go on as they came in, their status says [`CustomOpFailed`](super::RowStatus::CustomOpFailed), and the engine
-//! ends that request with a typed error.
+//! An operation is called for one sequence at a time with the rows of that sequence on the host, and cannot affect
+//! other sequences. The plan is split there: all earlier steps have ended, and no later step has begun. If the
+//! operation fails or panics, the rows continue unchanged, their status is
+//! [`CustomOpFailed`](super::RowStatus::CustomOpFailed), and the engine ends that request with a typed error.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct CustomCall<'a> {
     pub tokens: &'a [u32],
     /// Position of the first row in its sequence; the others follow.
     pub first_position: u32,
-    /// Elements a row: the model's hidden size.
+    /// Elements per row: the model's hidden size.
     pub width: usize,
 }
 
@@ -34,35 +34,35 @@ impl<'a> CustomCall<'a> {
 
 /// An operation that a user adds to a model.
 ///
-/// A prompt may come in several calls, cut where the scheduler likes: an operation whose result for a row depends on other
-/// rows of the call gives answers that depend on it. Calls are made on the thread that launches the step.
+/// A prompt may arrive in several calls, split as the scheduler chooses: if an operation's result for a row depends on
+/// other rows of the call, its output depends on that split. Calls run on the thread that launches the step.
 pub trait CustomOp: Send + Sync + fmt::Debug {
     /// Name in dumps and errors.
     fn name(&self) -> &str;
 
-    /// Whether it can work on rows of this width; asked once, when the plan is compiled.
+    /// Checks whether the operation supports rows of this width; called once, when the plan is compiled.
     ///
     /// # Errors
-    /// Why not; building the engine fails with it and the operation's name.
+    /// The reason why not; building the engine fails with it and the name of the operation.
     fn check(&self, width: usize) -> Result<(), CustomOpError> {
         let _ = width;
         Ok(())
     }
 
-    /// Computes `out` from `x`, each `tokens.len() × width` in row-major order. `out` comes in as a copy of `x`.
+    /// Computes `out` from `x`, each `tokens.len() × width` in row-major order. `out` starts as a copy of `x`.
     ///
     /// # Errors
-    /// Why these rows could not be computed; only their request ends.
+    /// The reason why these rows cannot be computed; only their request ends.
     fn run(&self, call: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError>;
 }
 
-/// Where in a model an operation stands: on the rows that flow from layer to layer.
+/// Position of an operation in the model, on the rows that flow from layer to layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum CustomSite {
-    /// Behind the embedding, before the first layer.
+    /// After the embedding, before the first layer.
     AfterEmbedding,
-    /// Behind this layer, counted from 0.
+    /// After this layer, counted from 0.
     AfterLayer(u32),
 }
 
@@ -78,9 +78,9 @@ impl fmt::Display for CustomSite {
 /// An operation with its place.
 #[derive(Clone, Debug)]
 pub struct RegisteredOp {
-    /// Where it stands; several of one place run in the order in which they were registered.
+    /// Its position. Several operations at one position run in the order of registration.
     pub site: CustomSite,
-    /// What it does.
+    /// The operation.
     pub op: Arc<dyn CustomOp>,
 }
 

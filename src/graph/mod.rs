@@ -1,10 +1,10 @@
-//! The model as data: a graph of operations, pure passes over it, and the plan a device executes.
+//! The model as data: a graph of operations, pure passes over it, and the plan that a device executes.
 //!
 //! ```text
-//! model ─► Graph ─ shard(rank) ─ precision ─ fuse(level) ─ legalize ─► Graph ─ lanes ─ place ─► Plan ─ Device::load ─► program
+//! model ─► Graph ─ shard(rank) ─ precision ─ fuse(level) ─ legalize ─► Graph ─ streams ─ memory ─► Plan ─ Device::load ─► program
 //! ```
-//! Nothing here computes a number of the model, knows a device or reads a file: every function is a pure function of
-//! its arguments, and graphs and plans print themselves as text that tests compare.
+//! Nothing here computes values of the model, uses a device or reads a file: each function is a pure function of its
+//! arguments, and graphs and plans have a text form that tests compare.
 
 #![forbid(unsafe_code)]
 
@@ -32,16 +32,16 @@ pub use plan::{Operand, Plan, PlanValue, Step, Target};
 use crate::settings::with_methods;
 use crate::weights::DType;
 
-/// The argmax of a row with a logit that is not finite: no vocabulary has this id.
+/// Argmax of a row with a logit that is not finite: no vocabulary has this id.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// Whether what a row gave may be used; plans write one for each row of the batch beside the logits. Of several troubles
-/// the one with the largest number is told.
+/// Status of a row: whether its results may be used. Plans write one status per row of the batch. Of several problems,
+/// the one with the largest number is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum RowStatus {
-    /// All is finite and was stored as it is.
+    /// All values are finite and were stored unchanged.
     Ok = 0,
     /// A value was too large for the type it is stored in, and was clamped.
     Overflow = 1,
@@ -52,7 +52,7 @@ pub enum RowStatus {
 }
 
 impl RowStatus {
-    /// The status behind a byte; a byte that names none is as bad as can be.
+    /// The status of a byte; an unknown byte is the worst status.
     pub const fn from_byte(byte: u8) -> Self {
         match byte {
             0 => Self::Ok,
@@ -75,13 +75,13 @@ pub struct WeightId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RowDim {
-    /// One row a token of the batch.
+    /// One row per token of the batch.
     Tokens,
-    /// One row a wanted row of logits.
+    /// One row per requested row of logits.
     LogitRows,
 }
 
-/// What the elements of a value are.
+/// Type of the elements of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Elem {
@@ -107,7 +107,7 @@ pub enum Io {
     Positions,
     /// `u32` block ids, one line of `table_stride` entries a sequence.
     BlockTables,
-    /// `u32` rows whose logits are wanted.
+    /// `u32` rows whose logits are requested.
     LogitRows,
     /// `f32` logits, `logit_rows × vocab`.
     Logits,
@@ -127,7 +127,7 @@ pub struct Value {
     pub name: String,
     /// Symbolic number of rows.
     pub rows: RowDim,
-    /// Elements a row.
+    /// Elements per row.
     pub cols: usize,
     /// Element type.
     pub elem: Elem,
@@ -171,7 +171,7 @@ pub struct Weight {
     pub dtype: DType,
     /// How it is used.
     pub role: WeightRole,
-    /// The part of the source's tensor that `shape` is the shape of; none means all of it.
+    /// The part of the source's tensor that has the shape `shape`; `None` means all of it.
     pub slice: Option<WeightSlice>,
 }
 
@@ -189,7 +189,7 @@ impl Weight {
 /// A range along one dimension of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WeightSlice {
-    /// The dimension: 0 cuts rows, 1 cuts columns.
+    /// The dimension: 0 splits rows, 1 splits columns.
     pub dim: usize,
     /// First index of the range.
     pub start: usize,
@@ -202,7 +202,7 @@ pub struct WeightSlice {
 pub struct TpRank {
     /// From 0 on.
     pub index: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub of: u32,
 }
 
@@ -241,7 +241,7 @@ impl RopeFrequencies {
     }
 }
 
-/// One operation with what it reads and writes.
+/// One operation with its operands.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Node {
@@ -251,7 +251,7 @@ pub struct Node {
     pub inputs: Vec<ValueId>,
     /// Values written, in the operation's order.
     pub outputs: Vec<ValueId>,
-    /// Layer it belongs to; none for what comes before and after the layers.
+    /// Layer of the operation; `None` before and after the layers.
     pub layer: Option<u32>,
 }
 
@@ -283,12 +283,12 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The value behind an id.
+    /// The value with this id.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0 as usize]
     }
 
-    /// The weight behind an id.
+    /// The weight with this id.
     pub fn weight(&self, id: WeightId) -> &Weight {
         &self.weights[id.0 as usize]
     }

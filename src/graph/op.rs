@@ -5,7 +5,7 @@ use super::{AttentionSchedules, Elem, WeightId};
 use crate::settings::with_methods;
 use std::fmt;
 
-/// What a row is rounded to where it enters a product. Sums are in f32 always.
+/// Type that rows are rounded to before a product. Sums are always in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ActivationType {
@@ -14,14 +14,14 @@ pub enum ActivationType {
     F32,
     /// bfloat16, ties to even.
     BF16,
-    /// Half precision, ties to even, saturating at ±65,504 (which is counted as an overflow); kept in f32 rows.
+    /// Half precision, ties to even, saturating at ±65,504 (which is counted as an overflow); stored in f32 rows.
     F16,
     /// int8 in blocks of 32 with a scale each.
     Int8,
 }
 
 impl ActivationType {
-    /// What the rounded rows consist of.
+    /// Element type of the rounded rows.
     pub const fn elem(self) -> Elem {
         match self {
             Self::Int8 => Elem::Q8,
@@ -115,14 +115,14 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Factor on the scores.
     pub scale: f32,
-    /// Keys a row may see, itself included; none means all before it.
+    /// Number of keys that a row can see, itself included; `None` means all before it.
     pub window: Option<u32>,
-    /// Loop orders by length; none means the one that is right for every length (blocked).
+    /// Loop orders by length; `None` means the blocked order, which suits every length.
     pub schedules: Option<AttentionSchedules>,
 }
 
 impl AttentionShape {
-    /// Attention over all tokens before a row, with scores scaled by `1 / sqrt(head_dim)`.
+    /// Attention over all tokens up to a row, with scores scaled by `1 / sqrt(head_dim)`.
     pub fn new(layer: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         let scale = 1.0 / (head_dim as f32).sqrt();
         Self { layer, heads, kv_heads, head_dim, scale, window: None, schedules: None }
@@ -134,7 +134,7 @@ impl AttentionShape {
     }
 }
 
-/// An operation. Comments give inputs → outputs.
+/// An operation. The comments show inputs → outputs.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
@@ -178,11 +178,11 @@ pub enum Op {
     },
     /// q, effect → attention output, over the sequence's stored keys and values.
     Attention(AttentionShape),
-    /// x → the rows whose logits are wanted.
+    /// x → the rows whose logits are requested.
     GatherRows,
     /// logits → id of the largest of each row, the lowest of equals; [`NO_TOKEN`](super::NO_TOKEN) where one is not finite.
     ArgMax,
-    /// last sums of the layers, largest ids → (row status): says which rows are sound.
+    /// last sums of the layers, argmax ids → (row status): tells which rows are valid.
     RowStatus,
     /// x → x after the user's own operation; index into [`Graph::customs`](super::Graph::customs).
     Custom(usize),
@@ -198,14 +198,14 @@ pub enum Op {
     AddRmsNorm {
         /// The normalization.
         norm: NormSpec,
-        /// What the second output is rounded to.
+        /// Type that the second output is rounded to.
         to: ActivationType,
     },
     /// x → norm(x) rounded.
     NormCast {
         /// The normalization.
         norm: NormSpec,
-        /// What it is rounded to.
+        /// Type that the output is rounded to.
         to: ActivationType,
     },
     /// x, angles → x normalized a head, then rotated.
@@ -232,13 +232,13 @@ pub enum Op {
     ActMul(ActivationKind),
     /// x → one output a part, all reading x once.
     LinearMulti(Vec<LinearPart>),
-    /// gate, up → (act(gate) · up) · Wᵀ + b, with the product kept in scratch.
+    /// gate, up → (act(gate) · up) · Wᵀ + b, with the product in scratch.
     SwigluLinear {
         /// Activation of the gate.
         activation: ActivationKind,
         /// The down projection.
         part: LinearPart,
-        /// What the product is rounded to before the projection.
+        /// Type that the product is rounded to before the projection.
         to: ActivationType,
     },
     /// x → x · Wᵀ + b, and the id of the largest of each row as in `ArgMax`.
@@ -246,7 +246,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Names of all operations, so that tests can tell when one is left out.
+    /// Names of all operations, so that tests can detect a missing one.
     pub const NAMES: [&str; 26] = [
         "embed",
         "rope_angles",
@@ -313,7 +313,7 @@ impl Op {
         }
     }
 
-    /// Whether all ranks must have come here before any goes on.
+    /// Whether all ranks must reach the operation before any continues.
     pub const fn is_collective(&self) -> bool {
         matches!(self, Self::AllReduce | Self::AllGather)
     }

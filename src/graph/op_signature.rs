@@ -1,7 +1,7 @@
-//! What operands each operation takes: how many, of which shape and type, over which weights.
+//! Operand signatures of operations: number, shapes, types, and weights.
 //!
-//! Checked of every plan, so that devices may index operands, weights and rows without a doubt. The rules are of shapes
-//! only; who writes what before it is read, and where it lies, is `check`'s business.
+//! Each plan is checked against them, so devices may index operands, weights and rows without further checks. The rules
+//! cover shapes only; `verify` checks the order of writes and reads, and the placement of values.
 
 use super::{Elem, LinearPart, NormSpec, Op, RopeFrequencies, RowDim, Weight, WeightId, WeightRole};
 
@@ -49,7 +49,7 @@ impl Operand {
 }
 
 impl Operands<'_> {
-    /// What is wrong with the operands of `op`, if anything.
+    /// Returns the first error in the operands of `op`, if any.
     pub(super) fn check(&self, op: &Op) -> Checked {
         let scratch = matches!(op, Op::SwigluLinear { .. });
         must(self.scratch.is_some() == scratch, || "scratch belongs to fused MLPs, and to each of them".into())?;

@@ -1,4 +1,4 @@
-//! [`Device`] for Ascend cards: checks what it is asked on the caller's thread, and hands it to the cards' threads.
+//! [`Device`] for Ascend cards: checks calls on the caller's thread and passes them to the threads of the cards.
 
 #![forbid(unsafe_code)]
 
@@ -31,7 +31,7 @@ use crate::graph::{Bucket, CompileError, Plan, Target, TpRank, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
-/// Attention takes heads of multiples of this many elements.
+/// The head width of attention must be a multiple of this.
 const HEAD_STEP: usize = 16;
 /// Operations without which no model runs.
 const NEEDED: [&str; 9] = [
@@ -46,7 +46,7 @@ const NEEDED: [&str; 9] = [
     "aclnnArgMax",
 ];
 
-/// An Ascend NPU, or several that a model is cut for. See the [module](super).
+/// An Ascend NPU, or several for tensor parallelism. See the [module](super).
 #[derive(Debug)]
 pub struct AscendDevice {
     caps: DeviceCaps,
@@ -57,14 +57,14 @@ pub struct AscendDevice {
     /// High bits of every id, so that another device's ids are not found here.
     tag: u64,
     next: AtomicU64,
-    /// Taken inside a turn of the cards, never around one.
+    /// Locked inside a turn of the cards, never around one.
     known: Mutex<Registry>,
     /// Streams get the same number on every card.
     making_stream: Mutex<()>,
     telemetry: CardTelemetry,
 }
 
-/// What callers were given, as far as their calls are checked against it.
+/// Ids given to callers, with the facts that calls are checked against.
 #[derive(Debug, Default)]
 struct Registry {
     streams: u64,
@@ -74,7 +74,7 @@ struct Registry {
     layouts: HashMap<String, KvGeometry>,
 }
 
-/// What a launch is checked against.
+/// Facts that a launch is checked against.
 #[derive(Clone, Copy, Debug)]
 struct Loaded {
     bucket: Bucket,
@@ -87,10 +87,10 @@ fn invalid(what: impl Into<String>) -> DeviceError {
 }
 
 impl AscendDevice {
-    /// Loads the runtime, binds a thread to each card and finds out what it can do.
+    /// Loads the runtime, binds a thread to each card and detects its capabilities.
     ///
     /// # Errors
-    /// [`AscendOpenError`] names the library, function, operation or card that is missing, or the call that failed. No other
+    /// [`AscendOpenError`] names the missing library, function, operation or card, or the call that failed. No other
     /// device is tried.
     pub fn open(options: AscendOptions) -> Result<Arc<Self>, AscendOpenError> {
         static DEVICES: AtomicU64 = AtomicU64::new(1);
@@ -129,7 +129,7 @@ impl AscendDevice {
         }))
     }
 
-    /// The library that was taken.
+    /// Path of the loaded library.
     pub fn library(&self) -> &std::path::Path {
         &self.library
     }
@@ -138,7 +138,7 @@ impl AscendDevice {
         self.tag | self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Runs calls of the runtime on one card's thread and waits for what they give.
+    /// Runs calls of the runtime on one card's thread and waits for their result.
     fn attempt<R: Send + 'static>(
         &self,
         rank: usize,
@@ -165,12 +165,12 @@ impl AscendDevice {
         outcome
     }
 
-    /// Runs what cannot fail on all cards. A device that has ended has freed everything.
+    /// Runs an infallible call on all cards. A device that has ended has freed everything already.
     fn each(&self, run: impl Fn(&mut Worker) + Copy + Send + 'static) {
         let _ = self.workers.call_each(|_| run);
     }
 
-    /// Keeps a failure that ends the device.
+    /// Stores a failure that ends the device.
     fn merge_failure<R>(&self, outcome: Result<R, DeviceError>) -> Result<R, DeviceError> {
         if let Err(error) = &outcome
             && error.is_lost()
@@ -180,7 +180,7 @@ impl AscendDevice {
         outcome
     }
 
-    /// Takes the other cards' answers to what the first has answered already: all are taken, the first failure counts.
+    /// Waits for the other cards after the first has answered: all answers are read, and the first failure counts.
     fn wait_for_others(&self, outcome: Result<(), DeviceError>) -> Result<(), DeviceError> {
         let others = self.workers.all_shared().skip(1);
         others.fold(outcome, |outcome, shared| outcome.and(shared.readback.wait(|_| ())))
@@ -207,7 +207,7 @@ impl Registry {
         Ok(kind)
     }
 
-    /// A launch that keeps the contract, as far as it can be seen on the host.
+    /// Checks the contract of a launch, as far as the host can.
     fn check_launch(&self, loaded: &Loaded, args: &LaunchArgs<'_>) -> Result<(), DeviceError> {
         let Loaded { bucket, vocab_size, cache } = *loaded;
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
@@ -348,13 +348,13 @@ impl Device for AscendDevice {
         }
         let first = self.workers.first();
         let _turn = first.readback.turn();
-        // What comes back at a time fits the landing place.
+        // Size of one transfer: it fits the readback buffer.
         const PIECE: usize = 64 << 20;
         for (index, piece) in dst.chunks_mut(PIECE).enumerate() {
             let src = Span { offset: src.offset + (index * PIECE) as u64, bytes: piece.len() as u64, ..src };
             let answer = |rank: usize| match rank {
                 0 => Command::Read { src, after },
-                // What another card has failed at must be heard, and its slots come free.
+                // Failures of the other cards must be read, and their slots freed.
                 _ => Command::WaitHost { event: after },
             };
             self.workers.broadcast().push(|rank, _| answer(rank))?;

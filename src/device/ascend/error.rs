@@ -1,4 +1,4 @@
-//! The runtime's failures as the device contract has them, and where those of queued work wait to be told.
+//! Converts failures of the runtime to device errors, and keeps failures of queued work until they are reported.
 
 #![forbid(unsafe_code)]
 
@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 use crate::device::DeviceError;
 use crate::graph::{ArenaTooLarge, CompileError};
 
-/// What a failed call means to the caller: what can be tried again, and what has ended the device.
+/// Converts a failed call to the error of the device contract: retryable, or fatal for the device.
 pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration, context: &Context) -> DeviceError {
     match error.kind {
-        // The host's free memory is not the runtime's to know.
+        // The runtime does not know the free memory of the host.
         AscendErrorKind::OutOfMemory if error.call == "aclrtMallocHost" => {
             DeviceError::OutOfMemory { kind: "pinned", asked_bytes, free_bytes: 0 }
         }
@@ -33,12 +33,12 @@ pub(super) fn device_error(error: AscendError, asked_bytes: u64, limit: Duration
     }
 }
 
-/// Bytes free on the card; 0 where it does not say. The context is the calling thread's.
+/// Free bytes of the card; 0 if it does not report them. Uses the context of the calling thread.
 fn free_bytes(context: &Context) -> u64 {
     context.memory_bytes().map_or(0, |(free, _)| free)
 }
 
-/// A failure while a program is loaded, on the card's thread.
+/// Converts a failure while a program is loaded, on the card's thread.
 pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64, context: &Context) -> CompileError {
     match error.kind {
         AscendErrorKind::OutOfMemory => CompileError::Memory(ArenaTooLarge { bytes, free_bytes: free_bytes(context) }),
@@ -49,10 +49,10 @@ pub(super) fn compile_error(op: &'static str, error: AscendError, bytes: u64, co
     }
 }
 
-/// The first failure of queued work that nobody has heard of, and the one that ended the device.
+/// The first unreported failure of queued work, and the failure that ended the device.
 #[derive(Debug)]
 pub(super) struct ErrorState {
-    /// Of several cards: one that has left something out cannot meet the others any more.
+    /// With several cards each failure is fatal: a card that has skipped work can no longer take part in collectives.
     each_is_fatal: bool,
     state: Mutex<State>,
 }
@@ -68,7 +68,7 @@ impl ErrorState {
         Self { each_is_fatal, state: Mutex::default() }
     }
 
-    /// Keeps a failure of queued work; whether it is the one that ends the device.
+    /// Records a failure of queued work; returns whether it ends the device.
     pub(super) fn note(&self, error: DeviceError) -> bool {
         let state = &mut *self.state.lock();
         let ends = self.each_is_fatal || error.is_lost();
@@ -78,12 +78,12 @@ impl ErrorState {
         ends && is_first
     }
 
-    /// What ended the device, if it has ended.
+    /// The failure that ended the device, if it has ended.
     pub(super) fn fatal(&self) -> Option<DeviceError> {
         self.state.lock().fatal.clone()
     }
 
-    /// Whether queued work has failed and nobody has heard of it: what was queued behind it must not run on what it left.
+    /// Whether queued work has failed without a report: work queued after it must not use its results.
     pub(super) fn has_unreported(&self) -> bool {
         self.state.lock().unreported.is_some()
     }
@@ -93,7 +93,7 @@ impl ErrorState {
         self.fatal().map_or(Ok(()), Err)
     }
 
-    /// The same, and what queued work failed with since the last time.
+    /// Returns the fatal failure, or the unreported failure of queued work, and clears the latter.
     pub(super) fn take(&self) -> Result<(), DeviceError> {
         let state = &mut *self.state.lock();
         state.fatal.clone().or_else(|| state.unreported.take()).map_or(Ok(()), Err)

@@ -1,14 +1,15 @@
-//! The Ascend NPU as a [`Device`](crate::device::Device), through `AscendCL` found at run time.
+//! The Ascend NPU as a [`Device`](crate::device::Device), with `AscendCL` loaded at run time.
 //!
 //! ```text
-//!  callers ── checked ──► queue of commands ──► the card's thread: owns the context, issues everything
-//!                                                 H2D from pinned slots │ operations or a captured graph │ D2H to a landing
+//! callers ── checked ──► queue of commands ──► the card's thread: owns the context, issues everything
+//!                                                 H2D from pinned slots │ operations or a captured graph │ D2H to a readback
 //! ```
-//! [`AscendDevice::open`] says what is missing where it cannot be had, and never falls back to the CPU. A plan's layers run
-//! as operations of the vendor's library at the rows of their bucket, activations in 16 bits; decode steps are captured
-//! into graphs where the runtime can ([`Telemetry::notes`](crate::device::Telemetry::notes) says what is in force, and why).
+//! [`AscendDevice::open`] reports what is missing and never falls back to the CPU. The layers of a plan run as
+//! operations of the vendor's library at the rows of their bucket, with activations in 16 bits; decode steps are
+//! captured into graphs if the runtime supports it ([`Telemetry::notes`](crate::device::Telemetry::notes) reports the
+//! mode in force and the reason).
 //!
-//! What it does not do is refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
+//! Unsupported features are refused by name: f32 activations, int8 activations and keys, custom operations, f32 keys.
 
 mod device;
 mod error;

@@ -1,4 +1,4 @@
-//! What a user should know of a device and would not see otherwise: why something runs in another way than it could.
+//! Diagnostics for the user, e.g. why a fallback is in use.
 
 #![forbid(unsafe_code)]
 

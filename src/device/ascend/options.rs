@@ -7,49 +7,52 @@ use std::time::Duration;
 
 use ascend_sys::{AscendError, LoadError};
 
-/// What activations, weights and logits are held in; sums are f32 inside the chip.
+/// Type of activations, 16-bit weights and logits; sums are f32 inside the chip.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activations {
     /// bf16 where most of the model's matrices are bf16, else f16.
     #[default]
     Auto,
-    /// Half precision: 11 bits, at most 65,504. A row that exceeds it is not finite and ends its request.
+    /// Half precision: 11 bits, at most 65,504. A row that exceeds it becomes infinite and ends its request.
     F16,
     /// bfloat16: 8 bits, the range of f32.
     BF16,
 }
 
-/// What matrices of quantized files are held in. Embedding tables, and output projections that are tied to one, are held in
-/// 16 bits: they are gathered from by rows, and a second copy for the product would take more memory than it saves time. A
-/// matrix that the card's operations do not take in its form (of more than 65,535 rows, say) is held in 16 bits, and the
-/// device's notes say why. Bits are those of a weight, scales and offsets included; activations are 16 bits each.
+/// Storage of the matrices of quantized files.
+///
+/// Embedding tables, and output projections tied to one, are stored in 16 bits: rows are gathered from them, and a
+/// second copy for the product would cost more memory than it saves time. A matrix whose form the card's operations do
+/// not support (more than 65,535 rows, for example) is stored in 16 bits, and the device's notes give the reason. Bits
+/// are per weight, scales and offsets included; activations have 16 bits each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightForm {
     /// Weights only (W4A16, W8A16), in groups of 32 with scales of 16 bits. In f16:
-    /// - 4.5 bits for `Q4_0`, 8.5 for `Q5_0` and `Q8_0`: the values that widening gives.
+    /// - 4.5 bits for `Q4_0`, 8.5 for `Q5_0` and `Q8_0`: the exact values.
     /// - 5 bits for `Q4_1` and `Q4_K`, 9 for `Q5_1` and `Q5_K`: scale and offset are rounded, each to 11 bits.
-    /// - 8.5 bits for `Q6_K`: of two groups of 16 the one with the larger step keeps its values, the other's move by at most
+    /// - 8.5 bits for `Q6_K`: of two groups of 16 the one with the larger step keeps its values, the other's move by at
+    ///   most
     ///   an eighth of that step (its lowest by a quarter, if the signs of the steps differ). Scales are rounded to 11 bits.
     ///
     /// With bf16 activations scales and offsets are rounded to 8 bits.
     #[default]
     WeightOnly,
-    /// Weights and activations in int8 (W8A8): about 8 bits. A weight moves by up to 1/254 of the largest of its row, an
-    /// activation by as much of its own: the fastest for large batches, and the least exact.
+    /// Weights and activations in int8 (W8A8): about 8 bits. The rounding error is up to 1/254 of the largest weight of
+    /// a row and of the largest activation: the fastest form for large batches, and the least exact.
     Dynamic,
     /// Widened to the type of the activations: 16 bits.
     Widened,
 }
 
-/// Which matrices are kept in the chip's own tiles (`FRACTAL_NZ`) instead of rows.
+/// Matrices that are stored in the chip's own tiles (`FRACTAL_NZ`) instead of rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightTiles {
-    /// None.
+    /// No matrix.
     Never,
-    /// Those that are multiplied in int8 ([`WeightForm::Dynamic`]): what vllm-ascend does on a 910B.
+    /// Matrices multiplied in int8 ([`WeightForm::Dynamic`]), as in vllm-ascend on a 910B.
     #[default]
     Int8,
     /// Those of 16 bits as well, embedding tables excepted.
@@ -60,29 +63,31 @@ pub enum WeightTiles {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AscendOptions {
-    /// `libascendcl.so`, or a folder that holds it; `None` = where CANN puts it. Nothing else is tried once one is given.
+    /// `libascendcl.so`, or a folder that contains it; `None` = the location of CANN. If set, no other location is
+    /// tried.
     pub library: Option<PathBuf>,
-    /// `libdcmi.so`, which meters energy; `None` = where the driver puts it. Without it there is no energy and nothing else is
-    /// missing.
+    /// `libdcmi.so`, which meters energy; `None` = the location of the driver. Without it only the energy is missing.
     pub dcmi_library: Option<PathBuf>,
-    /// Cards by the runtime's numbers (`ASCEND_RT_VISIBLE_DEVICES` counts). With several, a model is cut into as many ranks
-    /// (`EngineConfig::tensor_parallel_size`), one a card in this order, which meet through HCCL.
+    /// Cards by the runtime's numbers (subject to `ASCEND_RT_VISIBLE_DEVICES`).
+    ///
+    /// With several cards, a model needs as many ranks (`EngineConfig::tensor_parallel_size`): one per card in this
+    /// order, connected by HCCL.
     pub cards: Vec<u32>,
-    /// Longest time the host waits for queued work before the device counts as hung, in microseconds. A step of a large
-    /// prompt takes some seconds at most.
+    /// Longest time in microseconds that the host waits for queued work before it reports a hang. A step of a large
+    /// prompt takes a few seconds at most.
     pub timeout_us: u64,
-    /// What activations are held in.
+    /// Type of activations.
     pub activations: Activations,
-    /// What matrices of quantized files are held in.
+    /// Storage of the matrices of quantized files.
     pub weights: WeightForm,
-    /// Which matrices are kept in tiles.
+    /// Matrices that are stored in tiles.
     pub tiles: WeightTiles,
     /// Whether decode steps are captured into graphs, where the runtime can.
     pub capture: bool,
-    /// Most rows of a decode step that is captured: each bucket up to it gets a graph when it is first used. Graphs take
-    /// streams and memory; larger batches are bound by the chip, not by the host.
+    /// Maximum number of rows of a captured decode step: each bucket up to it gets a graph at its first use. Graphs
+    /// need streams and memory; larger batches are bound by the chip, not by the host.
     pub capture_max_rows: u32,
-    /// Asks for kernels whose sums do not depend on timing; slower.
+    /// Requests kernels whose sums do not depend on timing; these are slower.
     pub deterministic: bool,
 }
 
@@ -109,7 +114,7 @@ impl AscendOptions {
     }
 }
 
-/// Why an Ascend device could not be opened. There is no fallback to another device.
+/// Reason why an Ascend device could not be opened. There is no fallback to another device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AscendOpenError {
@@ -127,15 +132,15 @@ pub enum AscendOpenError {
     /// No such card.
     #[error("card {card} does not exist: this process may use {count}")]
     Card {
-        /// The number asked for.
+        /// The requested number.
         card: u32,
-        /// Cards there are.
+        /// Number of cards.
         count: u32,
     },
     /// Cards that cannot be used together.
     #[error("cards {cards:?} were asked for; expected at least one, each once")]
     Cards {
-        /// The numbers asked for.
+        /// The requested numbers.
         cards: Vec<u32>,
     },
     /// A call of the runtime failed.

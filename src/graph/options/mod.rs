@@ -1,7 +1,8 @@
-//! What a caller may ask of the compiler, and what it may answer.
+//! Compile options, and the errors of the compiler.
 //!
-//! [`CompileOptions::opt_level`] sets the single knobs; a knob that is given wins over it. Nothing is ignored: an unknown
-//! key, a value out of range, or a promise that this version cannot keep is refused with the reason.
+//! [`CompileOptions::opt_level`] is a preset for the other options; an option that is set overrides it. Nothing is
+//! ignored: an unknown key, a value out of range, or a setting that this version does not support is refused with the
+//! reason.
 
 pub(super) mod parse;
 
@@ -16,15 +17,15 @@ use super::AttentionSchedules;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Numerics {
-    /// f32 activations and f32 KV; sums always in f32. What golden tests use.
+    /// f32 activations and f32 KV cache. Golden tests use it.
     Exact,
     /// int8 activations for integer weights and 16-bit KV: held to a bound on perplexity, and to the same determinism.
     #[default]
     Fast,
 }
 
-/// What activations are rounded to where they enter a product with weights. Sums, norms, rotation, softmax and logits are
-/// f32 in all of them; what keys and values are stored in is `kv_dtype`'s business.
+/// Type that activations are rounded to before a product with weights. Sums, norms, rotation, softmax and logits are
+/// always f32; `kv_dtype` determines the type of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -35,13 +36,13 @@ pub enum Precision {
     BF16,
     /// Half precision: 11 bits, at most 65,504 (see [`OverflowPolicy`]).
     F16,
-    /// int8 in blocks of 32 in front of integer weights; bfloat16 in front of bf16 weights where the device multiplies these
-    /// faster than f32; f32 in front of all others.
+    /// int8 in blocks of 32 before integer weights; bfloat16 before bf16 weights if the device multiplies these faster
+    /// than f32; f32 before all others.
     Mix,
 }
 
-/// What happens to a row with a value that is too large for the type it is stored in. Devices that clamp make
-/// such a value the largest there is and count it in every policy; on others it becomes infinite. A row whose logits or last
+/// Policy for a row with a value that is too large for its type. Devices that saturate replace such a value by the
+/// largest one of the type and count it under every policy; on others it becomes infinite. A row whose logits or last
 /// sums are not finite is never sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -77,23 +78,24 @@ impl OverflowPolicy {
 /// | 2 (default) | 2 | on | 1 |
 /// | 3 | 3 | on | 4 |
 ///
-/// All of them give the same bits.
+/// All levels give the same bits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct CompileOptions {
-    /// Preset over the other options, 0 to 3; `None` = 2.
+    /// Preset for the other options, 0 to 3; `None` = 2.
     #[serde(deserialize_with = "parse::opt_level", skip_serializing_if = "Option::is_none")]
     pub opt_level: Option<u8>,
-    /// Fusion by pattern; `None` = what `opt_level` says. Each level has those below it:
+    /// Fusion level; `None` = that of `opt_level`. Each level includes those below it:
     ///
-    /// - 0: one operation a node.
+    /// - 0: one operation per node.
     /// - 1: add + norm inside a layer, head norm + rope, rope + KV write, activation · up.
     /// - 2: shared-input projections, gated MLP + down projection, norm + quantize.
-    /// - 3: a layer's last add + the next layer's first norm (the last layer's add stays alone: only the wanted rows of its
-    ///   sum are normed); the arg-max in the output projection; attention's loop orders by length.
+    /// - 3: a layer's last add + the next layer's first norm (except after the last layer, where only the requested
+    ///   rows of the
+    ///   sum are normed); the argmax in the output projection; attention's loop orders by length.
     ///
-    /// Files may also say `fusion_level` or `enable_fusion`, and `"none"` for 0 and `"all"` for 3.
+    /// Files may also use the names `fusion_level` or `enable_fusion`, and `"none"` for 0 and `"all"` for 3.
     #[serde(
         alias = "fusion_level",
         alias = "enable_fusion",
@@ -101,30 +103,30 @@ pub struct CompileOptions {
         skip_serializing_if = "Option::is_none"
     )]
     pub fusion: Option<u8>,
-    /// Whether values that are never alive together may share bytes of the arena; `None` = what `opt_level` says. Off, every
-    /// value has its own room: what to try when an answer looks clobbered.
+    /// Whether values that are never alive together may share bytes of the arena; `None` = that of `opt_level`. If off,
+    /// each value has its own bytes, which helps to find a wrong overlap.
     #[serde(deserialize_with = "parse::memory_reuse", skip_serializing_if = "Option::is_none")]
     pub memory_reuse: Option<bool>,
-    /// Most operations that run side by side, 1 to 4; `None` = what `opt_level` says. Operations with no path between them
-    /// go on different lanes: streams where a device has them, one barrier for several on the CPU.
+    /// Maximum number of operations that run concurrently, 1 to 4; `None` = that of `opt_level`. Independent operations
+    /// go to different streams: streams of the device if it has them, one barrier for several operations on the CPU.
     #[serde(deserialize_with = "parse::parallel_ops", skip_serializing_if = "Option::is_none")]
     pub parallel_ops: Option<u8>,
-    /// What activations are rounded to; `None` = `f32` with numerics `exact`, `mix` with `fast`. Numerics `exact` takes
-    /// `f32` only.
+    /// Type that activations are rounded to; `None` = `f32` with numerics `exact`, `mix` with `fast`. Numerics `exact`
+    /// accepts `f32` only.
     #[serde(deserialize_with = "parse::precision", skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
-    /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. A name that is no projection's is refused.
+    /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. An unknown name is refused.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub precision_overrides: BTreeMap<String, Precision>,
-    /// What happens to a row that overflows the type it is stored in; `None` = the best the device has: `retry_f32` where it
-    /// runs plans with f32 activations, else `error`. A policy that the device cannot honour is refused.
+    /// Policy for a row that overflows its type; `None` = the best of the device: `retry_f32` if it runs plans with f32
+    /// activations, else `error`. A policy that the device does not support is refused.
     #[serde(deserialize_with = "parse::overflow", skip_serializing_if = "Option::is_none")]
     pub overflow: Option<OverflowPolicy>,
-    /// Visible lengths up to which attention walks a row at once, and in two passes; in force at fusion level 3.
+    /// Visible lengths up to which attention processes a row at once, and in two passes; used at fusion level 3.
     pub attention: AttentionSchedules,
-    /// Numbers of rows that plans are made for, ascending; the largest step gets one in any case. `None` = what the device
-    /// wants: one plan for all where shapes are free, a ladder (1, 2, 4, 8, 16, then each 8 up to 64, then doubling) where
-    /// they are not. A batch runs in the smallest that holds its rows.
+    /// Row counts of the plans, ascending; the largest step always gets one. `None` = the device's preference: one plan
+    /// if shapes are free, a ladder (1, 2, 4, 8, 16, then each 8 up to 64, then doubling) otherwise. A batch runs in
+    /// the smallest plan that holds its rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_buckets: Option<Vec<u32>>,
 }
@@ -134,7 +136,7 @@ impl CompileOptions {
     pub const MAX_FUSION: u8 = 3;
     /// Highest preset.
     pub const MAX_OPT_LEVEL: u8 = 3;
-    /// The preset of options that name none.
+    /// The preset if none is set.
     pub const DEFAULT_OPT_LEVEL: u8 = 2;
 
     /// Most operations that can run side by side.
@@ -158,17 +160,17 @@ impl CompileOptions {
         self.fusion.unwrap_or_else(|| self.resolved_opt_level())
     }
 
-    /// Whether the arena is shared over time: what the knob says, else the preset.
+    /// Whether the arena is shared over time: the option, or else the preset.
     pub fn resolved_memory_reuse(&self) -> bool {
         self.memory_reuse.unwrap_or_else(|| self.resolved_opt_level() > 0)
     }
 
-    /// Operations side by side: what the knob says, else the preset.
+    /// Number of concurrent operations: the option, or else the preset.
     pub fn resolved_parallel_ops(&self) -> u8 {
         self.parallel_ops.unwrap_or(if self.resolved_opt_level() >= 3 { Self::MAX_PARALLEL_OPS } else { 1 })
     }
 
-    /// The precision in force where no exception says otherwise.
+    /// The precision of projections without an exception.
     pub fn resolved_precision(&self, numerics: Numerics) -> Precision {
         self.precision.unwrap_or(match numerics {
             Numerics::Exact => Precision::F32,
@@ -176,21 +178,22 @@ impl CompileOptions {
         })
     }
 
-    /// The overflow policy in force; none given is `retry_f32`, unless whoever knows the device has settled it.
+    /// The overflow policy in force: the option, or else `retry_f32`, unless the builder has resolved it for the
+    /// device.
     pub fn resolved_overflow(&self) -> OverflowPolicy {
         self.overflow.unwrap_or_default()
     }
 
-    /// The same options with f32 activations everywhere: what sequences that overflowed go on with.
+    /// The same options with f32 activations everywhere, for the f32 fallback plan.
     #[must_use]
     pub fn with_f32_activations(&self) -> Self {
         Self { precision: Some(Precision::F32), precision_overrides: BTreeMap::new(), ..self.clone() }
     }
 
-    /// Refuses values out of range, and narrow activations with numerics `exact`.
+    /// Checks the ranges, and refuses narrow activations with numerics `exact`.
     ///
     /// # Errors
-    /// [`CompileError::Option`] names the option, its value and what would be right.
+    /// [`CompileError::Option`] names the option, its value and the accepted values.
     pub fn validate(&self, numerics: Numerics) -> Result<(), CompileError> {
         parse::check("opt_level", self.opt_level)?;
         parse::check("fusion", self.fusion)?;
@@ -226,14 +229,14 @@ impl CompileOptions {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompileError {
-    /// An option outside what is implemented.
+    /// An option has an unsupported value.
     #[error("compile option {option}: got {value}, expected {expected}")]
     Option {
         /// The option.
         option: &'static str,
-        /// What was given.
+        /// The given value.
         value: String,
-        /// What would be right.
+        /// The accepted values.
         expected: &'static str,
     },
     /// The device cannot run an operation.
@@ -244,12 +247,12 @@ pub enum CompileError {
         /// Why not.
         reason: String,
     },
-    /// The model cannot be cut into so many ranks.
+    /// The model cannot be sharded over this number of ranks.
     #[error("cannot cut the model into {ranks} ranks: {what}")]
     Shard {
         /// How many.
         ranks: u32,
-        /// What cannot be cut.
+        /// The part that cannot be sharded.
         what: String,
     },
     /// A custom operation refuses the model, or has no place in it.
@@ -269,12 +272,12 @@ pub enum CompileError {
         /// Its own words.
         reason: String,
     },
-    /// No room for the program's own buffers.
+    /// The buffers of the program do not fit into memory.
     #[error("no memory for the program: {0}")]
     Memory(ArenaTooLarge),
 }
 
-/// An arena, or other room of a program, that does not fit.
+/// An arena, or another buffer of a program, that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("an arena of {bytes} bytes cannot be allocated, {free_bytes} are free")]
 pub struct ArenaTooLarge {

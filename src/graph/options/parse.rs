@@ -1,4 +1,4 @@
-//! Values of compile options as files spell them, and their ranges. A value that is refused is refused in the words of
+//! Values of compile options as spelled in files, and their ranges. A refused value gives the message of
 //! [`CompileError::Option`], whether it comes from a file or from code.
 
 use std::fmt;
@@ -27,7 +27,7 @@ pub(crate) fn check(option: &'static str, value: Option<u8>) -> Result<(), Compi
     }
 }
 
-/// A scalar as it stands in a file.
+/// A scalar in a file.
 #[derive(Debug)]
 enum Given {
     Nothing,
@@ -49,7 +49,7 @@ impl fmt::Display for Given {
     }
 }
 
-/// Takes any scalar; anything else is refused with the option's name.
+/// Accepts any scalar; anything else is refused with the name of the option.
 struct Scalar(&'static str, &'static str);
 
 impl Visitor<'_> for Scalar {

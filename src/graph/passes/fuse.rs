@@ -1,11 +1,11 @@
-//! Fusion by pattern. Each rule looks for a producer and its only reader (or readers of one value), so a fused graph
-//! computes exactly the operations of the plain one, in the same order of additions.
+//! Fusion by pattern. Each rule matches a producer and its only reader (or readers of one value), so a fused graph
+//! computes exactly the operations of the plain one, with the same order of additions.
 
 use super::OpSet;
 use crate::graph::{ActivationType, AttentionSchedules, Graph, Node, Op, ValueId};
 use crate::num::to_u32;
 
-/// How often each rule fired; a rule that is on and never fires is worth a look.
+/// Number of matches of each rule.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 #[non_exhaustive]
@@ -22,7 +22,7 @@ pub struct FusionReport {
     pub attention_schedules: u32,
 }
 
-/// Applies every rule of the level and those below it, as far as the device has the operations they make.
+/// Applies the rules of the level and of those below it, as far as the device has the fused operations.
 pub fn fuse(graph: &Graph, level: u8, ops: OpSet, schedules: AttentionSchedules) -> (Graph, FusionReport) {
     let mut rewriter = Rewriter::new(graph, ops);
     let mut report = FusionReport::default();
@@ -58,7 +58,7 @@ struct Rewriter {
     ops: OpSet,
 }
 
-/// Where the fused node of a pair goes: to the producer's place if what the reader needs besides is known there.
+/// Place of the fused node of a pair: that of the producer if the other inputs of the reader are known there.
 enum Placed {
     AtProducer(Node),
     AtReader(Node),
@@ -95,7 +95,7 @@ impl Rewriter {
         self.uses[value.0 as usize] == 1
     }
 
-    /// Offers every (producer, reader) pair to a rule; a fused node takes the place the rule names.
+    /// Offers each (producer, reader) pair to a rule; a fused node takes the place that the rule returns.
     fn each_pair(&mut self, rule: fn(&Self, &Node, &Node, ValueId) -> Option<Placed>) -> u32 {
         let mut fired = 0;
         for reader_index in 0..self.nodes.len() {
@@ -120,7 +120,7 @@ impl Rewriter {
         fired
     }
 
-    /// Projections of one layer that read the same value become one node at the first one's place.
+    /// Merges projections of one layer that read the same value into one node at the place of the first.
     fn linear_multi(&mut self) -> u32 {
         let mut fired = 0;
         if !self.ops.contains("linear_multi") {
@@ -190,7 +190,7 @@ impl Rewriter {
         fired
     }
 
-    /// Tells every attention its loop orders by length.
+    /// Sets the loop orders by length of all attention nodes.
     fn schedule_attention(&mut self, schedules: AttentionSchedules) -> u32 {
         let mut fired = 0;
         for node in self.nodes.iter_mut().flatten() {
@@ -202,7 +202,7 @@ impl Rewriter {
         fired
     }
 
-    /// Drops holes and the values nobody writes any more, and numbers the rest anew.
+    /// Drops holes and values without a writer, and renumbers the rest.
     fn finish(self) -> Graph {
         let nodes: Vec<Node> = self.nodes.into_iter().flatten().collect();
         let mut kept = vec![None; self.graph.values.len()];
@@ -227,8 +227,8 @@ fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Pla
     if add.layer == norm.layer { add_then_norm(add, norm) } else { None }
 }
 
-/// A layer's last x + d, then the next layer's norm of the sum. Where the next layer's norm is not that of all rows (the
-/// last layer's sum is gathered first), there is nothing to join.
+/// A layer's last x + d, and the next layer's norm of the sum. If that norm does not cover all rows (the last layer's
+/// sum is gathered first), there is no fusion.
 fn add_rms_norm_across(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
     if add.layer? + 1 == norm.layer? { add_then_norm(add, norm) } else { None }
 }

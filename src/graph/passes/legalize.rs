@@ -1,4 +1,4 @@
-//! Holds a graph against what a device can run.
+//! Checks a graph against the operations of a device.
 
 use crate::graph::{ActivationType, CompileError, Graph, Op};
 
@@ -10,7 +10,7 @@ impl OpSet {
     /// Every operation.
     pub const ALL: Self = Self(u64::MAX);
 
-    /// The set without these; names that are no operation's change nothing.
+    /// The set without these operations; unknown names have no effect.
     #[must_use]
     pub fn without(self, names: &[&str]) -> Self {
         let bits = Op::NAMES.iter().enumerate().filter(|(_, name)| names.contains(name));
@@ -23,9 +23,11 @@ impl OpSet {
     }
 }
 
-/// Rewrites what the device lacks into what it has, and refuses the rest: loop orders of attention are dropped where a
-/// device has none of its own, for they change no result. Fused operations that a device lacks are never made
-/// ([`fuse`](super::fuse()) is told), so one that is missing here cannot be had otherwise.
+/// Rewrites operations that the device lacks, and refuses the rest.
+///
+/// Loop orders of attention are dropped if a device has none of its own, since they do not change results.
+/// [`fuse`](super::fuse()) never creates a fused operation that the device lacks, so an operation that is missing here
+/// has no replacement.
 ///
 /// # Errors
 /// [`CompileError::Unsupported`] names the operation.

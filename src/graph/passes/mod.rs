@@ -1,5 +1,4 @@
-//! Pure rewrites of a graph: each takes a graph and gives a graph that computes the same, or the same up to the rounding it
-//! was asked for.
+//! Pure rewrites of a graph: each returns a graph that computes the same, or the same up to the requested rounding.
 
 mod fuse;
 mod legalize;

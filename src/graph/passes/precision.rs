@@ -1,7 +1,7 @@
-//! Decides what activations are rounded to where they enter a product with weights.
+//! Chooses the type that activations are rounded to before a product with weights.
 //!
-//! Everything else stays as it is: sums, norms, rotation, softmax, residual sums and logits are f32 in every policy. What
-//! keys and values are stored in is not decided here but by the KV cache's type.
+//! Everything else is unchanged: sums, norms, rotation, softmax, residual sums and logits are f32 under every policy.
+//! The type of the KV cache determines the type of keys and values.
 
 use crate::num::to_u32;
 use std::collections::{BTreeMap, HashMap};
@@ -16,13 +16,13 @@ use crate::weights::DType;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrecisionPolicy<'a> {
-    /// Where no exception says otherwise.
+    /// Precision of projections without an exception.
     pub default: Precision,
     /// By projection: a name as in `q_proj` or `lm_head`, or its end of a path as in `layers.3.mlp.down_proj`.
     pub overrides: &'a BTreeMap<String, Precision>,
-    /// Whether `mix` may round to int8 in front of integer weights.
+    /// Whether `mix` may round to int8 before integer weights.
     pub int8_activations: bool,
-    /// Whether `mix` rounds to bfloat16 in front of bf16 weights.
+    /// Whether `mix` rounds to bfloat16 before bf16 weights.
     pub bf16_activations: bool,
 }
 
@@ -38,8 +38,8 @@ impl<'a> PrecisionPolicy<'a> {
     }
 }
 
-/// Puts one cast in front of the products that want narrower activations, shared by all that read the same value and want
-/// the same type.
+/// Adds one cast before the products that need narrower activations, shared by all that read the same value with the
+/// same type.
 ///
 /// # Errors
 /// [`CompileError::Option`] for an exception that names no projection of the graph.

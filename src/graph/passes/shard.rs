@@ -1,13 +1,13 @@
-//! Cuts a decoder into ranks: one graph a rank, with collectives where their results meet.
+//! Tensor parallelism: shards a decoder into one graph per rank, with collectives where results are combined.
 //!
 //! ```text
 //! embed ─ sum │ norm ─ q k v ─ attention ─ o ─ sum │ + │ norm ─ gate up ─ act·up ─ down ─ sum │ + │ … │ lm_head ─ gather
 //! vocabulary  │        heads of the rank           │   │        part of the width             │       vocabulary
 //! ```
-//! The layout is Megatron's (Shoeybi et al. 2019): products that read whole rows keep a part of their outputs, products
-//! that read parts keep the columns of these, and their results are summed over the ranks. Shares may differ by one unit:
+//! The layout is Megatron's (Shoeybi et al. 2019): products of whole rows keep a part of their outputs, products of
+//! partial rows keep the matching columns, and their results are summed over the ranks. Shards may differ by one unit:
 //! a KV head with its query heads, a block of the down projection's storage format, a token id. With more ranks than KV
-//! heads, each KV head is held by several.
+//! heads, several ranks hold each KV head.
 
 use crate::num::to_u32;
 use std::ops::Range;
@@ -16,10 +16,11 @@ use crate::graph::{
     AttentionShape, CompileError, Graph, LinearPart, Node, Op, RowDim, TpRank, Value, ValueId, WeightId, WeightSlice,
 };
 
-/// The part of `graph` that this rank computes. One rank's graph is the graph itself.
+/// The shard of `graph` that this rank computes. With one rank, it is the graph itself.
 ///
 /// # Errors
-/// [`CompileError::Shard`] where heads or widths cannot be shared by so many, and for graphs with custom operations.
+/// [`CompileError::Shard`] if heads or widths cannot be distributed over this number of ranks, and for graphs with
+/// custom operations.
 pub fn shard(graph: &Graph, rank: TpRank) -> Result<Graph, CompileError> {
     if rank.of == 0 || rank.index >= rank.of {
         return Err(refused(rank, format!("rank {} of {}", rank.index, rank.of)));
@@ -72,7 +73,7 @@ struct Cutter<'a> {
     out: Graph,
     /// Values of which the rank has some columns only.
     is_part: Vec<bool>,
-    /// What stands for each value of the source where it is read whole.
+    /// For each value of the source, the value that replaces it where it is read as a whole.
     now: Vec<ValueId>,
 }
 
@@ -120,13 +121,13 @@ impl Cutter<'_> {
         Ok(())
     }
 
-    /// Says that the rank has this many columns of a value.
+    /// Records that the rank has this many columns of a value.
     fn narrow(&mut self, value: ValueId, cols: usize) {
         self.out.values[value.0 as usize].cols = cols;
         self.is_part[value.0 as usize] = true;
     }
 
-    /// Appends a collective over what `node` wrote; later readers get its result.
+    /// Appends a collective over the result of `node`; later readers get the result of the collective.
     fn meet(&mut self, op: Op, node: &Node) {
         let part = node.outputs[0];
         let whole = self.source.value(part);
@@ -138,7 +139,7 @@ impl Cutter<'_> {
         self.now[part.0 as usize] = id;
     }
 
-    /// Keeps a range of a weight along one dimension. A weight that is used twice must be cut alike.
+    /// Keeps a range of a weight along one dimension. All uses of a weight must keep the same range.
     fn slice(&mut self, id: WeightId, dim: usize, range: Range<usize>) -> Result<(), CompileError> {
         let of = self.source.weight(id).shape[dim];
         let weight = &mut self.out.weights[id.0 as usize];
@@ -154,7 +155,7 @@ impl Cutter<'_> {
         Ok(())
     }
 
-    /// Which outputs of a product of whole rows the rank keeps.
+    /// Outputs of a product of whole rows that the rank keeps.
     fn rows_of(&self, node: &Node, part: &LinearPart) -> Result<Range<usize>, CompileError> {
         let n = self.source.weight(part.weight).shape[0];
         if node.layer.is_none() {
@@ -183,7 +184,7 @@ impl Cutter<'_> {
         blocks.start * block..(blocks.end * block).min(k)
     }
 
-    /// Keeps the columns of a weight whose inputs the rank has. Its bias is added by rank 0.
+    /// Keeps the columns of a weight whose inputs the rank has. Rank 0 adds the bias.
     fn columns_of(&mut self, node: &Node, part: &mut LinearPart) -> Result<(), CompileError> {
         let range = match self.source.writer(node.inputs[0]).map(|writer| &writer.op) {
             Some(Op::Attention(shape)) => {
@@ -217,7 +218,7 @@ impl Cutter<'_> {
         })
     }
 
-    /// What a product's output becomes.
+    /// Role of a value that is the output of a product.
     fn meaning(&self, value: ValueId) -> Option<Meaning<'_>> {
         let mut readers = self.source.nodes.iter().filter(|node| node.inputs.contains(&value));
         readers.find_map(|node| match &node.op {

@@ -2,8 +2,8 @@
 
 use crate::graph::{Elem, RowDim, Value};
 
-/// Upper bounds of a launch: arena offsets hold for any batch inside them. Devices without static shapes run the actual
-/// sizes; none is padded by the plan itself.
+/// Upper bounds of a launch: the arena offsets are valid for any batch inside them. Devices without static shapes run
+/// the actual sizes; the plan itself adds no padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Bucket {
     /// Most rows of a batch.
@@ -25,7 +25,7 @@ impl Bucket {
         }
     }
 
-    /// Bytes a value takes at its largest.
+    /// Bytes of a value at its largest.
     pub const fn bytes(&self, value: &Value) -> usize {
         self.rows(value.rows) * row_bytes(value.elem, value.cols)
     }
@@ -33,15 +33,15 @@ impl Bucket {
 
 /// Elements of an int8 activation block.
 pub const QUANT_BLOCK: usize = 32;
-/// Bytes a device may keep for each such block beside the quants: scale and sums.
+/// Bytes that a device may store for each block in addition to the quants: scale and sums.
 pub const QUANT_RECORD_BYTES: usize = 16;
 
 const fn align_up(n: usize, to: usize) -> usize {
     n.div_ceil(to) * to
 }
 
-/// Bytes a row takes: int8 rows hold `cols` quants, then a record a block, each part padded to 64
-/// bytes, an odd number of which makes a row: the rows of a tile must not meet in one set of a cache.
+/// Bytes of a row. An int8 row holds `cols` quants, then one record per block; each part is padded to 64 bytes, and a
+/// row is an odd number of these, so that the rows of a tile do not fall into the same set of a cache.
 pub const fn row_bytes(elem: Elem, cols: usize) -> usize {
     match elem {
         Elem::F32 | Elem::U32 => cols * 4,

@@ -1,10 +1,10 @@
-//! What a plan costs: operations and bytes of each step, as a pure function of a batch's shape.
+//! Cost of a plan: operations and bytes of each step, as a pure function of a batch's shape.
 //!
-//! The model is the roofline's: a step reads each weight once from where it is stored, reads its inputs, writes its
-//! outputs, and reads the keys and values that its sequences show. Caches, padding to tiles and the packing of a device
-//! are left out, so fusion shows as bytes that are not moved and never as operations that are not done: a fused step counts
-//! exactly the operations of the steps it replaces. Integer operations count as floating-point ones, and are counted once
-//! more by themselves, because devices have another peak for them.
+//! The model is the roofline's: a step reads each weight once from its storage, reads its inputs, writes its outputs,
+//! and reads the visible keys and values of its sequences. Caches, padding to tiles and the packing of a device are
+//! ignored, so fusion saves bytes but never operations: a fused step counts exactly the operations of the steps it
+//! replaces. Integer operations count as floating-point ones, and also separately, because devices have a different
+//! peak rate for them.
 
 use std::iter::Sum;
 use std::ops::{Add, AddAssign};
@@ -22,7 +22,7 @@ const QUANTIZE_FLOPS: u64 = 3;
 const ROTATE_FLOPS: u64 = 6;
 /// Operations an angle: the angle, its cosine, its sine.
 const ANGLE_FLOPS: u64 = 3;
-/// Bytes of a token id, a position, a row number.
+/// Bytes of a token id, a position, a row index.
 const WORD_BYTES: u64 = 4;
 /// Bytes of a row's status.
 const STATUS_BYTES: u64 = 1;
@@ -109,7 +109,7 @@ pub struct OpCost {
 pub struct CostShape {
     /// Rows of the batch.
     pub tokens: u64,
-    /// Rows whose logits are wanted.
+    /// Rows whose logits are requested.
     pub logit_rows: u64,
     /// Sequences of the batch.
     pub seqs: u64,
@@ -157,7 +157,7 @@ impl CostShape {
         Self::from_batch(&[1], &[context.max(1)], 1, None, kv_element_bytes)
     }
 
-    /// The first `tokens` tokens of one sequence, with the last one's logits.
+    /// The first `tokens` tokens of one sequence, with the logits of the last one.
     pub fn prefill(tokens: u32, kv_element_bytes: u64) -> Self {
         Self::from_batch(&[tokens], &[tokens], 1, None, kv_element_bytes)
     }
@@ -183,11 +183,12 @@ impl CostShape {
     }
 }
 
-/// Keys seen, summed over the rows of a batch: a row sees itself and what stands before it, at most `window` keys in all.
+/// Visible keys, summed over the rows of a batch: a row sees itself and the tokens before it, at most `window` keys in
+/// all.
 pub fn attended_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
     let of_sequence = |(&q, &kv): (&u32, &u32)| {
         let (rows, last) = (u64::from(q), u64::from(kv));
-        // Rows see first, first + 1, … last keys, until the window holds no more.
+        // The rows see first, first + 1, … last keys, up to the window.
         let first = (last + 1).saturating_sub(rows);
         let cut = window.map_or(last, |window| last.min(u64::from(window)));
         let growing = (cut + 1).saturating_sub(first);
@@ -196,8 +197,8 @@ pub fn attended_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> 
     q_lens.iter().zip(kv_lens).map(of_sequence).fold(0, u64::saturating_add)
 }
 
-/// Distinct keys that sequences show to the rows they bring, summed over the sequences: all they have, or with a window
-/// what the first of these rows sees and the rows after it.
+/// Distinct visible keys of the rows of each sequence, summed over the sequences: all keys of the sequence or, with a
+/// window, those that the first of these rows sees and the rows after it.
 pub fn shown_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
     let of_sequence = |(&q, &kv): (&u32, &u32)| {
         let seen = window.map_or(u64::MAX, |window| u64::from(window) + u64::from(q.saturating_sub(1)));
@@ -211,17 +212,17 @@ fn product<const N: usize>(factors: [u64; N]) -> u64 {
 }
 
 impl Plan {
-    /// What each step costs in a batch of this shape, in the order of the steps.
+    /// Cost of each step in a batch of this shape, in the order of the steps.
     pub fn step_costs(&self, shape: &CostShape) -> Vec<Cost> {
         self.steps.iter().map(|step| self.step_cost(step, shape.within(window_of(step)))).collect()
     }
 
-    /// What the whole plan costs in a batch of this shape.
+    /// Cost of the whole plan in a batch of this shape.
     pub fn cost(&self, shape: &CostShape) -> Cost {
         self.step_costs(shape).into_iter().sum()
     }
 
-    /// What each step costs in this batch, counted row by row for every layer's own window.
+    /// Cost of each step in this batch, counted row by row with the window of each layer.
     pub fn batch_costs(&self, q_lens: &[u32], kv_lens: &[u32], logit_rows: u64, kv_element_bytes: u64) -> Vec<Cost> {
         let shape = |step| CostShape::from_batch(q_lens, kv_lens, logit_rows, window_of(step), kv_element_bytes);
         self.steps.iter().map(|step| self.step_cost(step, shape(step))).collect()
@@ -242,7 +243,7 @@ impl Plan {
         sums
     }
 
-    /// What a step runs over: in a batch without such rows it does not run.
+    /// Row dimension of a step: the step is skipped in a batch without such rows.
     pub(crate) fn rows_of(&self, step: &Step) -> Option<RowDim> {
         step.outputs.iter().chain(&step.inputs).next().map(|&value| self.values[value].rows)
     }
@@ -301,7 +302,7 @@ impl Costed<'_> {
     fn flops(&self) -> u64 {
         let input = |at: usize| self.elements(self.step.inputs[at]);
         match &self.step.op {
-            // What a custom operation does is not known; a collective adds each rank's rows to this rank's, one sum each.
+            // The cost of a custom operation is unknown; a collective adds the rows of each rank, one sum each.
             Op::Embed { .. }
             | Op::KvWrite { .. }
             | Op::GatherRows
@@ -370,7 +371,7 @@ impl Costed<'_> {
             product([row as u64, rows.map_or(all, |rows| rows.min(all))])
         };
         match &self.step.op {
-            // A row of the table for each token.
+            // One row of the table per token.
             Op::Embed { table, .. } => stored(*table, Some(self.shape.tokens)),
             op => op.weights().into_iter().map(|id| stored(id, None)).fold(0, u64::saturating_add),
         }
@@ -386,7 +387,7 @@ impl Costed<'_> {
             _ => 0,
         };
         let read = match op {
-            // Only the wanted rows are read.
+            // Only the requested rows are read.
             Op::GatherRows => self.bytes(outputs[0]),
             _ => inputs.iter().map(|&value| self.bytes(value)).fold(0, u64::saturating_add),
         };

@@ -1,22 +1,23 @@
-//! A plan's cost with everything summed that no batch changes, so that a loop knows what each step costs.
+//! Cost of a plan with all batch-independent parts summed, so that the engine can compute the cost of each step
+//! cheaply.
 //!
-//! Every step's cost grows linearly with the rows of a batch and the keys they see, with two exceptions: a step does not
-//! run, and reads no weights, where the rows it runs over are none; and an embedding reads no more rows than its table has.
-//! So a plan's cost is a few sums of coefficients, and two exceptions.
+//! The cost of a step grows linearly with the rows of a batch and the keys they see, with two exceptions: a step
+//! without rows does not run and reads no weights, and an embedding reads at most the rows of its table. The cost of a
+//! plan is therefore a few sums of coefficients and these two exceptions.
 
 use super::cost::window_of;
 use crate::graph::{Cost, CostShape, Op, Plan, RowDim, Step, attended_tokens, shown_tokens};
 
-/// What a plan costs, as coefficients.
+/// Cost of a plan, as coefficients.
 ///
-/// [`cost`](Self::cost) is exactly the sum of [`Plan::batch_costs`], without a look at the plan and without allocation.
+/// [`cost`](Self::cost) equals the sum of [`Plan::batch_costs`], without access to the plan and without allocation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CostRates {
     /// Steps over the rows of a batch.
     over_tokens: Linear,
     /// Steps over rows of logits.
     over_logit_rows: Linear,
-    /// What keys and values add, for each window that layers have.
+    /// Cost of keys and values, for each window of the layers.
     windows: Vec<WindowRates>,
     /// Embedding tables.
     tables: Vec<Table>,
@@ -33,7 +34,7 @@ struct Linear {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WindowRates {
     window: Option<u32>,
-    /// Each key that a row sees.
+    /// Cost of each key that a row sees.
     a_seen_key: Cost,
     /// Each key that a sequence shows to its rows.
     a_shown_key: Cost,
@@ -74,7 +75,7 @@ impl CostRates {
         rates
     }
 
-    /// What a batch costs whose sequences bring `q_lens` rows and have `kv_lens` tokens after it.
+    /// Cost of a batch whose sequences have `q_lens` rows, and `kv_lens` tokens after it.
     pub fn cost(&self, q_lens: &[u32], kv_lens: &[u32], logit_rows: u64) -> Cost {
         let tokens: u64 = q_lens.iter().map(|&q| u64::from(q)).sum();
         let mut cost = Cost::default();
@@ -117,7 +118,7 @@ impl Linear {
     }
 }
 
-/// The table of an embedding: what it reads of that is the one cost that does not grow for ever.
+/// The table of an embedding. Its cost is the only one with an upper bound.
 fn table_of(plan: &Plan, step: &Step) -> Option<Table> {
     let Op::Embed { table, .. } = step.op else { return None };
     let shape = CostShape { tokens: 1, ..CostShape::default() };

@@ -1,15 +1,15 @@
-//! Which steps are known to have ended when another begins: vector clocks over lanes.
+//! Happens-before order of steps: vector clocks over streams.
 //!
-//! Steps of one lane run in order; a step waits for those it names on other lanes. Nothing else orders them. The clock of
-//! a step counts, for each lane, the steps that have ended when it ends; so `a` happens before `b` exactly if `b`'s past
-//! counts `a`. See Fidge (1988) and Mattern (1989).
+//! Steps of one stream run in order; a step waits for the steps of other streams that it names. There is no other
+//! order. The clock of a step counts, for each stream, the steps that have ended when it ends; so `a` happens before
+//! `b` exactly if `b`'s past counts `a`. See Fidge (1988) and Mattern (1989).
 
 use crate::graph::Step;
 
-/// Most lanes a plan can have.
+/// Maximum number of streams of a plan.
 pub(crate) const MAX_STREAMS: usize = 4;
 
-/// Steps that have ended, counted a lane.
+/// Number of ended steps per stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VectorClock([u32; MAX_STREAMS]);
 
@@ -27,16 +27,16 @@ impl VectorClock {
 /// The order of a plan's steps, grown step by step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HappensBefore {
-    /// What has ended when a step begins.
+    /// Steps that have ended when a step begins.
     pasts: Vec<VectorClock>,
     /// The same with the step itself.
     clocks: Vec<VectorClock>,
-    /// The last step of each lane.
+    /// The last step of each stream.
     tails: [Option<usize>; MAX_STREAMS],
 }
 
 impl HappensBefore {
-    /// The order of a whole plan. Lanes and the steps waited for must be in range.
+    /// The order of a whole plan. Streams and awaited steps must be in range.
     pub(crate) fn from_steps(steps: &[Step]) -> Self {
         let mut order = Self::default();
         for step in steps {
@@ -55,7 +55,7 @@ impl HappensBefore {
         self.clocks.push(clock);
     }
 
-    /// What would have ended when a step began here.
+    /// Steps that would have ended if a step began here.
     pub(crate) fn past_of(&self, lane: usize, waits_on: &[usize]) -> VectorClock {
         let mut past = self.tails[lane].map_or(VectorClock::default(), |tail| self.clocks[tail]);
         for &step in waits_on {
@@ -64,27 +64,27 @@ impl HappensBefore {
         past
     }
 
-    /// The last step of a lane.
+    /// The last step of a stream.
     pub(crate) const fn tail(&self, lane: usize) -> Option<usize> {
         self.tails[lane]
     }
 
-    /// What has ended when `step` begins.
+    /// Steps that have ended when `step` begins.
     pub(crate) fn past(&self, step: usize) -> &VectorClock {
         &self.pasts[step]
     }
 
-    /// What has ended when `step` has.
+    /// Steps that have ended when `step` has ended.
     pub(crate) fn clock(&self, step: usize) -> &VectorClock {
         &self.clocks[step]
     }
 
-    /// A clock that counts `step` and what its own lane ran before it, and nothing of other lanes: what a step must cover to
-    /// know that `step` has ended.
+    /// A clock that counts `step` and the earlier steps of its stream only: a step whose past covers it knows that
+    /// `step` has ended.
     pub(crate) fn own(&self, step: usize) -> VectorClock {
         let mut own = VectorClock::default();
         for lane in 0..MAX_STREAMS {
-            // A step counts itself on its own lane only.
+            // A step counts itself on its own stream only.
             if self.clocks[step].0[lane] > self.pasts[step].0[lane] {
                 own.0[lane] = self.clocks[step].0[lane];
             }
@@ -109,8 +109,10 @@ mod tests {
 
     #[test]
     fn clocks_know_which_steps_have_ended() {
-        // lane 0: 0 ─ 1 ───── 4
-        // lane 1:      └ 2 ─ 3 ┘ (4 waits on 3, 2 waits on 0)
+        // ```text
+        // stream 0: 0 ─ 1 ───── 4
+        // stream 1:      └ 2 ─ 3 ┘     (4 waits on 3, 2 waits on 0)
+        // ```
         let mut order = HappensBefore::default();
         order.push(0, &[]);
         order.push(0, &[]);

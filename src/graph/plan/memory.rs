@@ -1,5 +1,5 @@
-//! Gives every value of a plan room in one arena, so that values that may be alive at the same time never overlap; or, where
-//! memory is not to be reused, so that no two values do.
+//! Places the values of a plan in one arena, so that values that may be alive at the same time never overlap. Without
+//! memory reuse, no two values overlap.
 
 use std::cmp::Reverse;
 
@@ -13,21 +13,21 @@ pub(crate) struct Lifetime {
     /// First and last step that touch it, in the order of the plan.
     pub first: usize,
     pub last: usize,
-    /// What has ended when the first begins.
+    /// Steps that have ended when the first user begins.
     born: VectorClock,
     /// All that touch it.
     users: VectorClock,
 }
 
 impl Lifetime {
-    /// Whether both may matter at once: neither is known to be over when the other begins. With one lane, whether their
-    /// stretches of the plan overlap.
+    /// Whether both may be alive at once: neither is known to be over when the other begins. With one stream, whether
+    /// their ranges of steps overlap.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         !self.born.covers(&other.users) && !other.born.covers(&self.users)
     }
 }
 
-/// Life of every value of the step list; none for values no step touches.
+/// Lifetime of each value of the step list; `None` for values that no step uses.
 pub(crate) fn lifetimes(values: usize, steps: &[Step]) -> Vec<Option<Lifetime>> {
     let order = HappensBefore::from_steps(steps);
     let mut lives: Vec<Option<Lifetime>> = vec![None; values];
@@ -36,7 +36,7 @@ pub(crate) fn lifetimes(values: usize, steps: &[Step]) -> Vec<Option<Lifetime>> 
             let unborn = Lifetime { first: at, last: at, born: *order.past(at), users: VectorClock::default() };
             let life = lives[value].get_or_insert(unborn);
             life.last = at;
-            // Whoever waits for a step of a lane has waited for all before it: the latest of each lane counts.
+            // Waiting for a step of a stream includes all steps before it, so only the latest of each stream counts.
             life.users.join(&order.own(at));
         }
     }
@@ -58,8 +58,8 @@ pub(crate) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &B
         .unwrap_or(0)
 }
 
-/// Sets the arena offset of every arena value and returns the arena's size. Three orders are tried (largest first, oldest
-/// first, longest-lived first), each value going to the lowest gap that fits; the smallest arena wins.
+/// Sets the offset of each arena value and returns the size of the arena. Three orders are tried (largest first, oldest
+/// first, longest-lived first), and each value goes to the lowest gap that fits; the smallest arena wins.
 pub(crate) fn plan_arena(values: &mut [PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lifetimes(values.len(), steps);
     let mut wanted: Vec<(usize, usize, Lifetime)> = (0..values.len())
@@ -103,7 +103,7 @@ fn lowest_gaps(wanted: &[(usize, usize, Lifetime)]) -> (Vec<(usize, usize)>, usi
     let mut placed: Vec<(usize, usize, usize, Lifetime)> = Vec::new();
     let mut arena_bytes = 0;
     for &(value, bytes, life) in wanted {
-        // `placed` is sorted by offset: walk the neighbours in time and take the first gap.
+        // `placed` is sorted by offset: the first gap between values that are alive at the same time.
         let mut offset = 0;
         for &(_, start, len, other) in &placed {
             if !life.overlaps(&other) {
@@ -130,7 +130,7 @@ mod tests {
 
     const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2, seqs: 2, kv_tokens: 16 };
 
-    /// What a step adds: values it writes (columns, kind), how far back it reads, whether it has scratch.
+    /// Description of a step: values it writes (columns, kind), distance of its reads, whether it has scratch.
     type Recipe = (Vec<(usize, u8)>, Vec<usize>, Option<usize>);
 
     fn recipes() -> impl Strategy<Value = Vec<Recipe>> {
@@ -157,7 +157,7 @@ mod tests {
         (values, steps)
     }
 
-    /// Values alive at a step, found the slow way: written at or before it, touched at or after it.
+    /// Reference for values alive at a step: written at or before it, used at or after it.
     fn alive(steps: &[Step], value: usize, at: usize) -> bool {
         let touches = |step: &Step| step.inputs.iter().chain(&step.outputs).chain(&step.scratch).any(|v| *v == value);
         steps[..=at].iter().any(touches) && steps[at..].iter().any(touches)
@@ -212,7 +212,7 @@ mod tests {
         }
     }
 
-    /// Steps put on lanes as their reads need.
+    /// Assigns steps to streams by their reads.
     fn on_lanes(steps: &mut [Step], lanes: usize) {
         let writes = |step: &Step, value| step.outputs.iter().chain(&step.scratch).any(|&written| written == value);
         let writer = |value: usize, steps: &[Step]| steps.iter().position(|step| writes(step, value));
@@ -223,7 +223,7 @@ mod tests {
         }
     }
 
-    /// Some order in which streams and events allow the steps to run, another for each seed.
+    /// An order in which streams and events allow the steps to run; it depends on the seed.
     fn some_execution(steps: &[Step], mut seed: u64) -> Vec<usize> {
         let mut done = vec![false; steps.len()];
         let mut order = Vec::new();
@@ -242,7 +242,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Whatever order the lanes take, no step writes over what another will still read.
+        /// In any order of the streams, no step overwrites a value that is still read.
         #[test]
         fn no_order_of_lanes_overwrites_what_is_still_read(recipes in recipes(), lanes in 1usize..5, seed in any::<u64>()) {
             let (mut values, mut steps) = build(&recipes);
@@ -254,7 +254,7 @@ mod tests {
             };
             for round in 0..20u64 {
                 let order = some_execution(&steps, seed.wrapping_add(round * 7919));
-                // Who wrote each byte last, by value.
+                // Last writer of each byte, by value.
                 let mut owner: Vec<(std::ops::Range<usize>, usize)> = Vec::new();
                 for &at in &order {
                     let step = &steps[at];
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn what_is_alive_once_takes_its_room_once() {
-        // a chain: each value is read by the next step only, so two rooms do.
+        // In a chain, each value is read by the next step only, so two buffers suffice.
         let recipes: Vec<Recipe> =
             (0..10).map(|i| (vec![(64, 0)], if i == 0 { vec![] } else { vec![0] }, None)).collect();
         let (mut values, steps) = build(&recipes);

@@ -1,4 +1,4 @@
-//! The plan: a straight list of steps with every operand placed. What devices execute, and what people read.
+//! The plan: a list of steps with placed operands. Devices execute it, and its text form is readable.
 
 pub(super) mod bucket;
 pub(super) mod cost;
@@ -16,15 +16,15 @@ use super::{Bucket, Elem, Io, Op, OverflowPolicy, RegisteredOp, RopeFrequencies,
 use happens_before::HappensBefore;
 use memory::lifetimes;
 
-/// What the compiler must know of the device it compiles for.
+/// Facts about the target device that the compiler needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Target {
     /// Alignment of arena values in bytes, a power of two of at least 64.
     pub alignment: usize,
-    /// Whether linear operations over integer weights may take int8 activations.
+    /// Whether linear operations over integer weights can read int8 activations.
     pub int8_activations: bool,
-    /// Whether bf16 × bf16 products are faster than those of f32: `mix` then rounds in front of bf16 weights.
+    /// Whether bf16 × bf16 products are faster than those of f32: `mix` then rounds before bf16 weights.
     pub bf16_activations: bool,
     /// Operations it runs; fused ones it lacks are not made.
     pub ops: OpSet,
@@ -39,7 +39,7 @@ impl Target {
     }
 }
 
-/// Where a value lives.
+/// Location of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operand {
@@ -62,11 +62,11 @@ pub struct PlanValue {
     pub name: String,
     /// Symbolic rows.
     pub rows: RowDim,
-    /// Elements a row.
+    /// Elements per row.
     pub cols: usize,
     /// Element type.
     pub elem: Elem,
-    /// Where it lives.
+    /// Location of the value.
     pub operand: Operand,
 }
 
@@ -92,13 +92,13 @@ pub struct Step {
     pub inputs: Vec<usize>,
     /// Values written.
     pub outputs: Vec<usize>,
-    /// Room the operation needs for itself.
+    /// Scratch memory of the operation.
     pub scratch: Option<usize>,
     /// Layer it belongs to.
     pub layer: Option<u32>,
-    /// Lane it runs on, behind all earlier steps of that lane.
+    /// Stream on which it runs, after all earlier steps of that stream.
     pub stream: u8,
-    /// Steps of other lanes that must have ended before it begins, ascending.
+    /// Steps of other streams that must have ended before it begins, ascending.
     pub waits_on: Vec<usize>,
 }
 
@@ -124,7 +124,7 @@ pub struct Plan {
     pub alignment: usize,
     /// Fusion level it was compiled with.
     pub fusion: u8,
-    /// Lanes it was compiled for.
+    /// Number of streams.
     pub streams: u8,
     /// Whether values that are never alive together may share bytes of the arena.
     pub memory_reuse: bool,
@@ -136,19 +136,19 @@ pub struct Plan {
     pub customs: Vec<RegisteredOp>,
     /// The part of the model it computes.
     pub rank: TpRank,
-    /// What happens to rows that overflow.
+    /// Policy for rows that overflow.
     pub overflow: OverflowPolicy,
 }
 
 impl Plan {
-    /// First and last step that touches each value; none for a value that no step touches.
+    /// First and last step that uses each value; `None` for an unused value.
     pub(crate) fn lives(&self) -> Vec<Option<(usize, usize)>> {
         let lives = lifetimes(self.values.len(), &self.steps);
         lives.into_iter().map(|life| life.map(|life| (life.first, life.last))).collect()
     }
 
-    /// The plan cut into stretches of neighbouring steps of which none is ordered before another: what a device without
-    /// streams may run between two barriers.
+    /// The plan split into ranges of adjacent, independent steps: a device without streams may run each range between
+    /// two barriers.
     pub fn groups(&self) -> Vec<Range<usize>> {
         let order = HappensBefore::from_steps(&self.steps);
         let mut groups: Vec<Range<usize>> = Vec::new();
@@ -161,7 +161,8 @@ impl Plan {
         groups
     }
 
-    /// The plan as text: one header, one line a step, with its lane and what it waits for where there are several lanes.
+    /// The plan as text: one header, then one line per step, with its stream and the awaited steps if there are several
+    /// streams.
     pub fn dump(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(

@@ -1,19 +1,20 @@
-//! Puts steps on lanes: independent branches side by side, as few waits as their data needs.
+//! Assigns steps to streams: independent branches run concurrently, with as few waits as their data needs.
 //!
-//! A lane is a stream on devices that have streams. On the CPU the whole team runs the plan in order, and neighbouring steps
-//! with no path between them share one barrier ([`Plan::groups`](crate::graph::Plan::groups)).
+//! On a device with streams, a stream of the plan is a stream of the device. On the CPU, the whole thread pool runs the
+//! plan in order, and adjacent independent steps share one barrier ([`Plan::groups`](crate::graph::Plan::groups)).
 
 use super::happens_before::{HappensBefore, MAX_STREAMS, VectorClock};
 
-/// Lane of a step, and the steps on other lanes that it waits for.
+/// Stream of a step, and the steps on other streams that it waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct StreamPlacement {
     pub stream: u8,
     pub waits_on: Vec<usize>,
 }
 
-/// Lanes for steps that each need the steps of their list (all before them). A step goes on where something it needs has
-/// just ended; else to a lane it would not have to wait for; else to the lane that has been quiet longest.
+/// Assigns streams to steps; each step needs the earlier steps of its list. A step goes to the stream where a needed
+/// step has just ended, else to a stream for which it would not have to wait, else to the stream that has been idle
+/// longest.
 pub(crate) fn assign_streams(needs: &[Vec<usize>], lanes: usize) -> Vec<StreamPlacement> {
     let lanes = lanes.clamp(1, MAX_STREAMS);
     let mut order = HappensBefore::default();
@@ -33,7 +34,7 @@ pub(crate) fn assign_streams(needs: &[Vec<usize>], lanes: usize) -> Vec<StreamPl
             .unwrap_or(0);
         let mut waits_on: Vec<usize> = needed.iter().copied().filter(|&step| lane_of[step] != lane).collect();
         waits_on.sort_unstable();
-        // What the others wait for as well need not be waited for.
+        // A wait that another wait implies is redundant.
         for at in (0..waits_on.len()).rev() {
             let step = waits_on.remove(at);
             if !order.past_of(lane, &waits_on).covers(order.clock(step)) {

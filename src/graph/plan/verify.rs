@@ -1,9 +1,9 @@
-//! States what must hold of every plan; run after each compilation in debug builds, by devices before they load one, and
-//! by tests.
+//! Invariants of plans; checked after each compilation in debug builds, by devices before they load a plan, and by
+//! tests.
 //!
-//! A plan that passes can be run without a doubt: every index is in range, every operand has the shape its operation
-//! needs and a place of its own while it may be alive, and of two steps that touch the same bytes, one of them writing,
-//! vector clocks say that one has ended before the other begins.
+//! A plan that passes is safe to run: each index is in range, each operand has the shape that its operation needs and
+//! does not overlap with other values while it may be alive, and of two steps that access the same bytes, one of them
+//! writing, the vector clocks show that one has ended before the other begins.
 
 use super::happens_before::{HappensBefore, MAX_STREAMS};
 use super::memory::lifetimes;
@@ -11,7 +11,7 @@ use super::{Operand, Plan, PlanValue, Step};
 use crate::graph::op_signature::Operands;
 use crate::graph::{Bucket, CompileError, Elem, Io, Op, op_signature, row_bytes};
 
-/// No value may be larger: sums of many stay far from overflow, and no machine has so much.
+/// Maximum size of a value: sums of many stay far from overflow, and no machine has this much memory.
 const MOST_BYTES: usize = 1 << 48;
 /// No row may be longer: the bound that model descriptions have as well.
 const MOST_COLS: usize = 1 << 28;
@@ -34,9 +34,14 @@ fn invalid(what: String) -> CompileError {
 }
 
 impl Plan {
-    /// Checks the plan against its own rules: operands fit their operations, every value is written once before it is
-    /// read, arena values lie inside the arena, aligned, and those that may be alive at once never overlap (without memory
-    /// reuse: no two do); steps that touch the same bytes are ordered by their lanes and waits.
+    /// Checks the plan.
+    ///
+    /// Operands fit their operations; each value is written once before it is read; arena values lie inside the arena,
+    /// aligned, and those that may be alive at once never overlap (without memory reuse: no two do); steps that access
+    /// the same bytes are ordered by their streams and waits.
+    ///
+    /// # Errors
+    /// [`CompileError::Plan`] with the first violated rule.
     pub fn check(&self) -> Result<(), CompileError> {
         self.check_indices()?;
         self.check_values()?;
@@ -140,7 +145,8 @@ impl Plan {
         if sound { Ok(()) } else { Err(invalid(format!("step {at} {}: {rule}", step.op.name()))) }
     }
 
-    /// Writes come once and before reads, and attention reads the layer that its effect says was stored.
+    /// Each value is written once and before it is read, and attention reads the layer that its effect input has
+    /// stored.
     fn check_order(&self) -> Result<(), CompileError> {
         let mut writer: Vec<Option<&Op>> = vec![None; self.values.len()];
         for (at, step) in self.steps.iter().enumerate() {
@@ -223,7 +229,7 @@ impl Plan {
     }
 }
 
-/// Every value a step reads, writes or scribbles on.
+/// All values that a step reads, writes or uses as scratch.
 fn touched(step: &Step) -> impl Iterator<Item = usize> + '_ {
     step.inputs.iter().chain(&step.outputs).chain(&step.scratch).copied()
 }

@@ -1,4 +1,4 @@
-//! What every program of a card reads: a few numbers, the causal mask, the ids by number.
+//! Constants that all programs of a card read: a few numbers, the causal mask, a table of ids.
 
 #![forbid(unsafe_code)]
 
@@ -6,7 +6,7 @@ use ascend_sys::{AscendError, Context, DeviceBuffer, ElemType, MASK_SIDE, Tensor
 
 use super::{ALIGNMENT, alloc_zeroed};
 
-/// Numbers that stand in a granule each.
+/// Numbers, one per aligned unit.
 const NUMBERS: [i32; 4] = [1, -1, 2, -2];
 
 /// Constant tensors in device memory.
@@ -14,7 +14,7 @@ const NUMBERS: [i32; 4] = [1, -1, 2, -2];
 pub(crate) struct Constants {
     numbers: DeviceBuffer,
     mask: DeviceBuffer,
-    /// `ids[i + 1] = i`, and 0 for what stands for none.
+    /// `ids[i + 1] = i`, and 0 at the index of "no token".
     ids: DeviceBuffer,
     known_ids: usize,
 }
@@ -59,12 +59,12 @@ impl Constants {
         TensorDesc::new(self.mask.address(), ElemType::Bool, &[MASK_SIDE, MASK_SIDE])
     }
 
-    /// Row `best + 1` holds the id to feed: 0 where `best` is none.
+    /// Row `argmax + 1` holds the id to copy: 0 if there is no argmax.
     pub(crate) fn id_table(&self) -> TensorDesc {
         TensorDesc::new(self.ids.address(), ElemType::I32, &[self.known_ids + 1])
     }
 
-    /// Makes room for a vocabulary; the streams are at their ends.
+    /// Grows the table to a vocabulary; the streams must be idle.
     pub(crate) fn grow_id_table(&mut self, context: &Context, count: usize) -> Result<(), AscendError> {
         if count <= self.known_ids {
             return Ok(());

@@ -1,5 +1,5 @@
-//! How keys and values lie in a pool: for each layer the keys of all blocks, then the values of all blocks, each block
-//! `[tokens, heads · head_dim]`, as the attention and scatter operations take them.
+//! Layout of keys and values in a pool: for each layer the keys of all blocks, then the values of all blocks, each
+//! block `[tokens, heads · head_dim]`, as the attention and scatter operations require.
 
 #![forbid(unsafe_code)]
 
@@ -9,10 +9,10 @@ use crate::device::KvLayout;
 use crate::graph::TpRank;
 use crate::kv_cache::{KvDType, KvGeometry};
 
-/// Blocks behind those that callers name: rows that only fill a batch up write there.
+/// Blocks after those of the caller: padding rows write there.
 pub(crate) const RESERVED_BLOCKS: u64 = 1;
 
-/// Keys and values that one card keeps: its share of the heads of all ranks.
+/// Keys and values of one card: its shard of the heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KvShard {
     pub geometry: KvGeometry,
@@ -24,8 +24,8 @@ impl KvShard {
         Self { geometry: KvGeometry { kv_heads: rank.share(all.kv_heads).len(), ..all } }
     }
 
-    /// The largest share of `cards`: what a block takes of each card's memory. A card with a smaller one has room for more
-    /// blocks in a pool than its callers name.
+    /// The largest shard over `cards` cards: the size of a block on each card. A card with a smaller shard could hold
+    /// more blocks than its callers use.
     pub(crate) fn largest(all: KvGeometry, cards: u32) -> Self {
         Self::for_rank(all, TpRank { index: cards.saturating_sub(1), of: cards.max(1) })
     }
@@ -37,7 +37,7 @@ impl KvShard {
         }
     }
 
-    /// Elements of a token's keys in one layer.
+    /// Elements of the keys of one token in one layer.
     pub(crate) const fn row(&self) -> usize {
         self.geometry.kv_heads * self.geometry.head_dim
     }
@@ -58,7 +58,7 @@ impl KvShard {
     }
 }
 
-/// How `cards` lay out blocks of all ranks' heads: a block is the bytes that each card has of it.
+/// Layout of a block over `cards` cards: its bytes on each card.
 pub(crate) fn describe(all: KvGeometry, cards: u32) -> KvLayout {
     let KvGeometry { layers, kv_heads, head_dim, block_size, dtype } = all;
     let cut = if cards > 1 { format!("-c{cards}") } else { String::new() };

@@ -1,4 +1,5 @@
-//! Device memory in pieces: every piece starts at a multiple of 512 bytes and has room behind it that kernels may read.
+//! Regions of device memory: each part starts at a multiple of 512 bytes and is followed by padding that kernels may
+//! read.
 
 pub(super) mod constants;
 pub(super) mod kv_layout;
@@ -6,31 +7,31 @@ pub(super) mod staging;
 
 use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Pages, TensorDesc};
 
-/// Where pieces start: what torch-npu uses, whole lines of every cache on the chip.
+/// Alignment of parts: the value of torch-npu, whole lines of every cache on the chip.
 pub(super) const ALIGNMENT: usize = 512;
-/// Bytes behind every contiguous operand that kernels may read.
+/// Padding after each contiguous operand; kernels may read it.
 pub(super) const TAIL_PADDING: usize = 32;
 
-/// Bytes of a piece with what is behind it.
+/// Bytes of a part with its padding.
 pub(super) const fn padded(bytes: usize) -> usize {
     (bytes + TAIL_PADDING).next_multiple_of(ALIGNMENT)
 }
 
-/// Zeroed device memory. The fill does not wait for streams, which cannot know the memory yet.
+/// Allocates zeroed device memory. The fill does not wait for streams, which cannot use the memory yet.
 pub(super) fn alloc_zeroed(context: &Context, bytes: usize) -> Result<DeviceBuffer, AscendError> {
     let buffer = DeviceBuffer::new(context, padded(bytes), Pages::HugeFirst)?;
     buffer.fill(0)?;
     Ok(buffer)
 }
 
-/// Sums up pieces before they are allocated as one.
+/// Adds up the sizes of parts that are allocated as one region.
 #[derive(Debug, Default)]
 pub(super) struct RegionBuilder {
     bytes: usize,
 }
 
 impl RegionBuilder {
-    /// Offset of a further piece.
+    /// Offset of the next part.
     pub(super) fn add(&mut self, bytes: usize) -> usize {
         let offset = self.bytes;
         self.bytes += padded(bytes);
@@ -42,7 +43,7 @@ impl RegionBuilder {
     }
 }
 
-/// A stretch of device memory with its element type: what descriptions are made of.
+/// A range of device memory with its element type, from which tensor descriptors are built.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TypedAddress {
     pub address: DeviceAddress,

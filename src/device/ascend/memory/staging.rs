@@ -1,7 +1,7 @@
-//! Pinned host memory for the copies of the step loop: a fixed number of slots to the device, one landing place back.
+//! Pinned host memory for the copies of the step loop: a fixed number of slots to the device, and one readback buffer.
 //!
-//! A slot is moved, never shared: a caller takes a free one and fills it, the device's thread queues the copy and keeps it
-//! until the stream has passed, then it is free again.
+//! A slot has one owner at a time: a caller takes a free one and fills it; the device's thread queues the copy and
+//! keeps the slot until the stream has passed the copy; then the slot is free again.
 
 #![allow(unsafe_code)]
 
@@ -15,9 +15,9 @@ use crate::device::ascend::worker::wait::WaitPolicy;
 
 /// Bytes of a slot: ids, positions or tables of a large step fit one.
 pub(crate) const SLOT_BYTES: usize = 64 << 10;
-/// Slots of callers: a step takes about six.
+/// Slots of callers: a step needs about six.
 pub(crate) const SLOTS: usize = 64;
-/// Slots of the device's thread, which must not wait for those that lie in the queue before it: a launch takes one.
+/// Slots of the device's thread, which must not wait for slots of commands queued before: a launch needs one.
 pub(crate) const OWN_SLOTS: usize = 8;
 
 /// Free slots, for callers and the device's thread.
@@ -38,7 +38,7 @@ impl FreeSlots {
         self.state.lock().0.pop()
     }
 
-    /// A free slot, waiting for one; none once the device has ended.
+    /// Waits for a free slot; `None` once the device has ended.
     pub(crate) fn take(&self) -> Option<PinnedBuffer> {
         let mut state = self.state.lock();
         loop {
@@ -57,7 +57,7 @@ impl FreeSlots {
         self.returned.notify_one();
     }
 
-    /// Takes all slots away; nobody waits from now on.
+    /// Removes all slots; no call waits from now on.
     pub(crate) fn close(&self) -> Vec<PinnedBuffer> {
         let mut state = self.state.lock();
         state.1 = true;
@@ -92,7 +92,7 @@ impl InFlight {
         &self.free
     }
 
-    /// Queues the copy of a slot's first bytes, and keeps the slot.
+    /// Queues the copy of a slot's first bytes, and keeps the slot until the copy has run.
     pub(crate) fn copy_in(
         &mut self,
         slot: PinnedBuffer,
@@ -102,8 +102,8 @@ impl InFlight {
         mark: Mark,
     ) -> Result<(), AscendError> {
         debug_assert!(bytes <= slot.bytes(), "a copy of a slot is within it");
-        // SAFETY: the slot is pinned and holds as many bytes; it is kept here, where nobody writes to it, until `on` has
-        // passed the copy.
+        // SAFETY: the slot is pinned and holds at least `bytes` bytes. It is kept here, where nothing writes to it,
+        // until `on` has passed the copy.
         let queued = unsafe { on.copy_in(dst, slot.as_ptr(), bytes) };
         self.slots.push_back((slot, mark));
         queued
@@ -136,9 +136,9 @@ pub(crate) fn copy_out(
     wait_policy: &WaitPolicy,
 ) -> Result<(), AscendError> {
     debug_assert!(bytes <= readback.bytes(), "a copy to the landing place fits it");
-    // SAFETY: pinned, with room for as many bytes. It is borrowed exclusively until the stream is at its end; where that
-    // does not come within the limit, the device has ended, its streams are aborted, and the memory is not given back
-    // before.
+    // SAFETY: the buffer is pinned and has capacity for the copied bytes. It is borrowed exclusively until the stream
+    // is idle; if that does not happen within the limit, the device has ended, its streams are aborted, and the memory
+    // is not freed before.
     unsafe { on.copy_out(readback.as_ptr(), src, bytes) }?;
     wait_policy.wait(|limit| on.synchronize(Some(limit)))
 }
@@ -153,8 +153,8 @@ pub(crate) fn copy_pinned(
     on: &Stream,
 ) -> Result<(), AscendError> {
     assert!(offset.checked_add(bytes).is_some_and(|end| end <= pinned.bytes()), "a span within its buffer");
-    // SAFETY: within the buffer, which is pinned. It is freed only after all streams were waited for, and it is read and
-    // written by queued copies only, in the order of streams and events that the caller gave.
+    // SAFETY: the range is within the buffer, which is pinned. The buffer is freed only after all streams are idle, and
+    // only queued copies read and write it, in the order of streams and events of the caller.
     unsafe {
         let host = pinned.as_ptr().add(offset);
         if to_device { on.copy_in(device, host, bytes) } else { on.copy_out(host, device, bytes) }

@@ -1,4 +1,4 @@
-//! Operations by their operands: what an op is made from, as often as it has to be.
+//! Descriptions of operations by their operands, from which an operation is built as often as needed.
 
 #![forbid(unsafe_code)]
 

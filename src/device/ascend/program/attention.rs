@@ -1,4 +1,4 @@
-//! Attention over the pool: which form of the operation takes a model's heads, and how a batch is put to it.
+//! Attention over the KV pool: the form of the operation that supports a model's heads, and its arguments for a batch.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,7 @@ use crate::device::ascend::memory::constants::Constants;
 use crate::device::ascend::memory::kv_layout::KvShard;
 use crate::graph::AttentionShape;
 
-/// Lengths of a batch as the operation takes them.
+/// Lengths of a batch in the form of the operation.
 #[derive(Debug, Default)]
 pub(crate) struct Lengths {
     /// Sums of the rows of the sequences.
@@ -23,7 +23,7 @@ impl Lengths {
         Self { ends: Vec::with_capacity(seqs), keys: Vec::with_capacity(seqs) }
     }
 
-    /// Takes a batch, padded with sequences of one row and one key up to `seqs`.
+    /// Sets the lengths of a batch, padded to `seqs` with sequences of one row and one key.
     pub(crate) fn fill(&mut self, q_lens: &[u32], kv_lens: &[u32], seqs: usize) {
         self.ends.clear();
         self.keys.clear();
@@ -46,10 +46,10 @@ impl Lengths {
     }
 }
 
-/// How queries are handed over.
+/// Layout of the queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttentionLayout {
-    /// All sequences in one call, whatever their lengths.
+    /// All sequences in one call, of any lengths.
     Packed,
     /// One call for all if each brings one row, else one a sequence.
     Padded,
@@ -72,7 +72,7 @@ pub(crate) struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    /// Makes the calls for a batch, one after the other.
+    /// Issues the calls for a batch, one after the other.
     pub(crate) fn each(
         &self,
         lengths: &Lengths,
@@ -134,10 +134,10 @@ impl Layer<'_> {
     }
 }
 
-/// Finds the form that takes a layer's heads, by asking for two rows of a sequence.
+/// Finds the form that supports a layer's heads, by building the operation for two rows of a sequence.
 ///
 /// # Errors
-/// What the last form was refused with.
+/// The error of the last form.
 pub(crate) fn probe(
     ops: &Ops,
     constants: &Constants,

@@ -1,9 +1,9 @@
-//! Captured decode steps: one graph a bucket, attention refreshed layer by layer while it runs.
+//! Graph capture of decode steps: one graph per bucket, with attention updated layer by layer during the replay.
 //!
-//! A graph is captured when its bucket is first used by a batch whose sequences bring one row each. Its buffers are the
-//! program's own, so a replay needs no addresses; attention's lengths are host values, so its calls are task groups that
-//! an update stream issues again, each ordered against the replay by an external event. The first replay waits for its
-//! updates to be accepted, so that a driver without them is found before anything hangs on it.
+//! A graph is captured when its bucket is first used by a batch of sequences with one row each. Its buffers belong to
+//! the program, so a replay needs no addresses. The lengths of attention are host values, so its calls are task groups
+//! that an update stream issues again, each ordered against the replay by an external event. The first replay waits for
+//! its updates to be accepted, so that a driver without support for updates is detected before work depends on them.
 
 #![forbid(unsafe_code)]
 
@@ -24,15 +24,15 @@ use crate::graph::AttentionShape;
 /// A bucket's graph.
 #[derive(Debug, Default)]
 pub(crate) enum Captured {
-    /// Nobody has asked yet.
+    /// Not tried yet.
     #[default]
     NotYet,
-    /// Why it runs operation by operation stands in the device's notes.
+    /// Not available; the device's notes give the reason.
     Never,
     Ready(Box<Replay>),
 }
 
-/// A graph with what refreshes it and what it works on.
+/// A graph with its update handles and buffers.
 #[derive(Debug)]
 pub(crate) struct Replay {
     graph: Graph,
@@ -42,7 +42,7 @@ pub(crate) struct Replay {
     done: Event,
     pool: (DeviceAddress, u64),
     results: OutputBuffers,
-    /// Numbers behind the batch's rows, for rows of logits that nobody wants.
+    /// Indices after the batch's rows, for unused rows of logits.
     padding: DeviceAddress,
     shared: Arc<Shared>,
     _region: DeviceBuffer,
@@ -93,7 +93,7 @@ impl Program {
             && rows - batch.shape.tokens <= self.cache.geometry.block_size
     }
 
-    /// Queues one batch as a replay; `false` if there is no graph and none can be had.
+    /// Queues one batch as a replay; `false` if there is no graph and none can be captured.
     pub(crate) fn replay(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
         let pool = (batch.pool, batch.pool_bytes);
         if let Captured::Ready(replay) = &self.captured
@@ -128,8 +128,8 @@ impl Program {
         ran.map(|()| true)
     }
 
-    /// Turns a failure that leaves the device as it was into a note, and goes on without a graph: on all cards, if there are
-    /// several.
+    /// Converts a failure that leaves the device usable to a note, and continues without a graph: on all cards, if
+    /// there are several.
     fn resolve(&self, exec: &ExecContext, outcome: Result<Captured, AscendError>) -> Result<Captured, AscendError> {
         let outcome = match outcome {
             Err(error) if is_harmless(&error) => {
@@ -143,7 +143,7 @@ impl Program {
         Ok(outcome.filter(|_| agreed).unwrap_or(Captured::Never))
     }
 
-    /// Launches the graph and refreshes it, then hands its results over.
+    /// Launches the graph, updates it, and passes on its results.
     fn run(&self, exec: &ExecContext, batch: &Batch<'_>, replay: &mut Replay, on: usize) -> Result<(), AscendError> {
         let stream = exec.streams.get(on);
         let (wanted, all) = (batch.shape.logit_rows, self.sizes.logits);
@@ -155,7 +155,7 @@ impl Program {
         if replay.is_proven {
             let updated = self.update(exec, replay);
             if updated.is_err() {
-                // The replay waits for all of them: let it end, with stale lengths that nobody will read.
+                // The replay waits for all updates: let it end with stale lengths; its results are not read.
                 let update = update_stream(exec)?;
                 replay.layers.iter().try_for_each(|layer| update.record(&layer.event))?;
             }
@@ -201,7 +201,7 @@ impl Program {
             (rows.tokens..rows.tokens + rows.logits).flat_map(|row| to_u32(row).to_le_bytes()).collect();
         region.write(offsets[3], &numbers)?;
         let results = OutputBuffers { logits, argmax: best, status };
-        // The longest lengths: what a shorter one is given later fits their workspace.
+        // The longest lengths: the workspace then suffices for shorter ones.
         let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
         let seqs = self.sizes.seqs;
         self.lengths.fill(&vec![1; seqs], &vec![longest; seqs], seqs);

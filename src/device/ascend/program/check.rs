@@ -1,5 +1,4 @@
-//! What is to be known of a plan before it is lowered: whether the chip can do what it asks for, which kinds of rotation it has,
-//! and which of its products become one.
+//! Checks of a plan before it is lowered: support by the chip, kinds of rotation, and products that can be merged.
 
 #![forbid(unsafe_code)]
 
@@ -9,8 +8,8 @@ use crate::device::ascend::weights::WeightSet;
 use crate::device::ascend::weights::layout::Matrix;
 use crate::graph::{ActivationKind, ActivationType, CompileError, Op, OverflowPolicy, Plan, RopeStyle};
 
-/// Gate and up projections whose weights follow each other and whose results only one gated product reads: they become one
-/// product, whose halves SwiGLU takes.
+/// Finds gate and up projections with adjacent weights whose results only one gated product reads: they become one
+/// product, and SwiGLU reads its halves.
 pub(crate) fn fuse_gate_up(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matrix>>, Vec<bool>) {
     let count = plan.steps.len();
     let (mut joined, mut halves) = (vec![None; count], vec![false; count]);
@@ -39,8 +38,8 @@ pub(crate) fn fuse_gate_up(plan: &Plan, weights: &WeightSet) -> (Vec<Option<Matr
     (joined, halves)
 }
 
-/// Refuses what a plan asks for and the chip's operations do not give: activations of another type than the weights were
-/// uploaded for, values that are clamped instead of becoming infinite, heads that rotate in part.
+/// Refuses plans that the chip's operations do not support: activations of another type than the weights were uploaded
+/// for, saturation instead of infinity, heads that rotate in part.
 pub(crate) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError> {
     let refuse = |op: &'static str, reason: String| Err(CompileError::Unsupported { op, reason });
     let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };

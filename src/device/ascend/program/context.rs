@@ -1,4 +1,5 @@
-//! What all programs of a card stand on: its context, operations, streams, staging, constants and shared scratch.
+//! Execution context of a card, shared by its programs: runtime context, operations, streams, staging, constants and
+//! scratch.
 
 #![forbid(unsafe_code)]
 
@@ -77,7 +78,7 @@ impl Shared {
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct ExecContext {
-    // Dropped in this order: what work may still use goes last.
+    // Fields are dropped in this order: memory that queued work may still use goes last.
     pub streams: Streams,
     /// Refreshes captured graphs; made with the first of them.
     pub update: Option<Stream>,
@@ -93,7 +94,7 @@ pub(crate) struct ExecContext {
     launched: Event,
     pub wait_policy: WaitPolicy,
     pub diagnostics: Arc<Diagnostics>,
-    /// Of several cards: this one's place among them, and what they decide together.
+    /// Rank of this card and the consensus of the ranks, if there are several cards.
     ranks: Option<(Communicator, Arc<Consensus>)>,
     pub context: Context,
 }
@@ -129,7 +130,8 @@ impl ExecContext {
         Arc::clone(&self.shared.borrow())
     }
 
-    /// Makes the scratch at least as large, and ids up to `vocab` known. While nothing grows nothing is waited for.
+    /// Grows the scratch to at least this size, and the table of ids to `vocab`. Waits for the streams only if
+    /// something grows.
     pub(crate) fn reserve(&mut self, bytes: SharedBytes, vocab: usize) -> Result<(), AscendError> {
         self.grow(bytes)?;
         if vocab > 0 {
@@ -149,7 +151,8 @@ impl ExecContext {
         Ok(())
     }
 
-    /// Makes the scratch as small as it was at first. Nothing uses it any more; where the smaller one cannot be had, it stays.
+    /// Shrinks the scratch to its initial size. It must be unused; if the smaller one cannot be allocated, the larger
+    /// one stays.
     pub(crate) fn shrink(&mut self) {
         let smallest = padded(0);
         let smallest = SharedBytes { workspace: smallest, logits: smallest, gathered: smallest, flags: smallest };
@@ -165,7 +168,7 @@ impl ExecContext {
     /// Queues an op that was made before.
     pub(crate) fn launch(&self, op: &mut Op, on: usize) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
-        // Everything was measured at load; an operation that wants more for shorter lengths is waited for once.
+        // All sizes were measured at load; an operation that needs more for shorter lengths causes one wait.
         self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
         let workspace = self.shared().workspace.address();
         op.launch(workspace, needed, self.streams.get(on))
@@ -186,9 +189,9 @@ impl ExecContext {
         self.ranks.as_ref().map_or(Ok(agrees), |(_, consensus)| consensus.all_agree(agrees))
     }
 
-    /// What the collectives' library knows to have gone wrong between the cards.
+    /// An asynchronous error of the collectives' library, if there is one.
     pub(crate) fn link_error(&self) -> Option<AscendError> {
-        // A library that cannot be asked, or does not answer, knows nothing.
+        // A library that cannot be queried, or does not answer, reports no error.
         self.ranks.as_ref().and_then(|(communicator, _)| communicator.async_error().ok().flatten())
     }
 
@@ -204,7 +207,7 @@ impl ExecContext {
         }
     }
 
-    /// Runs an op while nothing else runs, and waits for it.
+    /// Runs an op while the streams are idle, and waits for it.
     pub(crate) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
         self.synchronize()?;
@@ -232,13 +235,13 @@ impl ExecContext {
         Ok(())
     }
 
-    /// Notes what a stream has passed.
+    /// Records the progress of a stream.
     pub(crate) fn passed(&mut self, mark: Mark) {
         self.in_flight.reclaim(mark);
         self.own.reclaim(mark);
     }
 
-    /// Lets a launch on `on` begin behind the last one: they share scratch.
+    /// Orders a launch on `on` after the last one: they share scratch.
     pub(crate) fn begin_launch(&mut self, on: usize) -> Result<(), AscendError> {
         match self.last_launch {
             Some(last) if last != on => {
@@ -271,7 +274,7 @@ impl ExecContext {
         }
     }
 
-    /// Ends what runs, so that nothing waits for a device that does not answer.
+    /// Aborts the streams, so that no call waits for a device that does not answer.
     pub(crate) fn abort(&self) {
         self.streams.abort();
         for stream in [Some(&self.output), self.update.as_ref()].into_iter().flatten() {
@@ -286,13 +289,13 @@ impl ExecContext {
 pub(crate) struct SharedScratch {
     /// Logits before they are widened.
     pub logits: DeviceAddress,
-    /// All ranks' shares of the logits, one behind the other.
+    /// Shards of the logits of all ranks, concatenated.
     pub gathered: DeviceAddress,
     /// A flag an element of the widest rows that are checked.
     pub flags: DeviceAddress,
 }
 
-/// A collective: every card brings as many elements.
+/// A collective: each card contributes the same number of elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Collective {
     /// All ranks' elements side by side, or else their sum.

@@ -1,7 +1,7 @@
-//! From the steps of a plan to operations of the library.
+//! Lowers the steps of a plan to operations of the library.
 //!
-//! Values lie where the plan puts them; rooms that are made for f32 rows hold 16-bit rows here. What a step needs besides
-//! (norm factors, rotated keys, tables of cosines) has fixed places of the program's own.
+//! Values keep the offsets of the plan; buffers sized for f32 rows hold 16-bit rows here. Further operands of a step
+//! (norm factors, rotated keys, tables of cosines) are in buffers of the program.
 
 #![forbid(unsafe_code)]
 
@@ -34,7 +34,7 @@ pub(crate) struct OutputBuffers {
     pub status: DeviceAddress,
 }
 
-/// What a step becomes.
+/// Lowered form of a step.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time: the step loop allocates nothing
 pub(crate) enum LoweredOp {
@@ -46,7 +46,7 @@ pub(crate) enum LoweredOp {
         key: TypedAddress,
         value: TypedAddress,
     },
-    /// Attention over what is stored.
+    /// Attention over the stored keys and values.
     Attention {
         shape: AttentionShape,
         query: TypedAddress,
@@ -54,7 +54,7 @@ pub(crate) enum LoweredOp {
     },
 }
 
-/// Places of a program's own, as offsets into its region behind the arena.
+/// Buffers of a program, as offsets into its region after the arena.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProgramBuffers {
     pub ids: DeviceAddress,
@@ -64,12 +64,13 @@ pub(crate) struct ProgramBuffers {
     pub logit_rows: DeviceAddress,
     /// Block tables, `table_cols` a sequence, and one line more whose first entry is the reserved block.
     pub table: DeviceAddress,
-    /// For each row its entry of `table`, then (from a multiple of 8 on) its place in the block: what the host fills in.
+    /// For each row its entry of `table`, then (from a multiple of 8 on) its slot in the block; written by the host.
     pub entries: DeviceAddress,
     pub slots: DeviceAddress,
-    /// Rows that results of rows of logits belong to; padding rows have numbers behind the batch's.
+    /// For each row of logits, the row of the batch that its status belongs to; padding rows have indices after the
+    /// batch's.
     pub status_rows: DeviceAddress,
-    /// Whether rows are sound: those of the batch, then room for padding rows of logits.
+    /// Whether rows are finite: those of the batch, then those of padding rows of logits.
     pub finite: DeviceAddress,
     row_flags: DeviceAddress,
     logit_flags: DeviceAddress,
@@ -92,7 +93,7 @@ pub(crate) struct BufferDims {
     pub seqs: usize,
     /// Entries of a line of the block table, a multiple of 8.
     pub table_cols: usize,
-    /// Longest rows that are rounded to int8; 0 if none are.
+    /// Largest width of rows that are rounded to int8; 0 if there are none.
     pub int8_cols: usize,
 }
 
@@ -130,7 +131,7 @@ impl ProgramBuffers {
     }
 }
 
-/// Groups a row that a step norms.
+/// Number of groups per row that a step normalizes.
 fn most_groups(plan: &Plan, step: &Step) -> usize {
     match &step.op {
         Op::RmsNorm(norm) | Op::QkNormRope { norm, .. } | Op::RopeKvWrite { norm: Some(norm), .. } => {
@@ -167,7 +168,8 @@ pub(crate) struct Lowering {
     pub ropes: Vec<RopeTables>,
     /// The row of a rank's part of the embedding table by id; that of zeros for ids that others have.
     pub own_rows: Option<DeviceAddress>,
-    /// Gate and up projections that are one product, by step, with the joined weight; and the steps that take both halves.
+    /// Gate and up projections merged into one product, by step, with the joined weight; and the steps that read both
+    /// halves.
     pub fused_gate_up: Vec<Option<Matrix>>,
     pub swiglu_halves: Vec<bool>,
 }
@@ -177,7 +179,7 @@ impl Lowering {
         self.weights.elem
     }
 
-    /// Where a value lies.
+    /// Address of a value.
     pub(crate) fn place(&self, value: usize) -> TypedAddress {
         let offset = match self.plan.values[value].operand {
             Operand::Arena { offset } => offset,
@@ -205,7 +207,7 @@ impl Lowering {
         self.plan.values[value].operand == Operand::Io(Io::Logits)
     }
 
-    /// Whether a step computes rows of logits or what is told of them: such steps are made anew for each launch.
+    /// Whether a step computes rows of logits or their status: such steps are issued anew for each launch.
     pub(crate) fn is_tail(&self, step: &Step) -> bool {
         matches!(step.op, Op::GatherRows | Op::RowStatus)
             || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::RowDim::LogitRows)
@@ -350,7 +352,7 @@ impl Lowering {
         }
     }
 
-    /// Places of cosines and sines in the room of the angles.
+    /// Addresses of cosines and sines in the buffer of the angles.
     fn angles(&self, value: usize, head_dim: usize) -> [TypedAddress; 2] {
         let cos = self.place(value);
         [cos, cos.from(self.plan.bucket.tokens * head_dim)]
@@ -407,7 +409,7 @@ impl Lowering {
         op_of(AclnnOp::Mul { a: out, b: up, out })
     }
 
-    /// Rows as the products of some weights read them, rounded to int8 once if one of these wants that.
+    /// The input rows of products with some weights, rounded to int8 once if one of the products needs that.
     fn multiplied(
         &self,
         parts: &[LinearPart],
@@ -441,7 +443,7 @@ impl Lowering {
             (Matrix::Rows(weight), bias) => op_of(AclnnOp::Linear { x: x.plain, weight, bias, out })?,
             (_, bias) => {
                 op_of(matrix.product(x.plain, &x.int8, out))?;
-                // Tiles take none, and the others take different types of it.
+                // Tiles support no bias, and the other forms take different types of it.
                 bias.map_or(Ok(()), |bias| op_of(AclnnOp::Add { a: out, b: bias, out }))?;
             }
         }
@@ -451,8 +453,8 @@ impl Lowering {
         Ok(())
     }
 
-    /// Puts the ranks' columns of the logits side by side. All ranks bring as much as the one with most columns: what comes
-    /// behind a smaller share is nobody's.
+    /// Concatenates the ranks' columns of the logits. Each rank contributes as many as the rank with most columns; the
+    /// excess columns of a smaller shard are ignored.
     fn gather_logits(
         &self,
         part: usize,
@@ -482,7 +484,8 @@ impl Lowering {
         emit(LoweredOp::Op(AclnnOp::Cast { x: narrow, out: wide }))
     }
 
-    /// Whether each row of logits is finite, and `best = largest · finite + (finite - 1)`: -1, all bits set, where not.
+    /// Whether each row of logits is finite, and `argmax = argmax · finite + (finite - 1)`: -1, all bits set, if it is
+    /// not.
     fn argmax(
         &self,
         rows: usize,
@@ -508,7 +511,7 @@ impl Lowering {
         op_of(AclnnOp::Add { a: product, b: offset, out: ints(results.argmax) })
     }
 
-    /// A row is sound if its last sums and, where they are wanted, its logits are.
+    /// A row is valid if its last sums and, if requested, its logits are finite.
     fn join_logits_status(
         &self,
         rows: RowCounts,
@@ -542,7 +545,7 @@ fn to_usize(n: i64) -> usize {
     usize::try_from(n).unwrap_or(0)
 }
 
-/// 32-bit words that are only moved. Scattering takes f32 and not int32, and moves either as it is.
+/// 32-bit words that are only moved. Scatter supports f32 but not int32, and moves either unchanged.
 pub(crate) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
     TensorDesc::new(address, ElemType::F32, dims)
 }

@@ -1,7 +1,7 @@
-//! A loaded plan: what it works on, and its launches one operation after the other.
+//! A loaded plan: its buffers, and its launches operation by operation.
 //!
-//! The layers run at the bucket's rows with operations made once; what depends on lengths or on the pool (attention,
-//! writing keys and values) is made for each launch, and so are the rows of logits, of which there are few.
+//! The layers run at the bucket's rows with operations that are built once. Operations that depend on lengths or on the
+//! pool (attention, KV writes) are built for each launch, and so are those for the few rows of logits.
 
 #![forbid(unsafe_code)]
 
@@ -32,7 +32,7 @@ use check::{check_plan, fuse_gate_up, rope_styles};
 use context::{ExecContext, Shared, SharedBytes, SharedScratch};
 use lower::{BufferDims, LoweredOp, Lowering, OutputBuffers, ProgramBuffers, RopeTables, RowCounts};
 
-/// What a launch is given, with its buffers as addresses.
+/// Arguments of a launch, with its buffers as addresses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Batch<'a> {
     pub token_ids: DeviceAddress,
@@ -58,7 +58,8 @@ impl Batch<'_> {
 enum Prepared {
     /// Made once.
     Cached(Op),
-    /// Issued anew by each launch: what depends on lengths, on the pool or on other cards, and what the library does not keep.
+    /// Built anew for each launch: depends on lengths, on the pool or on other cards, or cannot be reused by the
+    /// library.
     PerLaunch(Box<LoweredOp>),
 }
 
@@ -76,7 +77,7 @@ pub(super) struct Program {
     pub block_size: TensorDesc,
     pub lengths: Lengths,
     words: Vec<u32>,
-    /// The pool whose reserved block stands in the table.
+    /// The pool whose reserved block is in the table.
     known_pool: Option<(DeviceAddress, u64)>,
     pub captured: Captured,
     /// Dropped last: everything above works on it.
@@ -84,7 +85,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Checks a plan, finds a place for all it works on, and makes the operations of its layers.
+    /// Checks a plan, allocates its buffers, and builds the operations of its layers.
     pub(super) fn load(
         exec: &mut ExecContext,
         plan: &Plan,
@@ -199,7 +200,7 @@ impl Program {
         Ok(())
     }
 
-    /// Sees to it that the card's shared scratch is large enough for this program.
+    /// Grows the card's shared scratch to the needs of this program.
     fn share(&self, exec: &mut ExecContext) -> Result<(), CompileError> {
         let (plan, BufferDims { tokens, logits, .. }) = (&self.lowering.plan, self.sizes);
         let widest = |step: &crate::graph::Step| match step.op {
@@ -214,7 +215,7 @@ impl Program {
             .map_err(|error| compile_error("logits", error, flags as u64, &exec.context))
     }
 
-    /// Makes the operations of the layers, and measures the workspace.
+    /// Builds the operations of the layers, and measures the workspace.
     fn prepare(&mut self, exec: &mut ExecContext) -> Result<(), CompileError> {
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
         let (room, results) = (exec.shared().scratch(), nowhere());
@@ -250,7 +251,7 @@ impl Program {
                 }
                 Ok(())
             };
-            // Where results go is known at launch; the widest rows stand for them here.
+            // The destinations of results are known at launch; the widest rows represent them here.
             let results = OutputBuffers { logits: room.logits, argmax: self.lowering.fixed.ids, status: room.flags };
             self.lowering
                 .lower(at, rows, results, room, &exec.constants, &mut measure)
@@ -262,7 +263,7 @@ impl Program {
             .map_err(|error| compile_error("workspace", error, workspace as u64, &exec.context))
     }
 
-    /// Workspace that attention may need: of the longest sequences, in as many rows as the bucket has.
+    /// Workspace that attention may need: for the longest sequences, in as many rows as the bucket has.
     fn attention_workspace(&mut self, exec: &ExecContext) -> Result<usize, AscendError> {
         let BufferDims { tokens, seqs, .. } = self.sizes;
         let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
@@ -293,7 +294,7 @@ impl Program {
         [0, 1].map(|side| TypedAddress::new(pool.0.offset(self.cache.offset(layer, side, blocks)), self.cache.elem()))
     }
 
-    /// Makes one layer's attention over a batch.
+    /// Builds the attention of one layer over a batch.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend(
         &self,
@@ -322,7 +323,7 @@ impl Program {
         layer.each(lengths, run)
     }
 
-    /// Makes the writing of `rows` rows of keys and values to their slots.
+    /// Builds the KV write of `rows` rows to their slots.
     pub(super) fn store(
         &self,
         exec: &ExecContext,
@@ -351,7 +352,7 @@ impl Program {
         Ok(())
     }
 
-    /// Fills in what a launch's operations read: ids, positions, wanted rows, tables, and where keys and values go.
+    /// Writes the inputs of a launch: ids, positions, logit rows, block tables, and slots of keys and values.
     pub(super) fn fill_in(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<(), AscendError> {
         let fixed = self.lowering.fixed;
         let BufferDims { tokens, logits, seqs, table_cols, .. } = self.sizes;
@@ -407,7 +408,7 @@ impl Program {
         Ok(())
     }
 
-    /// The operations that make slots of entries and places.
+    /// The operations that compute slot indices from table entries and positions.
     pub(super) fn slots(&self) -> [AclnnOp; 3] {
         let BufferDims { tokens, seqs, table_cols, .. } = self.sizes;
         let fixed = self.lowering.fixed;
@@ -458,7 +459,7 @@ impl Program {
         self.tail(exec, batch.rows(), batch.results, &exec.shared(), stream, &mut |op| exec.run(op, on))
     }
 
-    /// Makes the operations behind the layers.
+    /// Builds the operations after the layers.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn tail(
         &self,
@@ -495,7 +496,7 @@ impl Program {
     }
 }
 
-/// For each id the row of a rank's part of the embedding table, and the row of zeros behind it for ids of other ranks.
+/// For each id the row of the rank's shard of the embedding table; ids of other ranks have the row of zeros after it.
 fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
     let (table, first) = plan.steps.iter().find_map(|step| match step.op {
         PlanOp::Embed { table, first_id } => Some((table, first_id)),
@@ -506,7 +507,7 @@ fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
     Some((0..vocab).map(|id| id.checked_sub(first).filter(|row| *row < rows).unwrap_or(rows)).collect())
 }
 
-/// Results of steps that give none.
+/// Output buffers of steps without results.
 const fn nowhere() -> OutputBuffers {
     let none = DeviceAddress(0);
     OutputBuffers { logits: none, argmax: none, status: none }

@@ -7,19 +7,19 @@ use ascend_sys::{AscendError, AscendErrorKind, Context, Event, EventKind, Stream
 use crate::device::ascend::memory::staging::Mark;
 use crate::device::ascend::worker::wait::WaitPolicy;
 
-/// Events a caller can hold without one of them having to be waited for when the next is recorded.
+/// Number of events that a caller can hold before recording the next one waits for the oldest.
 const EVENTS: usize = 128;
 
-/// A stream with the count of what was staged on it.
+/// A stream with the number of copies staged on it.
 #[derive(Debug)]
 struct StreamEvents {
     stream: Stream,
-    /// Joins this stream to whoever waits for all.
+    /// Event by which other streams wait for this stream, among all.
     joint: Event,
     staged: u64,
 }
 
-/// A recorded event: which number it stands for, and what its stream had been given by then.
+/// A recorded event: its number, and the progress of its stream at that point.
 #[derive(Debug)]
 struct Recorded {
     event: Event,
@@ -28,7 +28,7 @@ struct Recorded {
     is_reached: bool,
 }
 
-/// All streams that callers know.
+/// All streams of callers.
 #[derive(Debug)]
 pub(crate) struct Streams {
     context: Context,
@@ -47,7 +47,7 @@ impl Streams {
         Ok(Self { context: context.clone(), lanes: Vec::new(), ring })
     }
 
-    /// Makes stream number `index`, the next one, unless an attempt in which another card failed has left it.
+    /// Creates stream number `index`, the next one, unless it exists from an attempt in which another card failed.
     pub(crate) fn add(&mut self, index: usize) -> Result<(), AscendError> {
         if self.lanes.len() <= index {
             let stream = Stream::new(&self.context)?;
@@ -67,8 +67,8 @@ impl Streams {
         Mark { stream: index, count: self.lanes[index].staged }
     }
 
-    /// Records event number `number` on a stream. What the slot stood for before is waited for: only a caller that is
-    /// [`EVENTS`] events ahead of the device meets this.
+    /// Records event number `number` on a stream. Waits for the event that used the slot before, which happens only if
+    /// the caller is [`EVENTS`] events ahead of the device.
     pub(crate) fn record(&mut self, index: usize, number: u64, wait_policy: &WaitPolicy) -> Result<(), AscendError> {
         let mark = Mark { stream: index, count: self.lanes[index].staged };
         let slot = &mut self.ring[slot_of(number)];
@@ -85,17 +85,17 @@ impl Streams {
         Some(&self.ring[slot_of(number)]).filter(|slot| slot.number == number && !slot.is_reached)
     }
 
-    /// Lets a stream wait for an event.
+    /// Makes a stream wait for an event.
     pub(crate) fn wait(&self, index: usize, number: u64) -> Result<(), AscendError> {
         self.hold(self.get(index), number)
     }
 
-    /// Lets a stream of the card's own wait for an event.
+    /// Makes one of the card's own streams wait for an event.
     pub(crate) fn hold(&self, stream: &Stream, number: u64) -> Result<(), AscendError> {
         self.pending(number).map_or(Ok(()), |slot| stream.wait(&slot.event))
     }
 
-    /// Lets a stream of the card's own wait for all work queued so far.
+    /// Makes one of the card's own streams wait for all work queued so far.
     pub(crate) fn hold_for_all(&self, stream: &Stream) -> Result<(), AscendError> {
         self.lanes.iter().try_for_each(|lane| {
             lane.stream.record(&lane.joint)?;
@@ -103,11 +103,11 @@ impl Streams {
         })
     }
 
-    /// Blocks the host until an event is reached; gives what its stream has passed then.
+    /// Blocks the host until an event is reached; returns the progress of its stream.
     pub(crate) fn wait_host(&mut self, number: u64, wait_policy: &WaitPolicy) -> Result<Option<Mark>, AscendError> {
         if let Some(slot) = self.pending(number) {
             match wait_policy.wait(|limit| slot.event.synchronize(Some(limit))) {
-                // An install that cannot limit this wait can limit the wait for the whole stream.
+                // A runtime without a limit for this wait may have one for the whole stream.
                 Err(error) if error.kind == AscendErrorKind::Unsupported => {
                     let stream = self.get(slot.mark.stream);
                     wait_policy.wait(|limit| stream.synchronize(Some(limit)))?;
@@ -128,7 +128,7 @@ impl Streams {
         Some(mark)
     }
 
-    /// Notes that all work is done; gives what each stream has passed.
+    /// Records that all work has ended; returns the progress of each stream.
     pub(crate) fn all_reached(&mut self) -> impl Iterator<Item = Mark> + use<'_> {
         self.ring.iter_mut().for_each(|slot| slot.is_reached = true);
         self.lanes.iter().enumerate().map(|(stream, lane)| Mark { stream, count: lane.staged })
@@ -145,7 +145,7 @@ impl Streams {
         self.lanes.iter().try_for_each(|lane| wait_policy.wait(|limit| lane.stream.synchronize(Some(limit))))
     }
 
-    /// Ends what runs and drops what waits, so that nothing has to be waited for.
+    /// Aborts running work and drops queued work, so that nothing has to be waited for.
     pub(crate) fn abort(&self) {
         for lane in &self.lanes {
             // Nothing more can be done about a stream that does not even abort.

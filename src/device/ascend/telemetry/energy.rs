@@ -1,11 +1,11 @@
-//! Energy from meters of power: samples of all cards, added up over time.
+//! Energy from power meters: samples of all cards, integrated over time.
 //!
-//! A card says what it draws now, and nothing of what it has used. So the power between two samples is taken as going in a
-//! straight line from one to the other if they are close; what lies between samples that are far apart is not known, and is
-//! charged at the lowest power seen so far: an hour in which nobody asked never costs what one busy sample says.
+//! A card reports its current power, not its energy. The power between two samples is interpolated linearly if they are
+//! close. Between samples that are far apart it is unknown and counts as the lowest power seen so far, so an hour
+//! without a query never costs as much as one busy sample suggests.
 //!
-//! Samples are taken by a thread of their own, ten a second (a call of the driver may take a millisecond), and only while
-//! somebody wants to know: it ends some time after the last question. Steps of an engine never wait for it.
+//! A thread samples ten times a second (a call of the driver may take a millisecond), only while there are queries: it
+//! ends some time after the last one. Steps of an engine never wait for it.
 
 #![forbid(unsafe_code)]
 
@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use ascend_sys::{AscendError, DcmiCard};
 use parking_lot::{Condvar, Mutex};
 
-/// Time between samples: decode steps take tens of milliseconds, and what is asked for is a mean over many.
+/// Time between samples: decode steps take tens of milliseconds, and the result is a mean over many.
 const PERIOD: Duration = Duration::from_millis(100);
-/// Samples further apart than this, in microseconds, say nothing of the time between them.
+/// Largest distance of samples, in microseconds, between which the power is interpolated.
 const CLOSE_US: u64 = 1_000_000;
-/// How long sampling goes on after the last question: two scrapes of a monitor that comes once a minute.
+/// Time that sampling continues after the last query: two intervals of a monitor that reads once a minute.
 const IDLE_STOP_US: u64 = 120_000_000;
 
 /// The sum so far.
@@ -54,7 +54,7 @@ impl EnergyIntegrator {
 #[derive(Debug, Default)]
 struct State {
     integral: EnergyIntegrator,
-    /// Until when samples are taken.
+    /// End of sampling.
     until_us: u64,
     is_sampling: bool,
     is_ended: bool,
@@ -75,10 +75,10 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// Meters that all answer.
+    /// A meter over cards that all answer.
     ///
     /// # Errors
-    /// What the first that does not answer said.
+    /// The error of the first card that does not answer.
     pub(crate) fn new(cards: Vec<DcmiCard>) -> Result<Self, AscendError> {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let inner = Inner { cards, start: Instant::now(), state, changed };
@@ -86,7 +86,7 @@ impl Meter {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Microjoules since the meter was made; keeps samples coming for a while.
+    /// Microjoules since the meter was created; keeps the sampling alive for a while.
     pub(crate) fn energy_uj(&self) -> u64 {
         let now_us = self.inner.now_us();
         let mut state = self.inner.state.lock();
@@ -94,7 +94,7 @@ impl Meter {
         if !state.is_sampling {
             let inner = Arc::clone(&self.inner);
             let thread = std::thread::Builder::new().name("ascend-power".into());
-            // Without a thread there are the samples of those who ask.
+            // Without a thread, only the queries themselves sample.
             state.is_sampling = thread.spawn(move || inner.keep_sampling()).is_ok();
         }
         self.inner.asked(&mut state, now_us)
@@ -116,7 +116,7 @@ impl Inner {
     /// The energy now, from a sample that is fresh enough or another one.
     fn asked(&self, state: &mut State, now_us: u64) -> u64 {
         if u128::from(state.integral.age_us(now_us)) >= PERIOD.as_micros() {
-            // A meter that does not answer leaves a gap, which the next sample closes.
+            // A failed sample leaves a gap, which the next sample closes.
             let _ = self.sample(state, now_us);
         }
         state.integral.uj()
@@ -149,7 +149,7 @@ mod tests {
 
     use super::*;
 
-    /// Watts over seconds are joules; what is far apart costs what little is known of it.
+    /// Watts times seconds are joules; the time between distant samples counts at the lowest known power.
     #[test]
     fn samples_add_up() {
         let mut integral = EnergyIntegrator::default();
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(integral.uj(), 100_000_000, "half a second at 200 W on average");
         integral.add(1_500_000, 300_000);
         assert_eq!(integral.uj(), 400_000_000);
-        // An hour that nobody looked at, between two busy samples.
+        // An hour without samples, between two busy ones.
         integral.add(1_500_000 + 3_600_000_000, 300_000);
         assert_eq!(integral.uj(), 400_000_000 + 3600 * 100_000_000);
         // Time does not go back, and nothing overflows.
@@ -170,7 +170,7 @@ mod tests {
         assert!(integral.uj() > before);
     }
 
-    /// Any cut of a constant power gives the same energy.
+    /// Any sampling of a constant power gives the same energy.
     #[test]
     fn how_often_is_asked_does_not_show_in_a_constant_power() {
         for step_us in [1, 1000, 99_999, 1_000_000, 2_500_000] {

@@ -1,4 +1,4 @@
-//! What cards say of themselves: energy from their own meters, and what they can do at most.
+//! Telemetry of cards: energy from their own meters, and peak rates.
 
 #![forbid(unsafe_code)]
 
@@ -13,19 +13,19 @@ use super::notes::Diagnostics;
 use crate::device::PeakRates;
 use energy::Meter;
 
-/// Chips with what they do at most: cube operations a second at f16 (cores · 8192 · clock, from the platform files of CANN
-/// 8.1.RC1; int8 does twice as much) and bytes a second from memory (0.85 TB/s achievable by Huawei's own analysis; the
-/// card with half the memory channels half of that).
+/// Peak rates of chips: cube operations per second at f16 (cores · 8192 · clock, from the platform files of CANN
+/// 8.1.RC1; twice as many at int8), and bytes per second from memory (0.85 TB/s achievable by Huawei's own analysis;
+/// half of that for the card with half the memory channels).
 const CHIPS: [(&str, u64, u64); 5] =
     [("910B1", 364, 850), ("910B2", 354, 850), ("910B3", 295, 850), ("910B4-1", 246, 850), ("910B4", 246, 425)];
 
-/// The figures of a device's cards.
+/// Figures of a device's cards.
 ///
-/// The meters are the management library's (`libdcmi.so`), which containers often lack. It is opened when energy is first
-/// asked for; without it, or without the power of all cards, there is no energy, and a note says why.
+/// The meters belong to the management library (`libdcmi.so`), which containers often lack. It is opened at the first
+/// query for energy; without it, or without the power of all cards, there is no energy, and a note gives the reason.
 #[derive(Debug)]
 pub(super) struct CardTelemetry {
-    /// The management library; none = where the driver puts it.
+    /// The management library; `None` = the location of the driver.
     library: Option<PathBuf>,
     /// Cards by the runtime's numbers.
     cards: Vec<u32>,
@@ -38,7 +38,7 @@ impl CardTelemetry {
         Self { library, cards, notes, meter: OnceLock::new() }
     }
 
-    /// Energy that all cards together have used since this was first asked, in microjoules.
+    /// Energy that all cards together have used since the first query, in microjoules.
     pub(super) fn energy_uj(&self) -> Option<u64> {
         self.meter.get_or_init(|| self.open()).as_ref().map(Meter::energy_uj)
     }
@@ -52,7 +52,7 @@ impl CardTelemetry {
         meter.map_err(|reason| self.notes.add(format!("no energy: {reason}"))).ok()
     }
 
-    /// What `cards` of the chip named in `description` do at most; none for one that is not known.
+    /// Peak rates of `cards` cards of the chip named in `description`; `None` for an unknown chip.
     pub(super) fn peak_rates(description: &str, cards: u32) -> Option<PeakRates> {
         let cards = u64::from(cards);
         let (_, tflops, gb_per_s) = CHIPS.iter().find(|(name, _, _)| description.contains(name))?;
