@@ -24,11 +24,11 @@ rounds=${1:-3} names=${NAMES:-smollm2} threads=${THREADS:-2} what=${WHAT:-pp,tg,
 batches=${BATCHES:-8x128+64,32x128+64,64x64+32} results=${RESULTS:-target/peers.jsonl}
 python=${OV_PYTHON:-python3}
 mkdir -p "$(dirname "$results")"
-cargo build --release --quiet --example bench
+cargo build --release --quiet -p ascend-llm-tools --bin bench
 
 ours() { # model, weights
-    target/release/examples/bench --model "$MODELS/$1/$2.gguf" --threads "$threads" --what "$what" --batches "$batches" \
-        --reps 1 --json --round "$round" | sed "s/\"model\":\"[^\"]*\"/\"model\":\"$1\"/" >>"$results"
+    target/release/bench --model "$MODELS/$1/$2.gguf" --name "$1" --threads "$threads" --what "$what" --batches "$batches" \
+        --reps 1 --json --round "$round" >>"$results"
 }
 peer() { # name, model, weights, extra arguments of benches/peers.py
     "$python" benches/peers.py run "$@" --models "$MODELS" --threads "$threads" --what "$what" --batches "$batches" \
