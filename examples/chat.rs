@@ -5,9 +5,9 @@
 //! cargo run --release --example chat -- --model MODEL.gguf --system "Answer in one sentence." --temperature 0.7
 //! printf 'Hello\nTell me more\n' | cargo run --release --example chat
 //! ```
-//! The model sees the whole conversation in every turn. The prefix cache keeps the earlier turns computed. `/reset`
-//! starts a new conversation, and the end of the input (Ctrl-D) ends the program. A turn that fails is reported and
-//! removed from the conversation.
+//! The model sees the whole conversation in every turn; the prefix cache holds the keys and values of the earlier turns.
+//! `/reset` starts a new conversation, and the end of the input (Ctrl-D) ends the program. A turn that fails is reported
+//! and removed from the conversation.
 
 use std::io::{BufRead as _, IsTerminal as _, Write};
 use std::process::ExitCode;

@@ -1,8 +1,8 @@
 //! Drives an [`EngineCore`] step by step, without a thread: `cargo run --release --example step_by_step`.
 //!
-//! Four requests share an engine that takes two sequences and 16 token rows a step. The table shows chunked prefill
-//! (`rows` of the first steps), continuous batching (a waiting request starts when another one finishes), and the state
-//! of the queue after each step.
+//! Four requests share an engine whose steps hold at most two sequences and 16 token rows. The table shows chunked prefill
+//! (the `rows` of steps 1 and 2), continuous batching (a waiting request starts when another one finishes), and the queue
+//! after each step.
 
 use ascend_llm::engine::{EngineConfig, EngineCore, Request, RequestError, RequestHandle, StepReport, SubmitError};
 use ascend_llm::{Engine, SamplingParams};

@@ -77,7 +77,7 @@ pub fn draw(path: &Path, model: &str, plan: &Plan) -> Result<()> {
     );
     head.draw_text(&title, &(FONT, 22).into_text_style(&head), (16, 12))?;
     let subtitle = format!(
-        "{} values, {:.2} MiB without reuse of memory; the live values of one step take at most {:.2} MiB",
+        "{} values, {:.2} MiB without reuse of memory; the live values of a step need at most {:.2} MiB",
         values.len(),
         mib(values.iter().map(|value| value.bytes as u64).sum()),
         mib(plan.arena_bound_bytes as u64)

@@ -136,7 +136,7 @@ impl Weights {
         }
     }
 
-    /// Size of an element in half bits, with the scales of its group.
+    /// Size of an element in half bits, with the scales of groups and without those of rows.
     const fn half_bits(self) -> usize {
         match self {
             Self::Bf16 => 32,

@@ -120,7 +120,7 @@ fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
          numerics  {}\n\
          fusion    level {}: {:?}\n\
          launches  {} steps in {groups} groups\n\
-         arena     {:.2} MiB; live values take at most {:.2} MiB at once and {:.2} MiB in total\n",
+         arena     {:.2} MiB; live values need at most {:.2} MiB at once and {:.2} MiB without reuse\n",
         config.architecture.name(),
         config.parameters() as f64 / 1e6,
         config.layers.len(),

@@ -23,6 +23,9 @@ use ascend_llm_tools::tokenizer;
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
+/// Number of windows in a batch.
+const BATCH: u32 = 4;
+
 /// Measures the perplexity of a model on a text.
 #[derive(Debug, Parser)]
 struct Args {
@@ -57,7 +60,7 @@ fn run(args: &Args) -> Result<()> {
         return Err(format!("{}: expected at least 2 tokens, got {}", args.text.display(), ids.len()).into());
     }
     // Cached rows have no logits.
-    let config = EngineConfig::default().with_max_num_seqs(4).with_prefix_caching(false);
+    let config = EngineConfig::default().with_max_num_seqs(BATCH).with_prefix_caching(false);
     let engine = args.model.builder(config, args.model.device()?).build()?;
 
     // A request generates at least one token, which takes a position of the context.
@@ -77,8 +80,7 @@ fn run(args: &Args) -> Result<()> {
     let mut params = SamplingParams::greedy().with_max_tokens(1);
     params.prompt_logprobs = Some(0);
     let mut scores: Vec<f64> = Vec::with_capacity(ids.len());
-    // As many windows at once as the engine runs together.
-    for batch in windows.chunks(4) {
+    for batch in windows.chunks(BATCH as usize) {
         let submit = |window: &Window| {
             engine.submit(Request::tokens(&ids[window.start..window.end]).with_sampling(params.clone()))
         };

@@ -58,7 +58,9 @@ fn run(args: &Args) -> Result<()> {
     let tokens = args.prefill.checked_add(args.decode).filter(|&all| all as usize <= model.max_position_embeddings);
     let tokens = tokens.ok_or_else(|| {
         let (prefill, decode, longest) = (args.prefill, args.decode, model.max_position_embeddings);
-        format!("--prefill {prefill} --decode {decode}: expected at most the model's {longest} tokens together")
+        format!(
+            "--prefill {prefill} --decode {decode}: expected at most {longest} tokens in total, the model's context"
+        )
     })?;
     let mut options = CpuOptions::default();
     (options.threads, options.isa, options.profile) = (args.model.threads, args.model.isa, true);

@@ -26,7 +26,7 @@ const LABEL_GAP: i32 = 18;
 pub struct Line {
     /// Label of the line.
     pub name: String,
-    /// Numbers of sequences with the tokens per second of all of them together.
+    /// Number of sequences, and tokens per second of all of them.
     pub points: Vec<(u32, f64)>,
 }
 
@@ -75,8 +75,8 @@ pub fn draw(path: &Path, title: &str, subtitle: &str, lines: &[Line]) -> Result<
         }
     }
     labels.sort_by_key(|((_, y), ..)| *y);
-    let wanted: Vec<i32> = labels.iter().map(|((_, y), ..)| *y).collect();
-    for (((x, _), text, color), y) in labels.iter().zip(spread(&wanted, LABEL_GAP)) {
+    let positions: Vec<i32> = labels.iter().map(|((_, y), ..)| *y).collect();
+    for (((x, _), text, color), y) in labels.iter().zip(spread(&positions, LABEL_GAP)) {
         let style = (FONT, 16).into_text_style(&root).color(*color).pos(Pos::new(HPos::Left, VPos::Center));
         root.draw_text(text, &style, (x + 10, y))?;
     }
@@ -84,27 +84,25 @@ pub fn draw(path: &Path, title: &str, subtitle: &str, lines: &[Line]) -> Result<
     Ok(())
 }
 
-/// Moves ascending positions apart until neighbors have a distance of at least `gap`.
+/// Moves ascending positions apart until the distance between neighbors is at least `gap`.
 ///
-/// Positions that are too close move by equal amounts in both directions: they become a block with evenly spaced members
-/// around their mean.
-fn spread(wanted: &[i32], gap: i32) -> Vec<i32> {
-    // Blocks: sum of the centers of the first member that each member asks for, number of members.
+/// Positions that are too close become a block of evenly spaced positions around their mean.
+fn spread(positions: &[i32], gap: i32) -> Vec<i32> {
+    // A block: the sum of the starts that its positions prefer, and their number. It starts at the mean of the preferences.
     let mut blocks: Vec<(i32, i32)> = Vec::new();
-    let first = |(sum, count): (i32, i32)| sum.div_euclid(count);
-    for &y in wanted {
+    let start = |(sum, count): (i32, i32)| sum.div_euclid(count);
+    for &y in positions {
         let mut block = (y, 1);
         while let Some(&above) = blocks.last() {
-            if first(above) + above.1 * gap <= first(block) {
+            if start(above) + above.1 * gap <= start(block) {
                 break;
             }
-            // The members of `block` follow those of `above`.
             block = (above.0 + block.0 - block.1 * above.1 * gap, above.1 + block.1);
             blocks.pop();
         }
         blocks.push(block);
     }
-    blocks.iter().flat_map(|&block| (0..block.1).map(move |index| first(block) + index * gap)).collect()
+    blocks.iter().flat_map(|&block| (0..block.1).map(move |index| start(block) + index * gap)).collect()
 }
 
 /// The next of 1, 2, 2.5 and 5 times a power of ten.

@@ -135,7 +135,7 @@ fn a_client_that_goes_cancels_its_request() {
         }
         client.shutdown(std::net::Shutdown::Both).unwrap();
         drop(client);
-        // The server notices a closed connection when it writes. Without cancellation the request takes 250 steps.
+        // The server notices a closed connection when it writes. Without cancellation the request runs for 250 steps.
         let mut permits = 1;
         while engine.stats().finished_cancelled == before {
             if permits < 200 && engine.stats().steps >= permits {
