@@ -14,7 +14,7 @@ const RABBITS: [&str; 3] = ["The rabbit", "A rabbit hopped.", "The little rabbit
 const DUCKS: [&str; 3] = ["The duck", "A duck swam.", "The little duck swam in the pond."];
 const PROMPT: &str = "Once upon a time, there was a";
 
-/// What the operation does with each row.
+/// Mode of the operation: its work on each row.
 #[derive(Debug)]
 enum Mode {
     /// Adds it to a sum.

@@ -191,7 +191,7 @@ fn number(value: f64) -> String {
     format!("{value:.*}", if value < 10.0 { 4 } else { 1 })
 }
 
-/// What a scenario asks of an engine.
+/// Work that a scenario submits to an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Load {
     /// Number of sequences.
