@@ -27,8 +27,8 @@ mkdir -p "$(dirname "$results")"
 cargo build --release --quiet -p ascend-llm-tools --bin bench
 
 ours() { # model, weights
-    target/release/bench --model "$MODELS/$1/$2.gguf" --threads "$threads" --what "$what" --batches "$batches" \
-        --reps 1 --json --round "$round" | sed "s/\"model\":\"[^\"]*\"/\"model\":\"$1\"/" >>"$results"
+    target/release/bench --model "$MODELS/$1/$2.gguf" --name "$1" --threads "$threads" --what "$what" --batches "$batches" \
+        --reps 1 --json --round "$round" >>"$results"
 }
 peer() { # name, model, weights, extra arguments of benches/peers.py
     "$python" benches/peers.py run "$@" --models "$MODELS" --threads "$threads" --what "$what" --batches "$batches" \

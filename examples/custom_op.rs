@@ -1,88 +1,93 @@
-//! Activation addition with custom operations: a direction found in the model's hidden states steers its story.
+//! Adds an operation to a model and steers its stories with it: `cargo run --release --example custom_op`.
 //!
-//! One operation reads the rows behind a layer while the model reads two phrases; a second one adds the difference to each
-//! row of another prompt (Turner et al., "Activation Addition", 2023).
-//!
-//! ```sh
-//! cargo run --release --example custom_op
-//! cargo run --release --example custom_op -- -0.8     # the other way
-//! ```
+//! The operation runs after a layer, on the hidden state of every token. First it records the mean hidden state of
+//! sentences about rabbits and of sentences about ducks. Then it adds the difference of the two means to each hidden
+//! state, and the story is about a duck. The method is activation addition (<https://arxiv.org/abs/2308.10248>).
 
-use std::error::Error;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use ascend_llm::engine::EngineConfig;
 use ascend_llm::graph::{CustomCall, CustomOp, CustomOpError, CustomSite};
-use ascend_llm::{Engine, EngineConfig, Request, SamplingParams};
+use ascend_llm::{Engine, GenerateError, SamplingParams};
 
-const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/fable-f16.gguf");
-/// The operations run on the rows that leave this layer.
-const SITE: CustomSite = CustomSite::AfterLayer(0);
+const RABBITS: [&str; 3] = ["The rabbit", "A rabbit hopped.", "The little rabbit ran."];
+const DUCKS: [&str; 3] = ["The duck", "A duck swam.", "The little duck swam in the pond."];
+const PROMPT: &str = "Once upon a time, there was a";
 
-/// Keeps the last row of the latest call and changes nothing: `out` starts as a copy of `x`.
-#[derive(Debug, Default)]
-struct Probe(Mutex<Vec<f32>>);
+/// Mode of the operation: its work on each row.
+#[derive(Debug)]
+enum Mode {
+    /// Adds it to a sum.
+    Record { sum: Vec<f32>, rows: usize },
+    /// Adds a vector to it.
+    Add(Vec<f32>),
+}
 
-impl CustomOp for Probe {
-    fn name(&self) -> &'static str {
-        "probe"
-    }
+/// The custom operation.
+#[derive(Debug)]
+struct Steering(Mutex<Mode>);
 
-    fn run(&self, call: &CustomCall<'_>, x: &[f32], _out: &mut [f32]) -> Result<(), CustomOpError> {
-        let last = x.chunks_exact(call.width).next_back().unwrap_or_default();
-        *self.0.lock().map_err(|_| CustomOpError("a call has panicked".to_owned()))? = last.to_vec();
-        Ok(())
+impl Steering {
+    /// Sets the mode and returns the previous one.
+    fn replace(&self, mode: Mode) -> Mode {
+        std::mem::replace(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner), mode)
     }
 }
 
-/// Adds a direction to each row.
-#[derive(Debug)]
-struct Steer(Vec<f32>);
-
-impl CustomOp for Steer {
+impl CustomOp for Steering {
     fn name(&self) -> &'static str {
-        "steer"
+        "steering"
     }
 
-    fn check(&self, width: usize) -> Result<(), CustomOpError> {
-        let got = self.0.len();
-        if got == width { Ok(()) } else { Err(CustomOpError(format!("a direction of {got}, expected {width}"))) }
-    }
-
-    fn run(&self, call: &CustomCall<'_>, _x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
-        for row in out.chunks_exact_mut(call.width) {
-            row.iter_mut().zip(&self.0).for_each(|(x, direction)| *x += direction);
+    /// `x` holds the rows of one sequence, one row of `call.width` elements for each token. `out` starts as a copy of `x`.
+    fn run(&self, call: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
+        match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            Mode::Record { sum, rows } => {
+                sum.resize(call.width, 0.0);
+                for row in x.chunks_exact(call.width) {
+                    sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+                }
+                *rows += call.tokens.len();
+            }
+            Mode::Add(vector) => {
+                for row in out.chunks_exact_mut(call.width) {
+                    row.iter_mut().zip(&*vector).for_each(|(out, x)| *out += x);
+                }
+            }
         }
         Ok(())
     }
 }
 
-fn engine(op: Arc<dyn CustomOp>) -> Result<Engine, Box<dyn Error>> {
-    let mut config = EngineConfig::default();
-    // The probe must see the rows of each phrase, cached or not.
-    config.prefix_caching = false;
-    Ok(Engine::builder(MODEL).config(config).custom_op(SITE, op).build()?)
-}
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let steering = Arc::new(Steering(Mutex::new(Mode::Add(Vec::new()))));
+    // The prefix cache would return keys and values of another mode.
+    let config = EngineConfig::default().with_prefix_caching(false);
+    let engine = Engine::builder(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/fable-f16.gguf"))
+        .config(config)
+        .custom_op(CustomSite::AfterLayer(2), steering.clone())
+        .build()?;
 
-fn generate(engine: &Engine, prompt: &str, max_tokens: u32) -> Result<String, Box<dyn Error>> {
-    let request = Request::text(prompt).with_sampling(SamplingParams::greedy().with_max_tokens(max_tokens));
-    Ok(engine.submit(request)?.collect_output()?.choices[0].text.clone())
-}
-
-fn main() -> Result<(), Box<dyn Error>> {
-    let prompt = "One day a little animal went to the";
-    let scale: f32 = std::env::args().nth(1).map_or(Ok(0.8), |scale| scale.parse())?;
-    let probe = Arc::new(Probe::default());
-    let probing = engine(Arc::clone(&probe) as Arc<dyn CustomOp>)?;
-    let hidden = |phrase: &str| -> Result<Vec<f32>, Box<dyn Error>> {
-        generate(&probing, phrase, 1)?;
-        Ok(probe.0.lock().map_err(|_| "a call has panicked")?.clone())
-    };
-    let (duck, dog) = (hidden("The duck")?, hidden("The dog")?);
-    let direction: Vec<f32> = duck.iter().zip(&dog).map(|(duck, dog)| scale * (duck - dog)).collect();
-    let norm = direction.iter().map(|x| x * x).sum::<f32>().sqrt();
-    println!("direction from \"The dog\" to \"The duck\": {} numbers, norm {norm:.2}\n", direction.len());
-
-    println!("unsteered: {prompt}{}\n", generate(&probing, prompt, 40)?);
-    println!("steered:   {prompt}{}", generate(&engine(Arc::new(Steer(direction)))?, prompt, 40)?);
+    let rabbits = mean(&engine, &steering, &RABBITS)?;
+    let ducks = mean(&engine, &steering, &DUCKS)?;
+    for strength in [0.0, 1.0, 4.0] {
+        let vector = ducks.iter().zip(&rabbits).map(|(duck, rabbit)| strength * (duck - rabbit)).collect();
+        steering.replace(Mode::Add(vector));
+        let story = engine.generate(PROMPT, &SamplingParams::greedy().with_max_tokens(40))?;
+        println!("strength {strength}: {PROMPT}{story}\n");
+    }
     Ok(())
+}
+
+/// Mean hidden state over the tokens of some texts.
+fn mean(engine: &Engine, steering: &Steering, texts: &[&str]) -> Result<Vec<f32>, GenerateError> {
+    steering.replace(Mode::Record { sum: Vec::new(), rows: 0 });
+    for &text in texts {
+        // The first token needs the rows of the prompt only.
+        engine.generate(text, &SamplingParams::greedy().with_max_tokens(1))?;
+    }
+    match steering.replace(Mode::Add(Vec::new())) {
+        Mode::Record { sum, rows } => Ok(sum.iter().map(|sum| sum / rows as f32).collect()),
+        Mode::Add(vector) => Ok(vector),
+    }
 }

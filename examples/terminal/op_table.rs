@@ -1,23 +1,27 @@
-//! Times and costs summed by operation, as a table against a device's peaks.
+//! Table of times and costs by operation, with shares of a device's peak rates.
 
 use std::fmt::Write as _;
 
 use ascend_llm::device::PeakRates;
 use ascend_llm::graph::Cost;
 
-/// What a cost in some time means.
+/// Rates of a cost over a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Rates {
+    /// Billions of operations a second.
     pub gflops_per_s: f64,
+    /// Billions of bytes a second.
     pub gbytes_per_s: f64,
-    /// Shares of the peaks; none where no time has passed or no peak is known.
+    /// Share of the peak arithmetic rate; `None` without a time or a peak.
     pub mfu: Option<f64>,
+    /// Share of the peak memory bandwidth; `None` without a time or a peak.
     pub mbu: Option<f64>,
 }
 
 impl Rates {
+    /// Rates of `cost` over `us` microseconds.
     pub fn of(cost: &Cost, us: f64, peaks: Option<&PeakRates>) -> Self {
-        // Operations a microsecond are millions a second.
+        // Operations per microsecond are millions per second.
         let rate = |amount: u64| if us > 0.0 { amount as f64 / us / 1e3 } else { 0.0 };
         Self {
             gflops_per_s: rate(cost.flops),
@@ -28,7 +32,7 @@ impl Rates {
     }
 }
 
-/// Times and costs of a kind of launch, summed by operation.
+/// Times and costs of several launches, summed by operation.
 #[derive(Clone, Debug, Default)]
 pub struct OpTable {
     launches: u32,
@@ -36,7 +40,7 @@ pub struct OpTable {
 }
 
 impl OpTable {
-    /// Adds a launch of steps: operation, microseconds, cost.
+    /// Adds the steps of a launch, each with its operation, microseconds and cost.
     pub fn add_launch(&mut self, steps: impl IntoIterator<Item = (&'static str, f64, Cost)>) {
         self.launches += 1;
         for (op, us, cost) in steps {
@@ -49,7 +53,7 @@ impl OpTable {
         }
     }
 
-    /// The table, longest first; times, operations and bytes are those of one launch.
+    /// The table, longest operation first. Times, operations and bytes are means over the launches.
     pub fn text(&self, title: &str, peaks: Option<&PeakRates>) -> String {
         let launches = f64::from(self.launches.max(1));
         let all_us: f64 = self.ops.iter().map(|(_, us, _)| us).sum();

@@ -1,6 +1,4 @@
-//! What decoding a model of the size of LLaMA-7B would take on an Ascend 910B, or Llama2-70B on eight, by the simulator's cost
-//! model: time a step with and without captured graphs, at each level of fusion, beside the time that reading weights and
-//! keys takes alone.
+//! Models the decode time of LLaMA-7B on an Ascend 910B, or of Llama2-70B on eight, with the simulator's cost model.
 //!
 //! ```sh
 //! cargo run -p ascend-llm-tools --features ascend --bin ascend_model
@@ -8,10 +6,13 @@
 //! cargo run --release -p ascend-llm-tools --features ascend --bin ascend_model -- --model llama2-70b --cards 8
 //! cargo run -p ascend-llm-tools --features ascend --bin ascend_model -- --weights w4a16
 //! ```
-//! Nothing is computed and no file is read: the simulator checks each call and adds up its cost, memory is address space, and
-//! the weights are one stretch of zeros. All times are modelled, with the rates in the second line of the output.
+//! The table has the time of a step with and without captured graphs, at each fusion level, and its lower bound: the time to
+//! read the weights and the KV cache. No number is computed and no model file is read: the simulator checks each call and
+//! adds up its cost, device memory is address space only, and all weights share one range of zeros. All times are modeled
+//! with the rates in the second line of the output.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,15 +29,12 @@ use ascend_llm::runner::{
     BatchId, DeferredToken, ForwardInput, ModelExecutor as _, ModelRunner, Programs, RunnerShape,
 };
 use ascend_llm::weights::{DType, TensorView, WeightSource};
+use ascend_llm_tools::terminal::{self, Result};
 use ascend_sim::Simulator;
 use clap::{Parser, ValueEnum};
 use memmap2::MmapMut;
 
-#[path = "../terminal/mod.rs"]
-mod terminal;
-use terminal::Result;
-
-/// A shape of a model, with bf16 weights: heads without groups are taken packed in that type.
+/// Shape of a model. The weights are bf16: the device supports packed heads without groups in this type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Shape {
     #[value(name = "llama-7b")]
@@ -46,7 +44,7 @@ enum Shape {
 }
 
 impl Shape {
-    /// As the hub describes it.
+    /// The model's `config.json`.
     const fn config(self) -> &'static str {
         match self {
             Self::Llama7b => LLAMA_7B,
@@ -69,63 +67,63 @@ const LLAMA2_70B: &str = r#"{
     "rope_theta": 10000.0, "tie_word_embeddings": false
 }"#;
 
-/// What the host's calls take, in ns. See the cost model in `docs/ascend.md`.
+/// Times of host calls, in ns. See the cost model in `docs/ascend.md`.
 const HOST_RATES: [&str; 4] = ["query_ns", "launch_ns", "replay_ns", "update_ns"];
-/// What a task takes to begin on the device, in ns.
+/// Start times of a task on the device, in ns.
 const DEVICE_TIMES: [&str; 3] = ["task_ns", "graph_task_ns", "link_ns"];
-/// How fast the device is, beside its memory.
+/// Rates of the device, except for its memory bandwidth.
 const DEVICE_RATES: [&str; 4] = ["cube_tflops", "vector_gflops", "pcie_gb_per_s", "link_gb_per_s"];
 const BANDWIDTH: &str = "hbm_gb_per_s";
-/// As a rate: what is done so fast takes no time.
+/// A rate at which work takes no time.
 const AT_ONCE: i64 = 1 << 40;
-/// Steps before those that are counted: the first one captures.
+/// Unmeasured steps; the first one captures the graph.
 const WARM_UP: usize = 4;
 
-/// Models decode steps of a large model on simulated Ascend cards.
+/// Models the time of decode steps of a large model on simulated Ascend cards.
 #[derive(Debug, Parser)]
 struct Args {
     /// The model's shape.
     #[arg(long, value_enum, default_value = "llama-7b")]
     model: Shape,
-    /// Cards it is cut for.
+    /// Number of cards; the model is sharded over them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     cards: u32,
-    /// Sequences of a step.
+    /// Number of sequences in a step.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     batch: u32,
-    /// Tokens each sequence has.
+    /// Tokens of each sequence.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=2048))]
     context: u32,
-    /// Steps that are counted.
+    /// Number of measured steps.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Steps in flight: 2 as the engine has them on this device, 1 to wait for each before the next.
+    /// Steps in flight: 2 is the engine's default on this device, 1 waits for each step before the next one.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     depth: u32,
-    /// Bandwidth of the device's memory in GB/s.
+    /// Memory bandwidth of a card, in GB/s.
     #[arg(long, default_value_t = 850, value_parser = clap::value_parser!(i64).range(1..))]
     bandwidth: i64,
-    /// How many times as long the host's calls take.
+    /// Factor on the time of host calls.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=1000))]
     host_factor: i64,
-    /// What matrices are held in; activations are bf16.
+    /// Form of the weight matrices; activations are bf16.
     #[arg(long, value_enum, default_value_t = Weights::Bf16)]
     weights: Weights,
-    /// Whether matrices of 16 bits are kept in tiles.
+    /// Stores 16-bit matrices in tiles.
     #[arg(long)]
     tiles: bool,
 }
 
-/// Forms of the matrices, each with the file's format it is made from.
+/// Forms of weight matrices, each with the storage format of its model file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Weights {
-    /// A bf16 file.
+    /// bf16, from a bf16 file.
     Bf16,
-    /// `Q8_0`, held in groups of int8.
+    /// int8 in groups, from `Q8_0`.
     W8a16,
-    /// `Q4_0`, held in groups of int4.
+    /// int4 in groups, from `Q4_0`.
     W4a16,
-    /// `Q8_0`, held in rows of int8; activations are rounded to int8 before each product.
+    /// int8 in rows, from `Q8_0`; activations are quantized to int8 before each product.
     W8a8,
 }
 
@@ -138,7 +136,7 @@ impl Weights {
         }
     }
 
-    /// Halves of bits an element, scales included but those of whole rows.
+    /// Size of an element in half bits, with the scales of groups and without those of rows.
     const fn half_bits(self) -> usize {
         match self {
             Self::Bf16 => 32,
@@ -148,7 +146,7 @@ impl Weights {
         }
     }
 
-    /// Bytes that a step reads of a model's matrices.
+    /// Bytes of the matrices, which a step reads once.
     fn bytes(self, weights: &[Weight]) -> u64 {
         let matrices = weights.iter().filter(|weight| weight.role == WeightRole::Matrix);
         let elements: usize = matrices.map(|weight| weight.shape.iter().product::<usize>()).sum();
@@ -174,6 +172,7 @@ fn run(args: &Args) -> Result<()> {
     let rates = own_rates(&sim);
     set_rates(&sim, &rates, args, Time::Both);
 
+    let mut out = std::io::stdout().lock();
     let (mut has_title, mut notes) = (false, Vec::new());
     for capture in [false, true] {
         let mut options = AscendOptions::default();
@@ -189,37 +188,38 @@ fn run(args: &Args) -> Result<()> {
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let mut decoding = Decoding::new(args, &config, &graphs, &device, &weights, fusion)?;
             if !has_title {
-                print!("{}", title(args, &rates, &config, &device, &decoding));
+                write!(out, "{}", title(args, &rates, &config, &device, &decoding))?;
                 has_title = true;
             }
-            println!("{}", decoding.line(&sim, &rates, args, if capture { "captured" } else { "eager" })?);
+            writeln!(out, "{}", decoding.line(&sim, &rates, args, if capture { "captured" } else { "eager" })?)?;
         }
         notes.extend(device.telemetry().map(ascend_llm::device::Telemetry::notes).unwrap_or_default());
     }
-    println!(
-        "\nmade: operations whose first phase the host runs; launches: operations, copies, events and graphs it hands to streams\n\
-         host: the same with a device that takes no time; device: with a host that takes none"
-    );
+    writeln!(
+        out,
+        "\nmade: operations whose first phase the host runs; launches: operations, copies, events and graphs queued on streams\n\
+         host ms: step time if the device takes no time; device ms: step time if the host takes no time"
+    )?;
     for note in notes {
-        println!("note: {note}");
+        writeln!(out, "note: {note}")?;
     }
     for complaint in sim.complaints() {
-        println!("complaint: {complaint}");
+        writeln!(out, "complaint: {complaint}")?;
     }
     Ok(())
 }
 
-/// Whose time passes.
+/// Which side of a step takes time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Time {
     Both,
-    /// The device takes none.
+    /// The host only.
     Host,
-    /// The host takes none.
+    /// The device only.
     Device,
 }
 
-/// The rates that the simulator starts with, by name.
+/// Rates of the simulator by name.
 type Rates = BTreeMap<&'static str, i64>;
 
 fn own_rates(sim: &Simulator) -> Rates {
@@ -249,7 +249,7 @@ fn title(args: &Args, rates: &Rates, config: &ModelConfig, device: &Arc<dyn Devi
     let giga = |bytes: u64| bytes as f64 / 1e9 / f64::from(args.cards);
     let each = if args.cards > 1 { " on each card" } else { "" };
     format!(
-        "modelled: {:.2} G parameters, matrices in {}, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
+        "modeled: {:.2} G parameters, matrices in {}, batch {}, {} tokens of context each, {} steps in flight, on {}\n\
          rates: {BANDWIDTH} {}, {}\n\
          bounds: weights {:.2} GB in {:.2} ms, keys and values {:.2} GB in {:.2} ms{each}, both {:.2} ms: {:.0} tokens/s\n\n\
          | mode | fusion | plan steps | made | launches | host ms | device ms | step ms | tokens/s | bound / step |\n\
@@ -271,7 +271,7 @@ fn title(args: &Args, rates: &Rates, config: &ModelConfig, device: &Arc<dyn Devi
     )
 }
 
-/// A model on a device, and the batch it decodes again and again.
+/// A model on a device with the batch that each step decodes.
 #[derive(Debug)]
 struct Decoding {
     runner: ModelRunner,
@@ -300,10 +300,10 @@ impl Decoding {
         let compiled = graphs.iter().map(|graph| compile(graph, caps.target, Numerics::Fast, &options, bucket));
         let plans = compiled.collect::<std::result::Result<Vec<Plan>, _>>()?;
         let block_size = caps.default_block_size;
-        // With more ranks than KV heads a head is held by several.
+        // With more ranks than KV heads, several ranks hold the same head.
         let kv_heads = config.kv_heads().max(graphs.len());
         let (layers, head_dim) = (config.layers.len(), config.head_dim());
-        let dtype = device.kv_dtype(&graphs[0].weights).ok_or("the device names no type of keys and values")?;
+        let dtype = device.kv_dtype(&graphs[0].weights).ok_or("the device reports no type for the KV cache")?;
         let geometry = KvGeometry::new(layers, kv_heads, head_dim, block_size, dtype);
         let layout = device.kv_layout(&geometry)?;
         let plan_steps = plans[0].steps.len();
@@ -327,13 +327,13 @@ impl Decoding {
         Ok(Self { runner, fusion, weight_bytes, plan_steps, input, in_flight: VecDeque::new(), depth })
     }
 
-    /// Launches a step that takes its tokens from the one before, and waits for the oldest if enough are in flight then.
+    /// Launches a step whose tokens are those of the previous step, and collects the oldest step if `depth` are in flight.
     fn step(&mut self) -> Result<()> {
         self.input.deferred.clear();
-        if let Some(&ticket) = self.in_flight.back() {
+        if let Some(&batch_id) = self.in_flight.back() {
             self.input.deferred.extend(self.input.logit_rows.iter().map(|&row| DeferredToken {
                 row,
-                batch_id: ticket,
+                batch_id,
                 logit_row: row,
             }));
         }
@@ -343,10 +343,10 @@ impl Decoding {
     }
 
     fn collect(&mut self) -> Result<()> {
-        if let Some(ticket) = self.in_flight.pop_front() {
-            let forwarded = self.runner.collect(ticket, &[])?;
+        if let Some(batch_id) = self.in_flight.pop_front() {
+            let forwarded = self.runner.collect(batch_id, &[])?;
             if let Some(bad) = forwarded.outcomes.first() {
-                return Err(format!("a sequence ended: {bad:?}").into());
+                return Err(format!("a sequence failed: {bad:?}").into());
             }
         }
         Ok(())
@@ -359,13 +359,13 @@ impl Decoding {
         Ok(())
     }
 
-    /// Modelled time from the end of one step to the end of the next.
+    /// Modeled time from the end of one step to the end of the next one.
     fn step_time(&mut self, sim: &Simulator, rates: &Rates, args: &Args, time: Time) -> Result<Duration> {
         set_rates(sim, rates, args, time);
         for _ in 0..WARM_UP {
             self.step()?;
         }
-        // The card's thread has come to the end of a step here, and all that was launched has been issued.
+        // The card's thread is at the end of a step here and has issued all launched work.
         let before = sim.clock().host;
         for _ in 0..args.steps {
             self.step()?;
@@ -376,7 +376,7 @@ impl Decoding {
         Ok(all / args.steps)
     }
 
-    /// What the host does for one step.
+    /// Counts the host's calls in one step.
     fn calls(&mut self, sim: &Simulator) -> Result<Calls> {
         for _ in 0..WARM_UP {
             self.step()?;
@@ -416,12 +416,12 @@ impl Decoding {
     }
 }
 
-/// Calls that take time of the host.
+/// Number of host calls that take time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Calls {
-    /// Operations whose first phase was run.
+    /// First phases of operations.
     made: usize,
-    /// What was handed to a stream: operations, collectives, copies, events, graphs, updates of their tasks.
+    /// Work queued on streams: operations, collectives, copies, events, graphs, updates of their tasks.
     launches: usize,
 }
 
@@ -444,12 +444,12 @@ impl Calls {
     }
 }
 
-/// How long the memories of all cards together take to give so many bytes.
+/// Time in ms to read `bytes` from the memories of all cards in parallel.
 fn ms_of(bytes: u64, args: &Args) -> f64 {
     bytes as f64 / args.bandwidth as f64 / 1e6 / f64::from(args.cards)
 }
 
-/// All tensors of a model, which share one stretch of zeros.
+/// Weight source whose tensors share one range of zeros.
 #[derive(Debug)]
 struct Zeros {
     dtype: DType,
@@ -466,7 +466,7 @@ impl Zeros {
         for (index, layer) in config.layers.iter().enumerate() {
             let (AttentionConfig::GroupedQuery(attention), MlpConfig::Gated(mlp)) = (&layer.attention, &layer.mlp)
             else {
-                return Err("a layer of a kind that this example does not know".into());
+                return Err("this tool supports layers of grouped-query attention and a gated MLP only".into());
             };
             let mlp = mlp.intermediate_size;
             let [queries, keys] = [attention.heads, attention.kv_heads].map(|heads| heads * attention.head_dim);
@@ -487,11 +487,11 @@ impl Zeros {
         add("model.norm".into(), &[hidden]);
         add("lm_head".into(), &[vocab, hidden]);
         let longest = shapes.values().map(|shape| 2 * shape.iter().product::<usize>()).max().unwrap_or(0);
-        // Pages that are never written are zeros that take no memory.
+        // Pages that are never written read as zeros and take no memory.
         Ok(Self { dtype, shapes, bytes: MmapMut::map_anon(longest)? })
     }
 
-    /// Vectors are never in blocks.
+    /// Type of a tensor; vectors are not quantized.
     fn dtype_of(&self, shape: &[usize]) -> DType {
         if shape.len() == 2 { self.dtype } else { DType::BF16 }
     }

@@ -1,70 +1,80 @@
-//! Measures the usual scenarios: prefill of 512 tokens, decode after 32 and after 1,024 tokens, batches, load time, memory.
+//! Benchmark: prefill of 512 tokens, decode after 32 and 1,024 tokens, batches, start-up time, memory.
 //!
 //! ```sh
-//! cargo run --release -p ascend-llm-tools --bin bench -- --model MODEL.gguf --threads 2 --json
+//! cargo run --release -p ascend-llm-tools --bin bench -- --model MODEL.gguf --threads 2
 //! ```
-//! The output is a table of medians over the repetitions with their range. With `--json` each single figure is one line with
-//! the fields `peer, model, dtype, scen, metric, value, round, ts`. Scenarios:
+//! A header describes the run: model, machine, device, numerics, threads and commit. The table has the median of the
+//! repetitions and their range. Scenarios:
 //!
 //! - `ppN`: prefill of N tokens.
 //! - `tg@P`: decode of one sequence after P tokens of context.
-//! - `bgBxP+G`: decode of B sequences together; `bgppBxP`: their prefill.
-//! - `first_token_warm`: from opening the file to the first token after a prompt of 32.
-//! - `rss_*`: largest resident memory of a scenario.
+//! - `bgBxP+G`: decode of B sequences in one batch, each with P prompt tokens and G generated tokens; `bgppBxP` is their
+//!   prefill.
+//! - `first_token_warm`: time from opening the file, which is in the page cache, to the first token after 32.
+//! - `rss_*`: peak resident memory of a scenario.
 //!
-//! `--what sweep` decodes 1, 2, 4, … 64 sequences. `--svg` draws the sweep, with earlier sweeps given by `--with` (JSON lines).
+//! `--what sweep` decodes batches of 1, 2, 4, … 64 sequences. `--svg` draws the sweep, together with earlier sweeps given
+//! by `--with` (files with their JSON lines).
 //!
-//! The engine runs without a thread of its own, and each scenario builds an engine. Prefill lasts from submission until
-//! each sequence has its first token; all prompts are in one step if they have at most 8,192 tokens together. The decode rate
-//! is the number of tokens after that, divided by their time. The program reads each token as soon as it arrives.
+//! With `--json` stdout has a JSON line for each measurement of each repetition: `peer, model, dtype, scen, metric, value,
+//! round, ts`, and `device, machine, numerics, kv_dtype, threads, version, commit` of the header.
+//!
+//! The engine runs without a thread of its own, and each scenario builds a new engine. Each scenario runs once unmeasured,
+//! start-up excepted. Prefill lasts from submission until each sequence has its first token; the prompts are in one step
+//! if they have 8,192 tokens together or less. Decode is the rest: its tokens divided by its time. Each token is read when
+//! it arrives.
 
 use std::collections::BTreeMap;
-use std::io::IsTerminal as _;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestHandle};
 use ascend_llm::sampler::SamplingParams;
-use clap::Parser;
-use serde_json::json;
+use ascend_llm_tools::terminal::{self, ModelArgs, Result, label, peak_memory_bytes, reset_peak_memory};
+use ascend_llm_tools::throughput_chart::{self, Line};
+use ascend_llm_tools::{machine, mib, model_name};
+use clap::{Parser, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
 
-#[path = "../terminal/mod.rs"]
-mod terminal;
-mod throughput_chart;
-
-use terminal::{ModelArgs, Result, peak_memory_bytes, reset_peak_memory};
-use throughput_chart::Line;
-
-/// Largest number of rows of a step. Larger steps are no faster and need more memory.
+/// Maximum number of rows of a step; longer prompts are computed in chunks. Larger steps are no faster and take memory.
 const MAX_STEP_TOKENS: u32 = 8192;
-/// Smallest row capacity of an engine.
+/// Minimum of `max_num_batched_tokens`.
 const MIN_STEP_TOKENS: u32 = 512;
+/// Batch sizes of a sweep.
+const SWEEP_SEQS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
+/// Prompt and generated tokens of each sequence of a sweep.
+const SWEEP: (u32, u32) = (64, 32);
 
-/// Measures prefill, decode, batches, load time and memory.
+/// Measures prefill, decode, batches, start-up time and memory.
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Scenarios to measure: load, pp, tg, bg, sweep.
-    #[arg(long, value_delimiter = ',', default_value = "load,pp,tg,bg")]
-    what: Vec<String>,
-    /// Batches as BxP+G: sequences x prompt tokens + generated tokens.
-    #[arg(long, value_delimiter = ',', default_value = "8x128+64,32x128+64,64x64+32,8x256+128")]
-    batches: Vec<String>,
-    /// Number of tokens that a single sequence generates.
+    /// Name of the model in the output [default: the file's name].
+    #[arg(long)]
+    name: Option<String>,
+    /// Groups of scenarios to measure.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "load,pp,tg,bg")]
+    what: Vec<Group>,
+    /// Batches of `bg`, as BxP+G: sequences x prompt tokens + generated tokens.
+    #[arg(long, value_delimiter = ',', default_value = "8x128+64,32x128+64,64x64+32,8x256+128", value_parser = parse_batch)]
+    batches: Vec<Load>,
+    /// Number of tokens that `tg` generates.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     generate: u32,
-    /// File for a picture of the sweep, as SVG.
+    /// Draws the sweep as an SVG file.
     #[arg(long)]
     svg: Option<PathBuf>,
-    /// Earlier sweeps, as files of JSON lines, for the same picture.
+    /// Earlier sweeps for the drawing, as files of JSON lines.
     #[arg(long, value_delimiter = ',')]
     with: Vec<PathBuf>,
     /// Number of measured runs of each scenario.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     reps: u32,
-    /// Prints JSON lines, one for each run, instead of a table of medians.
+    /// Prints JSON lines instead of a table.
     #[arg(long)]
     json: bool,
     /// Number of the round, copied into each JSON line.
@@ -72,113 +82,141 @@ struct Args {
     round: u32,
 }
 
+/// A group of scenarios.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Group {
+    /// Start-up: from opening the file to the first token.
+    Load,
+    /// Prefill of 512 tokens.
+    Pp,
+    /// Decode of one sequence.
+    Tg,
+    /// The batches of `--batches`.
+    Bg,
+    /// Decode of 1 to 64 sequences.
+    Sweep,
+}
+
 fn main() -> ExitCode {
     terminal::finish(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {
-    for what in &args.what {
-        if !["load", "pp", "tg", "bg", "sweep"].contains(&what.as_str()) {
-            return Err(format!("--what {what}: expected load, pp, tg, bg or sweep").into());
+    let scenarios: Vec<Scenario> = args.what.iter().flat_map(|&group| scenarios(group, args)).collect();
+    // Start-up has no unmeasured run.
+    let runs: u64 = scenarios.iter().map(|s| u64::from(args.reps) + u64::from(s.group != Group::Load)).sum();
+    let bar =
+        ProgressBar::new(runs).with_style(ProgressStyle::with_template("{bar:30} {pos}/{len} runs, {elapsed}, {msg}")?);
+    let mut bench = Bench { args, bar, header: None, max_model_len: None };
+    let mut sweep = Line { name: String::new(), points: Vec::new() };
+    for scenario in &scenarios {
+        bench.bar.set_message(scenario.name.clone());
+        let Some(figures) = bench.measure(scenario)? else { continue };
+        bench.report(&figures)?;
+        if scenario.group == Group::Sweep {
+            sweep.points.push((scenario.load.seqs, median(&figures[0].values)));
         }
     }
-    let batches = args.batches.iter().map(|text| parse_batch(text)).collect::<Result<Vec<_>>>()?;
-    let wants = |what: &str| args.what.iter().any(|w| w == what);
-    let mut bench = Bench { args, max_model_len: None, machine: String::new() };
-
-    if wants("load") {
-        bench.load()?;
-    }
-    if wants("pp") {
-        bench.measure("pp512", Load { seqs: 1, prompt: 512, decode: 0 }, |report, run| {
-            report.emit("pp512", "tok/s", run.prefill_rate());
-        })?;
-    }
-    if wants("tg") {
-        for prompt in [32, 1024] {
-            let name = format!("tg@{prompt}");
-            bench.measure(&name, Load { seqs: 1, prompt, decode: args.generate }, |report, run| {
-                report.emit(&name, "tok/s", run.decode_rate());
-            })?;
-        }
-    }
-    if wants("bg") {
-        for load in batches {
-            let Load { seqs, prompt, decode } = load;
-            let name = format!("bg{seqs}x{prompt}+{decode}");
-            bench.measure(&name, load, |report, run| {
-                report.emit(&name, "tok/s", run.decode_rate());
-                report.emit(&format!("bgpp{seqs}x{prompt}"), "tok/s", run.prefill_rate());
-            })?;
-        }
-    }
-    if wants("sweep") {
-        let line = bench.sweep()?;
-        if let Some(path) = &args.svg {
-            let mut lines = args.with.iter().map(|path| read_sweep(path)).collect::<Result<Vec<_>>>()?;
-            lines.push(line);
-            let title = format!("Decode throughput of {} by batch size", bench.model());
-            throughput_chart::draw(path, &title, &bench.machine, &lines)
-                .map_err(|error| format!("{}: {error}", path.display()))?;
-        }
+    bench.bar.finish_and_clear();
+    if let (Some(path), Some(header)) = (&args.svg, &bench.header) {
+        sweep.name.clone_from(&header.dtype);
+        let mut lines = args.with.iter().map(|path| read_sweep(path)).collect::<Result<Vec<_>>>()?;
+        lines.push(sweep);
+        let title = format!("{}: decode throughput by batch size", header.model);
+        throughput_chart::draw(path, &title, &header.subtitle(), &lines)?;
     }
     Ok(())
 }
 
-/// Prompt and generated tokens of each sequence of a sweep.
-const SWEEP: (u32, u32) = (64, 32);
+/// A load to measure.
+#[derive(Clone, Debug)]
+struct Scenario {
+    group: Group,
+    name: String,
+    load: Load,
+}
 
-/// The medians of an earlier sweep's figures.
+fn scenarios(group: Group, args: &Args) -> Vec<Scenario> {
+    let scenario = |name: String, seqs, prompt, decode| Scenario { group, name, load: Load { seqs, prompt, decode } };
+    let batch = |Load { seqs, prompt, decode }| scenario(format!("bg{seqs}x{prompt}+{decode}"), seqs, prompt, decode);
+    match group {
+        Group::Load => vec![scenario("load_32tok".to_owned(), 1, 32, 0)],
+        Group::Pp => vec![scenario("pp512".to_owned(), 1, 512, 0)],
+        Group::Tg => [32, 1024].map(|prompt| scenario(format!("tg@{prompt}"), 1, prompt, args.generate)).into(),
+        Group::Bg => args.batches.iter().copied().map(batch).collect(),
+        Group::Sweep => SWEEP_SEQS.map(|seqs| batch(Load { seqs, prompt: SWEEP.0, decode: SWEEP.1 })).into(),
+    }
+}
+
+/// Measurements of one quantity, one for each repetition.
+#[derive(Clone, Debug)]
+struct Figures {
+    name: String,
+    unit: &'static str,
+    values: Vec<f64>,
+}
+
+/// Reads the medians of an earlier sweep.
 fn read_sweep(path: &Path) -> Result<Line> {
-    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let mut line = Line { name: String::new(), points: Vec::new() };
+    let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+    let mut name = String::new();
     let mut rates: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
-    for figure in text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()) {
+    for figure in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let scenario = figure["scen"].as_str().unwrap_or_default();
         let load = scenario.strip_prefix("bg").and_then(|load| parse_batch(load).ok());
         if let (Some(load), Some(rate)) = (load, figure["value"].as_f64()) {
             rates.entry(load.seqs).or_default().push(rate);
-            figure["dtype"].as_str().unwrap_or_default().clone_into(&mut line.name);
+            figure["dtype"].as_str().unwrap_or_default().clone_into(&mut name);
         }
     }
-    line.points = rates.into_iter().map(|(seqs, rates)| (seqs, median(rates))).collect();
-    Ok(line)
+    let points: Vec<_> = rates.into_iter().map(|(seqs, rates)| (seqs, median(&rates))).collect();
+    if points.is_empty() {
+        return Err(format!("{}: expected JSON lines of a sweep", path.display()).into());
+    }
+    Ok(Line { name, points })
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or_default()
+    let middle = values.len() / 2;
+    match values.len() % 2 {
+        0 if middle > 0 => f64::midpoint(values[middle - 1], values[middle]),
+        _ => values.get(middle).copied().unwrap_or_default(),
+    }
 }
 
-/// Sequences and tokens of a scenario.
+/// A value of the table with at least three digits.
+fn number(value: f64) -> String {
+    format!("{value:.*}", if value < 10.0 { 4 } else { 1 })
+}
+
+/// Work that a scenario submits to an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Load {
     /// Number of sequences.
     seqs: u32,
     /// Tokens of each prompt.
     prompt: u32,
-    /// Tokens of each sequence after its first.
+    /// Tokens that each sequence generates after its first one.
     decode: u32,
 }
 
 impl Load {
-    /// Tokens a sequence reaches.
+    /// Final length of a sequence.
     fn len(self) -> u64 {
         u64::from(self.prompt) + 1 + u64::from(self.decode)
     }
 
-    fn config(self, args: &Args, block_size: usize) -> Result<EngineConfig> {
-        let mut config = EngineConfig::default();
-        config.threads = args.model.threads;
-        // A cache hit would measure something else.
-        config.prefix_caching = false;
-        config.max_num_seqs = self.seqs;
+    fn config(self, block_size: usize) -> Result<EngineConfig> {
+        // Each prompt is new, so the prefix cache could only cost time.
+        let mut config = EngineConfig::default().with_prefix_caching(false).with_max_num_seqs(self.seqs);
         config.max_queue = self.seqs;
         let prompts = u64::from(self.seqs) * u64::from(self.prompt);
         let rows = prompts.clamp(MIN_STEP_TOKENS.into(), MAX_STEP_TOKENS.into());
         config.max_num_batched_tokens = u32::try_from(rows)?.max(self.seqs);
-        // Blocks for each sequence at its longest. The scheduler keeps a watermark of 1 % of the pool, hence 2 % and a
-        // block in addition.
+        // Blocks for each sequence at its final length. The scheduler keeps 1 % of the pool free when it admits a
+        // sequence; 2 % and a block cover that.
         let blocks = u64::from(self.seqs) * self.len().div_ceil(block_size as u64);
         config.block_size = Some(u32::try_from(block_size)?);
         config.kv_cache = CacheBudget::Blocks(u32::try_from(blocks + blocks / 50 + 1)?);
@@ -186,129 +224,226 @@ impl Load {
     }
 }
 
-fn parse_batch(text: &str) -> Result<Load> {
+fn parse_batch(text: &str) -> std::result::Result<Load, String> {
     let parse = || {
         let (seqs, rest) = text.split_once('x')?;
         let (prompt, decode) = rest.split_once('+')?;
         let load = Load { seqs: seqs.parse().ok()?, prompt: prompt.parse().ok()?, decode: decode.parse().ok()? };
         (load.seqs >= 1 && load.prompt >= 1 && load.decode >= 1).then_some(load)
     };
-    parse().ok_or_else(|| format!("--batches {text}: expected BxP+G, each at least 1, as in 8x128+64").into())
+    parse().ok_or_else(|| "expected BxP+G, each at least 1, as in 8x128+64".to_owned())
+}
+
+/// Description of a run.
+#[derive(Clone, Debug)]
+struct Header {
+    model: String,
+    dtype: String,
+    parameters: u64,
+    machine: String,
+    device: String,
+    numerics: String,
+    kv_dtype: String,
+    threads: usize,
+    version: &'static str,
+    commit: &'static str,
+}
+
+impl Header {
+    fn new(args: &Args, core: &EngineCore) -> Self {
+        let (info, config) = (core.info(), core.config());
+        let all = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self {
+            model: args.name.clone().unwrap_or_else(|| model_name(&args.model.path())),
+            dtype: info.weight_dtype.map_or_else(String::new, |dtype| dtype.name().to_owned()),
+            parameters: info.parameters,
+            machine: machine(),
+            device: info.device_description.clone(),
+            numerics: label(&info.numerics),
+            kv_dtype: label(&info.kv_dtype),
+            threads: config.threads.unwrap_or_else(all),
+            version: info.version,
+            commit: info.commit.unwrap_or("unknown"),
+        }
+    }
+
+    fn text(&self, reps: u32) -> String {
+        format!(
+            "model     {} ({:.1} M parameters, {})\n\
+             machine   {}\n\
+             device    {}\n\
+             numerics  {}, KV cache in {}\n\
+             threads   {}\n\
+             engine    ascend-llm {}, commit {}\n\
+             runs      {reps} of each scenario\n",
+            self.model,
+            self.parameters as f64 / 1e6,
+            self.dtype,
+            self.machine,
+            self.device,
+            self.numerics,
+            self.kv_dtype,
+            self.threads,
+            self.version,
+            self.commit,
+        )
+    }
+
+    /// Second line of a chart.
+    fn subtitle(&self) -> String {
+        let (threads, (prompt, decode)) = (self.threads, SWEEP);
+        let plural = if threads == 1 { "" } else { "s" };
+        format!(
+            "{}; {threads} thread{plural}, {} numerics; {prompt} + {decode} tokens a sequence; commit {}",
+            self.machine, self.numerics, self.commit
+        )
+    }
 }
 
 struct Bench<'a> {
     args: &'a Args,
-    /// The model's longest sequence, once one engine has been made.
+    bar: ProgressBar,
+    /// Set when the first engine is built.
+    header: Option<Header>,
+    /// The model's context, once an engine was built.
     max_model_len: Option<u32>,
-    /// Description of the machine, once one engine has been built.
-    machine: String,
 }
 
 impl Bench<'_> {
-    fn model(&self) -> String {
-        self.args
-            .model
-            .path()
-            .file_stem()
-            .map_or_else(|| "model".to_owned(), |stem| stem.to_string_lossy().into_owned())
-    }
-
-    /// Prints the header of the table, once.
-    fn describe(&mut self, core: &EngineCore) {
-        if !self.machine.is_empty() {
-            return;
-        }
-        let info = core.info();
-        self.machine.clone_from(&info.device_description);
-        if !self.args.json {
-            let name = |found: Option<String>| found.unwrap_or_else(|| "unknown".to_owned());
-            println!(
-                "model     {} ({}, {:.1} M parameters)\nmachine   {}\nnumerics  {}, keys and values {}\n\
-                 engine    ascend-llm {} {}\nruns      {} of each scenario; median (lowest to highest)\n",
-                self.model(),
-                name(info.weight_dtype.map(|dtype| dtype.name().to_owned())),
-                info.parameters as f64 / 1e6,
-                info.device_description,
-                name(info.numerics.map(|numerics| format!("{numerics:?}").to_lowercase())),
-                name(info.kv_dtype.map(|dtype| format!("{dtype:?}").to_lowercase())),
-                info.version,
-                info.commit.unwrap_or_default(),
-                self.args.reps
-            );
-        }
-    }
-
-    /// An engine for a load. `None`, with a note, if the context of the model is too short.
-    fn open(&mut self, name: &str, load: Load) -> Result<Option<EngineCore>> {
+    /// Builds an engine for a scenario. Returns `None`, with a note, if the model's context is too short.
+    fn open(&mut self, Scenario { name, load, .. }: &Scenario) -> Result<Option<EngineCore>> {
         if self.max_model_len.is_none_or(|longest| load.len() <= longest.into()) {
             let device = self.args.model.device()?;
-            let config = load.config(self.args, device.caps().default_block_size)?;
-            let core = self.args.model.load_core(config, device)?;
+            let config = load.config(device.caps().default_block_size)?;
+            let core = self.args.model.quiet_builder(config, device).build_core()?;
             self.max_model_len = Some(core.info().max_model_len);
-            self.describe(&core);
             if load.len() <= core.info().max_model_len.into() {
                 return Ok(Some(core));
             }
         }
         let (len, longest) = (load.len(), self.max_model_len.unwrap_or_default());
-        eprintln!("{name} is left out: sequences of {len} tokens, the model takes {longest}");
+        let note =
+            format!("note: {name} is skipped: it has sequences of {len} tokens, the model's context is {longest}");
+        self.bar.suspend(|| eprintln!("{note}"));
         Ok(None)
     }
 
-    /// Decode of 1 to 64 sequences.
-    fn sweep(&mut self) -> Result<Line> {
-        let mut line = Line { name: String::new(), points: Vec::new() };
-        for seqs in [1, 2, 4, 8, 16, 32, 64] {
-            let load = Load { seqs, prompt: SWEEP.0, decode: SWEEP.1 };
-            let mut rates = Vec::new();
-            let name = format!("bg{seqs}x{}+{}", SWEEP.0, SWEEP.1);
-            self.measure(&name, load, |report, run| {
-                line.name.clone_from(&report.dtype);
-                report.emit(&name, "tok/s", run.decode_rate());
-                rates.push(run.decode_rate());
-            })?;
-            line.points.push((seqs, median(rates)));
+    /// Measures a scenario.
+    fn measure(&mut self, scenario: &Scenario) -> Result<Option<Vec<Figures>>> {
+        if scenario.group == Group::Load {
+            return self.measure_start(scenario);
         }
-        Ok(line)
+        reset_peak_memory();
+        let Some(mut core) = self.open(scenario)? else { return Ok(None) };
+        self.set_header(&core)?;
+        // The first run brings the memory in.
+        run_load(&mut core, Load { decode: scenario.load.decode.min(2), ..scenario.load }, 0)?;
+        self.bar.inc(1);
+        let mut runs = Vec::new();
+        for rep in 1..=self.args.reps {
+            runs.push(run_load(&mut core, scenario.load, rep)?);
+            self.bar.inc(1);
+        }
+        let figures = |name: &str, rate: fn(&Run) -> f64| Figures {
+            name: name.to_owned(),
+            unit: "tok/s",
+            values: runs.iter().map(rate).collect(),
+        };
+        let Load { seqs, prompt, .. } = scenario.load;
+        let mut all = match scenario.group {
+            Group::Pp => vec![figures(&scenario.name, Run::prefill_rate)],
+            Group::Bg => vec![
+                figures(&scenario.name, Run::decode_rate),
+                figures(&format!("bgpp{seqs}x{prompt}"), Run::prefill_rate),
+            ],
+            Group::Tg | Group::Sweep | Group::Load => vec![figures(&scenario.name, Run::decode_rate)],
+        };
+        all.extend(peak_memory(&scenario.name, peak_memory_bytes()));
+        Ok(Some(all))
     }
 
-    /// Time from opening the file to a first token, and the memory for it.
-    fn load(&mut self) -> Result<()> {
-        let load = Load { seqs: 1, prompt: 32, decode: 0 };
-        let mut report: Option<Report<'_>> = None;
-        let args = self.args;
-        for rep in 1..=args.reps {
+    /// Measures the time from opening the file to a first token, and the peak memory.
+    fn measure_start(&mut self, scenario: &Scenario) -> Result<Option<Vec<Figures>>> {
+        let (mut seconds, mut peaks) = (Vec::new(), Vec::new());
+        for _ in 0..self.args.reps {
             reset_peak_memory();
             let start = Instant::now();
-            let Some(mut core) = self.open("load", load)? else { return Ok(()) };
-            run_load(&mut core, load, 1)?;
-            let elapsed = start.elapsed();
-            let report = report.get_or_insert_with(|| Report::new(args, &core));
-            report.progress("load", rep);
-            report.emit("first_token_warm", "s", elapsed.as_secs_f64());
-            report.emit_peak("load_32tok");
+            let Some(mut core) = self.open(scenario)? else { return Ok(None) };
+            run_load(&mut core, scenario.load, 1)?;
+            seconds.push(start.elapsed().as_secs_f64());
+            peaks.extend(peak_memory_bytes());
+            self.set_header(&core)?;
+            self.bar.inc(1);
         }
-        if let Some(report) = report {
-            report.finish();
+        let mut all = vec![Figures { name: "first_token_warm".to_owned(), unit: "s", values: seconds }];
+        all.extend(peak_memory(&scenario.name, peaks));
+        Ok(Some(all))
+    }
+
+    /// Prints the header before the first line, on stderr with `--json`.
+    fn set_header(&mut self, core: &EngineCore) -> Result<()> {
+        if self.header.is_some() {
+            return Ok(());
         }
+        let header = Header::new(self.args, core);
+        let text = header.text(self.args.reps);
+        self.bar.suspend(|| {
+            if self.args.json {
+                return write!(std::io::stderr(), "{text}");
+            }
+            let mut out = std::io::stdout();
+            writeln!(out, "{text}\n{:<20} {:>12} {:>12} {:>12}  unit", "scenario", "median", "least", "most")
+        })?;
+        self.header = Some(header);
         Ok(())
     }
 
-    /// Runs a load once without measuring, so that memory is allocated, and then `--reps` times.
-    fn measure(&mut self, name: &str, load: Load, mut emit: impl FnMut(&mut Report<'_>, &Run)) -> Result<()> {
-        reset_peak_memory();
-        let Some(mut core) = self.open(name, load)? else { return Ok(()) };
-        let mut report = Report::new(self.args, &core);
-        report.progress(name, 0);
-        run_load(&mut core, Load { decode: load.decode.min(2), ..load }, 0)?;
-        for rep in 1..=self.args.reps {
-            report.progress(name, rep);
-            emit(&mut report, &run_load(&mut core, load, rep)?);
+    fn report(&self, figures: &[Figures]) -> Result<()> {
+        let mut lines = Vec::new();
+        for Figures { name, unit, values } in figures {
+            if self.args.json {
+                lines.extend(values.iter().map(|value| self.json_line(name, unit, *value).to_string()));
+            } else {
+                let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+                let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let [median, least, most] = [median(values), least, most].map(number);
+                lines.push(format!("{name:<20} {median:>12} {least:>12} {most:>12}  {unit}"));
+            }
         }
-        report.emit_peak(name);
-        report.finish();
+        self.bar.suspend(|| {
+            let mut out = std::io::stdout().lock();
+            lines.iter().try_for_each(|line| writeln!(out, "{line}"))
+        })?;
         Ok(())
     }
+
+    fn json_line(&self, scenario: &str, metric: &str, value: f64) -> Value {
+        let ts = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
+        let header = self.header.as_ref();
+        json!({
+            "peer": "ascend-llm",
+            "model": header.map(|header| &header.model),
+            "dtype": header.map(|header| &header.dtype),
+            "scen": scenario,
+            "metric": metric,
+            "value": (value * 1e4).round() / 1e4,
+            "round": self.args.round,
+            "ts": ts,
+            "device": header.map(|header| &header.device),
+            "machine": header.map(|header| &header.machine),
+            "numerics": header.map(|header| &header.numerics),
+            "kv_dtype": header.map(|header| &header.kv_dtype),
+            "threads": header.map(|header| header.threads),
+            "version": header.map(|header| header.version),
+            "commit": header.map(|header| header.commit),
+        })
+    }
+}
+
+/// Peak memory of a scenario, on systems that report it.
+fn peak_memory(scenario: &str, bytes: impl IntoIterator<Item = u64>) -> Option<Figures> {
+    let values: Vec<f64> = bytes.into_iter().map(mib).collect();
+    (!values.is_empty()).then(|| Figures { name: format!("rss_{scenario}"), unit: "MiB", values })
 }
 
 /// Times of a load.
@@ -332,10 +467,9 @@ impl Run {
     }
 }
 
-/// Runs the sequences of a load together until all have ended.
+/// Runs the sequences of a load in one batch until they end.
 fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
-    let mut params = SamplingParams::greedy();
-    params.max_tokens = Some(load.decode + 1);
+    let mut params = SamplingParams::greedy().with_max_tokens(load.decode + 1);
     params.ignore_eos = true;
     let vocab = core.info().vocab_size;
     let requests: Vec<_> = (0..load.seqs)
@@ -359,7 +493,7 @@ fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
     let expected = u64::from(load.seqs) * u64::from(load.decode + 1);
     let tokens = total(&readers);
     if tokens != expected {
-        return Err(format!("{load:?}: {tokens} tokens arrived, expected {expected}").into());
+        return Err(format!("{load:?}: generated {tokens} tokens, expected {expected}").into());
     }
     Ok(Run {
         prompt_tokens: u64::from(load.seqs) * u64::from(load.prompt),
@@ -369,6 +503,7 @@ fn run_load(core: &mut EngineCore, load: Load, rep: u32) -> Result<Run> {
     })
 }
 
+/// A request with the number of tokens received.
 struct Reader {
     handle: RequestHandle,
     tokens: u64,
@@ -378,7 +513,7 @@ fn total(readers: &[Reader]) -> u64 {
     readers.iter().map(|reader| reader.tokens).sum()
 }
 
-/// Runs one step and reads the new tokens.
+/// Runs a step and reads its tokens.
 fn step(core: &mut EngineCore, readers: &mut [Reader]) -> Result<()> {
     core.step()?;
     for reader in readers {
@@ -389,7 +524,7 @@ fn step(core: &mut EngineCore, readers: &mut [Reader]) -> Result<()> {
     Ok(())
 }
 
-/// `n` token ids that depend on the seed. None is special in a vocabulary of the usual kind.
+/// `n` token ids that depend on the seed. They avoid both ends of the vocabulary, where special tokens usually are.
 fn prompt(seed: u32, n: u32, vocab: u32) -> Vec<u32> {
     let low = (vocab / 8).min(1000);
     let mut x = seed.wrapping_mul(7919).wrapping_add(17);
@@ -399,66 +534,4 @@ fn prompt(seed: u32, n: u32, vocab: u32) -> Vec<u32> {
             low + (x >> 8) % (vocab - 2 * low)
         })
         .collect()
-}
-
-/// Output of one scenario.
-struct Report<'a> {
-    args: &'a Args,
-    model: String,
-    dtype: String,
-    /// Figures by scenario and metric, in the order in which they appear.
-    figures: Vec<(String, String, Vec<f64>)>,
-}
-
-impl<'a> Report<'a> {
-    fn new(args: &'a Args, core: &EngineCore) -> Self {
-        let stem = args.model.path().file_stem().map(|stem| stem.to_string_lossy().into_owned());
-        Self {
-            args,
-            model: stem.unwrap_or_else(|| "model".to_owned()),
-            dtype: core.info().weight_dtype.map_or(String::new(), |dtype| dtype.name().to_owned()),
-            figures: Vec::new(),
-        }
-    }
-
-    /// Shows the run at hand on a terminal; run 0 is the warm-up.
-    fn progress(&self, scenario: &str, rep: u32) {
-        if !self.args.json && std::io::stderr().is_terminal() {
-            eprint!("\r\x1b[K{scenario}: run {rep} of {}", self.args.reps);
-        }
-    }
-
-    fn emit(&mut self, scenario: &str, metric: &str, value: f64) {
-        if self.args.json {
-            let ts = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
-            let line = json!({
-                "peer": "ascend-llm", "model": self.model, "dtype": self.dtype, "scen": scenario, "metric": metric,
-                "value": (value * 1e4).round() / 1e4, "round": self.args.round, "ts": ts,
-            });
-            println!("{line}");
-            return;
-        }
-        match self.figures.iter_mut().find(|figure| figure.0 == scenario && figure.1 == metric) {
-            Some(figure) => figure.2.push(value),
-            None => self.figures.push((scenario.to_owned(), metric.to_owned(), vec![value])),
-        }
-    }
-
-    /// Prints the medians of the table.
-    fn finish(self) {
-        if !self.args.json && std::io::stderr().is_terminal() {
-            eprint!("\r\x1b[K");
-        }
-        for (scenario, metric, values) in self.figures {
-            let range = values.iter().fold((f64::MAX, f64::MIN), |(low, high), &x| (low.min(x), high.max(x)));
-            let spread = if values.len() > 1 { format!(" ({:.2} to {:.2})", range.0, range.1) } else { String::new() };
-            println!("{scenario:<20} {:>12.2} {metric:<6}{spread}", median(values));
-        }
-    }
-
-    fn emit_peak(&mut self, scenario: &str) {
-        if let Some(bytes) = peak_memory_bytes() {
-            self.emit(&format!("rss_{scenario}"), "MiB", bytes as f64 / f64::from(1 << 20));
-        }
-    }
 }

@@ -1,6 +1,4 @@
-//! Options of the graph compiler as options of a command line.
-
-use std::collections::BTreeMap;
+//! Compiler options as command-line options.
 
 use ascend_llm::graph::{CompileOptions, Precision};
 
@@ -9,34 +7,37 @@ use crate::terminal::Result;
 /// Options of the graph compiler.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompileArgs {
-    /// Optimization level, 0 to 3: a preset for the options below. Default: that of the compiler.
+    /// Preset of the options below, 0 to 3 [default: the compiler's].
     #[arg(long)]
     pub opt_level: Option<u8>,
     /// Fusion level, 0 to 3.
     #[arg(long)]
     pub fusion: Option<u8>,
-    /// Maximum number of operations that run concurrently, 1 to 4.
+    /// Maximum number of operations that run in parallel, 1 to 4.
     #[arg(long)]
     pub parallel_ops: Option<u8>,
-    /// Type that activations are rounded to: f32, bf16, f16 or mix, followed by exceptions for projections, as in
+    /// Precision of activations in matrix products: `f32`, `bf16`, `f16` or `mix`. Exceptions by projection follow, as in
     /// `f16,lm_head=f32,layers.0.mlp.down_proj=bf16`.
     #[arg(long, value_delimiter = ',')]
     pub precision: Vec<String>,
 }
 
 impl CompileArgs {
-    /// The options in the form of the compiler.
+    /// The library's form of these options.
+    ///
+    /// # Errors
+    /// A sentence about a precision that cannot be parsed.
     pub fn options(&self) -> Result<CompileOptions> {
         let mut options = CompileOptions::default();
         (options.opt_level, options.fusion, options.parallel_ops) = (self.opt_level, self.fusion, self.parallel_ops);
-        let mut overrides = BTreeMap::new();
         for text in &self.precision {
             match text.split_once('=') {
-                Some((name, precision)) => drop(overrides.insert(name.to_owned(), parse(precision)?)),
+                Some((name, precision)) => {
+                    options.precision_overrides.insert(name.to_owned(), parse(precision)?);
+                }
                 None => options.precision = Some(parse(text)?),
             }
         }
-        options.precision_overrides = overrides;
         Ok(options)
     }
 }

@@ -1,12 +1,13 @@
-//! Shows the compiled plan of a model: fusion, steps, the cost of a decode and a prefill step, and a map of the arena.
+//! Shows the compiled plan of a model: fusion, steps, the cost of a decode and a prefill step, and a picture of the arena.
 //!
 //! ```sh
 //! cargo run --release -p ascend-llm-tools --bin inspect_plan
 //! cargo run --release -p ascend-llm-tools --bin inspect_plan -- --model MODEL.gguf --fusion 0 --tokens 512 --svg arena.svg
 //! ```
-//! No weights are loaded: the plan follows from the description of the model.
+//! The tool reads the model's configuration only and loads no weights.
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -15,35 +16,31 @@ use ascend_llm::graph::{
     Bucket, CompileOptions, Cost, CostShape, Graph, Numerics, Operand, Plan, Target, TpRank, compile,
 };
 use ascend_llm::model::{AttentionConfig, LayerConfig, MlpConfig, ModelConfig};
+use ascend_llm_tools::compile_args::CompileArgs;
+use ascend_llm_tools::terminal::{self, ModelArgs, Result, label};
+use ascend_llm_tools::{arena_map, kv_element_bytes, mib, model_name};
 use clap::Parser;
-
-mod arena_map;
-mod compile_args;
-#[path = "../terminal/mod.rs"]
-mod terminal;
-use compile_args::CompileArgs;
-use terminal::{ModelArgs, Result};
 
 /// Shows the compiled plan of a model.
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Tokens of the prefill step, and largest number of rows of the plan.
+    /// Tokens of the prefill step; the arena is planned for this number of rows.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     tokens: u32,
-    /// Length of the sequence at the decode step, in tokens. Default: the longest of the model.
+    /// Tokens of the sequence at the decode step [default: the model's context].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     #[command(flatten)]
     compile: CompileArgs,
-    /// Prints the graph of the model, and the graph after each pass.
+    /// Prints the model's graph and the graph after each pass.
     #[arg(long)]
     passes: bool,
     /// Omits the list of steps.
     #[arg(long)]
     no_dump: bool,
-    /// File for a map of the arena, as SVG.
+    /// Draws the arena over the steps as an SVG file.
     #[arg(long)]
     svg: Option<PathBuf>,
 }
@@ -53,7 +50,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let (config, graph) = args.model.graph()?;
+    let (config, graph) = ascend_llm_tools::graph(&args.model.path())?;
     let longest = u32::try_from(config.max_position_embeddings).unwrap_or(u32::MAX);
     let context = args.context.unwrap_or(longest);
     for (flag, tokens) in [("tokens", args.tokens), ("context", context)] {
@@ -62,50 +59,50 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     let options = args.compile.options()?;
-    let numerics = args.model.numerics();
+    let numerics = args.model.numerics.unwrap_or_default();
     let target = args.model.device()?.caps().target;
-    let graph = if args.passes {
-        passes(&graph, target, numerics, &options, args.model.ranks)?
-    } else {
-        shard(&graph, TpRank { index: 0, of: args.model.ranks })?
-    };
+    let mut text = String::new();
+    if args.passes {
+        text = passes(&graph, target, numerics, &options, args.model.ranks)?;
+    }
+    let graph = shard(&graph, TpRank { index: 0, of: args.model.ranks })?;
     let bucket = Bucket { tokens: args.tokens as usize, logit_rows: 1, seqs: 1, kv_tokens: longest as usize };
     let plan = compile(&graph, target, numerics, &options, bucket)?;
-    let kv_element_bytes = args.model.kv_element_bytes();
+    let kv_element_bytes = kv_element_bytes(&args.model);
 
-    print!("{}", summary(&config, &plan, numerics));
+    text.push_str(&summary(&config, &plan, numerics));
     if !args.no_dump {
-        print!("\n{}", plan.dump());
+        write!(text, "\n{}", plan.dump())?;
     }
-    print!("\n{}", table(&plan, &format!("decode, {context} tokens"), &CostShape::decode(context, kv_element_bytes)));
+    let decode = CostShape::decode(context, kv_element_bytes);
+    write!(text, "\n{}", table(&plan, &format!("decode step at {context} tokens"), &decode))?;
     let prefill = CostShape::prefill(args.tokens, kv_element_bytes);
-    print!("\n{}", table(&plan, &format!("prefill of {} tokens", args.tokens), &prefill));
+    write!(text, "\n{}", table(&plan, &format!("prefill step of {} tokens", args.tokens), &prefill))?;
+    std::io::stdout().write_all(text.as_bytes())?;
     if let Some(path) = &args.svg {
-        let name = args.model.path().file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
-        arena_map::draw(path, &name, &plan).map_err(|error| format!("{}: {error}", path.display()))?;
+        arena_map::draw(path, &model_name(&args.model.path()), &plan)?;
     }
     Ok(())
 }
 
-/// Prints the graph before and after each pass, in the order of the compiler. Returns the graph of rank 0, the input of
-/// the compiler.
-fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOptions, ranks: u32) -> Result<Graph> {
+/// The graph before and after each pass, in the compiler's order; of several ranks, the first one's graph.
+fn passes(graph: &Graph, target: Target, numerics: Numerics, options: &CompileOptions, ranks: u32) -> Result<String> {
     options.validate(numerics)?;
-    println!("the model's graph\n{}", graph.dump());
+    let mut text = format!("the model's graph\n{}\n", graph.dump());
     let graph = shard(graph, TpRank { index: 0, of: ranks })?;
     if ranks > 1 {
-        println!("shard\n{}", graph.dump());
+        writeln!(text, "shard\n{}", graph.dump())?;
     }
     let policy = PrecisionPolicy::new(options, numerics, target);
     let rounded = apply_precision(&graph, &policy)?;
-    println!("precision\n{}", rounded.dump());
+    writeln!(text, "precision\n{}", rounded.dump())?;
     let (fused, report) = fuse(&rounded, options.resolved_fusion(), target.ops, options.attention);
-    println!("fuse: {report:?}\n{}", fused.dump());
-    println!("legalize\n{}", legalize(&fused, target.ops, target.attention_schedules)?.dump());
-    Ok(graph)
+    writeln!(text, "fuse: {report:?}\n{}", fused.dump())?;
+    writeln!(text, "legalize\n{}", legalize(&fused, target.ops, target.attention_schedules)?.dump())?;
+    Ok(text)
 }
 
-/// Sizes of a layer.
+/// Sizes of a layer. The layers of a model differ in their attention windows only.
 fn layer_summary(layer: &LayerConfig) -> String {
     match (&layer.attention, layer.mlp) {
         (AttentionConfig::GroupedQuery(a), MlpConfig::Gated(mlp)) => {
@@ -119,11 +116,11 @@ fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
     let groups = plan.groups().len();
     let all: usize = plan.values.iter().filter(|v| is_in_arena(v.operand)).map(|v| v.bytes(&plan.bucket)).sum();
     format!(
-        "model     {} of {:.1} M parameters: {} layers of {}, {}, {} ids, {} tokens\n\
-         numerics  {numerics:?}\n\
+        "model     {}, {:.1} M parameters: {} layers of width {}, {}, vocabulary {}, context {}\n\
+         numerics  {}\n\
          fusion    level {}: {:?}\n\
          launches  {} steps in {groups} groups\n\
-         arena     {:.2} MiB; at least {:.2} MiB are alive at once, and {:.2} MiB in all\n",
+         arena     {:.2} MiB; live values need at most {:.2} MiB at once and {:.2} MiB without reuse\n",
         config.architecture.name(),
         config.parameters() as f64 / 1e6,
         config.layers.len(),
@@ -131,6 +128,7 @@ fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
         config.layers.first().map_or_else(String::new, layer_summary),
         config.vocab_size,
         config.max_position_embeddings,
+        label(&numerics),
         plan.fusion,
         plan.fused,
         plan.steps.len(),
@@ -138,10 +136,6 @@ fn summary(config: &ModelConfig, plan: &Plan, numerics: Numerics) -> String {
         mib(plan.arena_bound_bytes as u64),
         mib(all as u64),
     )
-}
-
-fn mib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 20)
 }
 
 fn table(plan: &Plan, title: &str, shape: &CostShape) -> String {

@@ -1,14 +1,16 @@
-//! Where the time goes: runs a prefill and some decode steps on the CPU and prints the time of each operation, its share,
-//! its arithmetic and its traffic, and how much that is of what the machine can do.
+//! Profiler: runs a prefill step and decode steps on the CPU and prints the time, arithmetic, memory traffic and
+//! utilization of each operation.
 //!
 //! ```sh
 //! cargo run --release -p ascend-llm-tools --bin profile -- --model MODEL.gguf --trace trace.json
 //! ```
-//! The trace opens in `chrome://tracing` and in Perfetto. Rates are those of the cost model (see `graph::Cost`): operations
-//! and bytes that the plan asks for, whatever caches make of them. MFU and MBU are shares of the peaks in the first line: of
-//! arithmetic, f32 and int8 each at its own, and of reading from memory. What stays in caches from step to step (the rows of
-//! a prefill, all of a small model) may so exceed 100 % of memory.
+//! The trace opens in `chrome://tracing` and in Perfetto. Operations and bytes come from the plan's cost model (see
+//! `graph::Cost`), which ignores caches. MFU and MBU are shares of the peaks at the head of the output: MFU of the
+//! arithmetic rates, f32 and int8 each at its own peak, MBU of the memory's read bandwidth. Data that stays in a cache
+//! between steps (the rows of a prefill, a small model) can bring MBU above 100 %.
 
+use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,17 +21,14 @@ use ascend_llm::engine::{CacheBudget, EngineConfig};
 use ascend_llm::graph::{Plan, compile};
 use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::{ForwardInput, ForwardOutput, ModelExecutor as _, ModelRunner};
+use ascend_llm_tools::compile_args::CompileArgs;
+use ascend_llm_tools::op_table::{OpTable, Rates};
+use ascend_llm_tools::terminal::{self, ModelArgs, Result};
+use ascend_llm_tools::{graph, kv_element_bytes};
 use clap::Parser;
 use serde_json::{Value, json};
 
-mod compile_args;
-#[path = "../terminal/mod.rs"]
-mod terminal;
-use compile_args::CompileArgs;
-use terminal::op_table::{OpTable, Rates};
-use terminal::{ModelArgs, Result};
-
-/// Times each operation of a prefill and of decode steps.
+/// Times each operation of a prefill step and of decode steps.
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
@@ -37,12 +36,12 @@ struct Args {
     /// Tokens of the prefill step.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     prefill: u32,
-    /// Decode steps after it.
+    /// Number of decode steps after it.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     decode: u32,
     #[command(flatten)]
     compile: CompileArgs,
-    /// Writes a trace there.
+    /// Writes a trace in the Trace Event format (JSON).
     #[arg(long)]
     trace: Option<PathBuf>,
 }
@@ -52,21 +51,23 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    if args.model.device != "cpu" {
-        return Err(format!("--device {}: only the cpu times its steps", args.model.device).into());
+    if !args.model.is_cpu() {
+        return Err("--device: expected cpu, the only device that times its steps".into());
     }
-    let (model, graph) = args.model.graph()?;
+    let (model, graph) = graph(&args.model.path())?;
     let tokens = args.prefill.checked_add(args.decode).filter(|&all| all as usize <= model.max_position_embeddings);
     let tokens = tokens.ok_or_else(|| {
         let (prefill, decode, longest) = (args.prefill, args.decode, model.max_position_embeddings);
-        format!("--prefill {prefill} --decode {decode}: expected at most the model's {longest} tokens together")
+        format!(
+            "--prefill {prefill} --decode {decode}: expected at most {longest} tokens in total, the model's context"
+        )
     })?;
     let mut options = CpuOptions::default();
-    (options.threads, options.isa, options.profile) = (args.model.threads, args.model.isa()?, true);
+    (options.threads, options.isa, options.profile) = (args.model.threads, args.model.isa, true);
     let device = Arc::new(CpuDevice::new(options)?);
 
     let compile_options = args.compile.options()?;
-    let numerics = args.model.numerics();
+    let numerics = args.model.numerics.unwrap_or_default();
     let block_size = u32::try_from(device.caps().default_block_size)?;
     let blocks = tokens.div_ceil(block_size);
     let mut config = EngineConfig::default();
@@ -77,10 +78,10 @@ fn run(args: &Args) -> Result<()> {
     config.max_model_len = Some(tokens);
     config.block_size = Some(block_size);
     config.kv_cache = CacheBudget::Blocks(blocks);
-    let runner = args.model.load_runner(config, device.clone())?;
-    // The same plan that the runner has on the device.
+    let runner = args.model.builder(config, device.clone()).build_runner()?;
+    // The plan that the runner loaded on the device.
     let plan = compile(&graph, device.caps().target, numerics, &compile_options, runner.shape().bucket)?;
-    let kv_element_bytes = args.model.kv_element_bytes();
+    let kv_element_bytes = kv_element_bytes(&args.model);
 
     let table: Vec<BlockId> = (0..blocks).map(BlockId).collect();
     let peaks = device.telemetry().and_then(ascend_llm::device::Telemetry::peak_rates);
@@ -89,7 +90,7 @@ fn run(args: &Args) -> Result<()> {
     let (mut prefill, mut decode) = (OpTable::default(), OpTable::default());
     let vocab = u32::try_from(model.vocab_size)?;
     let prompt: Vec<u32> = (0..args.prefill).map(|at| at.wrapping_mul(7919).wrapping_add(17) % vocab).collect();
-    // The first launches bring memory in and wake the team: not counted.
+    // The first launches touch the memory and start the thread pool, so they are not counted.
     profiled.step(&prompt, args.prefill, &mut OpTable::default())?;
     profiled.step(&prompt[..1], 1, &mut OpTable::default())?;
     profiled.events.clear();
@@ -98,21 +99,23 @@ fn run(args: &Args) -> Result<()> {
     for at in 1..=args.decode {
         next = profiled.step(&[next], args.prefill + at, &mut decode)?;
     }
-    println!("{}, {} steps a launch", profiled.device.caps().description, profiled.plan.steps.len());
+    let mut text = format!("{}, {} steps per launch\n", profiled.device.caps().description, profiled.plan.steps.len());
     if let Some(peaks) = peaks {
-        let giga = |per_s: u64| per_s as f64 / 1e9;
-        let (f32s, int8s, bytes) = (peaks.f32_flops_per_s, peaks.int8_ops_per_s, peaks.read_bytes_per_s);
-        println!("peaks: f32 {:.0} GFLOP/s, int8 {:.0} GOP/s, read {:.1} GB/s", giga(f32s), giga(int8s), giga(bytes));
+        let rates = [peaks.f32_flops_per_s, peaks.int8_ops_per_s, peaks.read_bytes_per_s];
+        let [flops, int8_ops, bytes] = rates.map(|per_s| per_s as f64 / 1e9);
+        writeln!(text, "peaks: f32 {flops:.0} GFLOP/s, int8 {int8_ops:.0} GOP/s, read {bytes:.1} GB/s")?;
     }
-    println!("\n{}", prefill.text(&format!("prefill of {} tokens", args.prefill), peaks.as_ref()));
-    print!("{}", decode.text(&format!("decode after {} tokens", args.prefill), peaks.as_ref()));
+    writeln!(text, "\n{}", prefill.text(&format!("prefill of {} tokens", args.prefill), peaks.as_ref()))?;
+    text.push_str(&decode.text(&format!("decode after {} tokens", args.prefill), peaks.as_ref()));
+    std::io::stdout().write_all(text.as_bytes())?;
     if let Some(path) = &args.trace {
         let trace = json!({ "displayTimeUnit": "ms", "traceEvents": profiled.events });
-        std::fs::write(path, trace.to_string()).map_err(|error| format!("{}: {error}", path.display()))?;
+        std::fs::write(path, trace.to_string()).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
     }
     Ok(())
 }
 
+/// A model on a device that times its steps.
 struct Profiled {
     device: Arc<CpuDevice>,
     peaks: Option<PeakRates>,
@@ -125,7 +128,7 @@ struct Profiled {
 }
 
 impl Profiled {
-    /// Runs one step of a sequence that then has `kv_len` tokens; gives its most likely next token.
+    /// Runs a step of a sequence, which has `kv_len` tokens after it, and returns the argmax of its last row.
     fn step(&mut self, tokens: &[u32], kv_len: u32, sums: &mut OpTable) -> Result<u32> {
         let rows = u32::try_from(tokens.len())?;
         let input = ForwardInput::new(
@@ -136,7 +139,7 @@ impl Profiled {
         )
         .with_logit_rows(vec![rows - 1]);
         let ForwardOutput { logits, input, .. } = self.runner.forward(input)?;
-        let best = logits.argmax.first().map_or(0, |&id| id as usize);
+        let next = logits.argmax.first().map_or(0, |&id| id);
         let times = self.device.take_profile(self.runner.program());
         let costs = self.plan.batch_costs(&input.q_lens, &input.kv_lens, 1, self.kv_element_bytes);
         sums.add_launch(times.iter().map(|time| (time.op, time.total_us, costs[time.step])));
@@ -153,6 +156,6 @@ impl Profiled {
                 },
             }));
         }
-        Ok(u32::try_from(best)?)
+        Ok(next)
     }
 }

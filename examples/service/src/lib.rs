@@ -1,4 +1,4 @@
-//! An HTTP service around the engine: SSE streaming, cancellation on disconnect, typed errors.
+//! HTTP service around the engine: SSE streaming, cancellation on disconnect, typed errors.
 
 use ascend_llm::{Engine, ErrorKind, GenerateError, Request, SamplingParams};
 use axum::extract::{State, rejection::JsonRejection};
@@ -38,7 +38,7 @@ impl IntoResponse for ApiError {
 async fn generate(State(engine): State<Engine>, body: Result<Json<Body>, JsonRejection>) -> Result<Response, ApiError> {
     let invalid = |error: JsonRejection| ApiError { kind: ErrorKind::InvalidRequest, message: error.body_text() };
     let Json(Body { prompt, stream, sampling }) = body.map_err(invalid)?;
-    // Dropping the handle cancels the request, and axum drops it when the client goes.
+    // axum drops the handle when the client disconnects, which cancels the request.
     let handle = engine.submit(Request::text(prompt).with_sampling(sampling))?;
     if !stream {
         return Ok(Json(handle.output().await?).into_response());
@@ -50,7 +50,7 @@ async fn generate(State(engine): State<Engine>, body: Result<Json<Body>, JsonRej
     .into_response())
 }
 
-/// The service's routes.
+/// Routes of the service: `POST /generate` takes a prompt and sampling parameters, and streams with `"stream": true`.
 pub fn router(engine: Engine) -> Router {
     Router::new().route("/generate", post(generate)).with_state(engine)
 }

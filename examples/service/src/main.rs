@@ -1,4 +1,4 @@
-//! `ascend-llm-service MODEL [ADDRESS]`: serves a model until Ctrl-C, then lets requests finish for up to ten seconds.
+//! `ascend-llm-service MODEL [ADDRESS]`: serves a model until Ctrl-C, then waits up to ten seconds for running requests.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The service over real sockets: streams, answers, errors, and clients that go away.
+//! Tests over sockets: answers, streams, errors, disconnected clients.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -10,7 +10,7 @@ use ascend_llm::runner::scripted::{Pieces, ScriptedForward};
 use ascend_llm::{Engine, SamplingParams};
 use serde_json::{Value, json};
 
-/// The service on a free port, on a runtime of its own that lives as long as this.
+/// Service on a free port. Dropping it stops its runtime.
 struct Service {
     address: SocketAddr,
     _runtime: tokio::runtime::Runtime,
@@ -93,7 +93,7 @@ fn errors_have_a_status_a_kind_and_a_sentence() {
     }
 }
 
-/// A model that takes a permit for each step.
+/// Engine whose model waits for a permit before each step.
 fn gated_engine() -> (Engine, mpsc::Sender<()>) {
     const VOCAB: u32 = 50;
     let (permit, gate) = mpsc::channel();
@@ -135,7 +135,7 @@ fn a_client_that_goes_cancels_its_request() {
         }
         client.shutdown(std::net::Shutdown::Both).unwrap();
         drop(client);
-        // A server notices a client that is gone when it writes. The request would run for 250 steps.
+        // The server notices a closed connection when it writes. Without cancellation the request runs for 250 steps.
         let mut permits = 1;
         while engine.stats().finished_cancelled == before {
             if permits < 200 && engine.stats().steps >= permits {
