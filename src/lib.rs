@@ -1,4 +1,4 @@
-//! `ascend-llm`: an LLM inference engine that lives inside another Rust program.
+//! `ascend-llm`: an LLM inference engine as a library that runs inside another Rust program.
 //!
 //! ```
 //! use ascend_llm::engine::{Engine, Request};
@@ -18,16 +18,17 @@
 //! # }
 //! ```
 //!
-//! | to | use |
+//! | task | API |
 //! |---|---|
-//! | serve requests from a thread of the engine's own | [`engine::Engine`] |
+//! | serve requests from the engine's own thread | [`engine::Engine`] |
 //! | drive every step yourself | [`engine::EngineCore`] (`build_core`) |
-//! | keep your own loop, tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
+//! | write your own loop, block tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
 //! | schedule or allocate KV blocks without a model | [`scheduler::Scheduler`], [`kv_cache::BlockAllocator`] |
 //! | read a model's compiled plan | [`model::decoder_graph`], [`graph::compile`], [`graph::Plan::dump`] |
-//! | write a device | [`device::Device`] |
+//! | implement a device | [`device::Device`] |
 //!
-//! Features: `text` (default: tokenizers and chat templates), `async` (handles are `futures_core::Stream`s), `ascend`.
+//! Features: `text` (default: tokenizers and chat templates), `async` (request handles are `futures_core::Stream`s),
+//! `ascend` (Ascend NPUs).
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -46,7 +47,7 @@ pub mod text;
 mod version;
 pub mod weights;
 
-/// The README's program is run as a test.
+/// Runs the README's program as a test.
 #[cfg(all(doctest, feature = "text"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,46 +1,51 @@
-//! What a device can do at most, and how much of that a computation made use of.
+//! Peak rates of a device, and the utilization (MFU, MBU) of a computation relative to them.
 
-/// The most a device does in a second.
+/// Peak rates of a device, per second.
 ///
-/// The figures are of what programs reach, not of data sheets: a CPU measures them ([`Telemetry::peak_rates`](super::Telemetry::peak_rates)).
+/// The figures are rates that programs reach, not those of data sheets: the CPU device measures them
+/// ([`Telemetry::peak_rates`](super::Telemetry::peak_rates)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PeakRates {
-    /// f32 operations, a fused multiply-add counted as two.
+    /// f32 operations per second; a fused multiply-add counts as two.
     pub f32_flops_per_s: u64,
-    /// Operations on int8, a product and its sum counted as two.
+    /// int8 operations per second; a product and its addition count as two.
     pub int8_ops_per_s: u64,
-    /// Bytes read from memory, beyond all caches.
+    /// Bytes per second read from memory, not from a cache.
     pub read_bytes_per_s: u64,
 }
 
 impl PeakRates {
-    /// Rates by the second: f32 operations, int8 operations, bytes read.
+    /// Creates the rates: f32 operations, int8 operations and bytes read per second.
     pub const fn new(f32_flops_per_s: u64, int8_ops_per_s: u64, read_bytes_per_s: u64) -> Self {
         Self { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s }
     }
 
-    /// Compute density, also called model FLOPs utilization: the share of `seconds` that the operations would have taken at
-    /// the peaks, `(f32 operations / f32 peak + int8 operations / int8 peak) / seconds`.
+    /// Returns the model FLOPs utilization (MFU, compute density).
     ///
-    /// `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). `None` where no time passed, or a peak that
-    /// is needed is zero.
+    /// It is the share of `seconds` that the operations would need at the peak rates: `(f32 operations / f32 peak +
+    /// int8 operations / int8 peak) / seconds`.
+    ///
+    /// `int8_flops` is a part of `flops`, as in [`Cost`](crate::graph::Cost). The result is `None` if `seconds` is not
+    /// above 0, or if a peak rate that the formula needs is 0.
     pub fn mfu(&self, flops: u64, int8_flops: u64, seconds: f64) -> Option<f64> {
         let f32_seconds = at(flops.saturating_sub(int8_flops), self.f32_flops_per_s);
         share(f32_seconds + at(int8_flops, self.int8_ops_per_s), seconds)
     }
 
-    /// Memory utilization, also called model bandwidth utilization: the share of `seconds` that moving the bytes would have
-    /// taken at the peak, `bytes / (seconds · bandwidth)`.
+    /// Returns the model bandwidth utilization (MBU, memory utilization).
     ///
-    /// The cost model counts a byte each time a step reads or writes it, so what caches hold between steps makes this larger
-    /// than what the memory saw, and it can exceed 1 where most of a model fits there. `None` as for [`mfu`](Self::mfu).
+    /// It is the share of `seconds` that moving the bytes would need at the peak rate: `bytes / (seconds · bandwidth)`.
+    ///
+    /// The cost model counts a byte each time a step reads or writes it. Bytes that a cache holds between steps count
+    /// too, so the result can be larger than the traffic of the memory, and can exceed 1 if most of a model fits into
+    /// the caches. The result is `None` under the same conditions as for [`mfu`](Self::mfu).
     pub fn mbu(&self, bytes: u64, seconds: f64) -> Option<f64> {
         share(at(bytes, self.read_bytes_per_s), seconds)
     }
 }
 
-/// Seconds that an amount takes; infinite where the device does none.
+/// Returns the seconds that an amount takes at a rate; infinite if the rate is 0.
 fn at(amount: u64, per_s: u64) -> f64 {
     if amount == 0 { 0.0 } else { amount as f64 / per_s as f64 }
 }
@@ -64,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_said_is_none() {
+    fn undefined_utilization_is_none() {
         let none = PeakRates { f32_flops_per_s: 0, int8_ops_per_s: 0, read_bytes_per_s: 0 };
         assert_eq!((PEAKS.mfu(1, 0, 0.0), PEAKS.mbu(1, 0.0)), (None, None));
         assert_eq!((none.mfu(1, 0, 1.0), none.mfu(1, 1, 1.0), none.mbu(1, 1.0)), (None, None, None));

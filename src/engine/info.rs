@@ -1,4 +1,4 @@
-//! What an engine says of itself: what it runs and on what, its limits, its health, and what a step did.
+//! Descriptions that an engine returns: its model, device, limits, health, loading progress and steps.
 
 use serde::Serialize;
 
@@ -8,77 +8,84 @@ use crate::model::Architecture;
 use crate::version::{COMMIT, VERSION};
 use crate::weights::DType;
 
-/// How far loading has come.
+/// Progress of loading a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadProgress {
-    /// Bytes of weights read so far.
+    /// Number of bytes of weights read so far.
     pub done_bytes: u64,
-    /// Bytes of all weights, as often as there are ranks: each reads all and keeps its part.
+    /// Number of bytes to read: the size of all weights times the number of ranks.
+    ///
+    /// Each rank reads all weights and keeps its shard.
     pub total_bytes: u64,
-    /// Buckets of rows that have run a step, if the engine is warmed up.
+    /// Number of buckets that have run their warm-up step, if the engine is warmed up.
     pub warm_buckets: u32,
-    /// Buckets that are to run one.
+    /// Number of buckets to warm up.
     pub total_buckets: u32,
 }
 
-/// The model, the device and the sizes in force.
+/// Description of the model, the device and the sizes in force.
 ///
-/// Facts that only a builder knows are `None`, 0 or empty for an [`EngineCore`](super::EngineCore) made of parts.
+/// Fields that only a builder can fill are `None`, 0 or empty for an [`EngineCore`](super::EngineCore) that was
+/// assembled from parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineInfo {
     /// Version of this crate.
     pub version: &'static str,
-    /// Commit the crate was built from: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
+    /// Commit that the crate was built from: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
     pub commit: Option<&'static str>,
-    /// Family of the model.
+    /// Architecture of the model.
     pub architecture: Option<Architecture>,
-    /// Parameters of the model.
+    /// Number of parameters of the model.
     pub parameters: u64,
-    /// Type that most elements of its matrices are stored in.
+    /// Data type in which most elements of the model's matrices are stored.
     pub weight_dtype: Option<DType>,
-    /// Ids the model knows.
+    /// Size of the model's vocabulary.
     pub vocab_size: u32,
-    /// Longest sequence, prompt and output together.
+    /// Maximum length of a sequence, prompt and output together.
     pub max_model_len: u32,
     /// Short name of the device (`cpu`, `ascend`).
     pub device: Option<&'static str>,
-    /// Description of the device for people: processor, instruction set, threads.
+    /// Description of the device for humans: processor, instruction set, threads.
     pub device_description: String,
-    /// What was made smaller than the configuration asked for because the device ran out of memory, and why. The device's own
-    /// notes are in [`Engine::device_notes`](super::Engine::device_notes).
+    /// Notes of the engine: changes to what the configuration requests, with the reasons.
+    ///
+    /// They contain parts of the model that were left out, and sizes that were reduced because the device ran out of
+    /// memory.
+    ///
+    /// [`Engine::device_notes`](super::Engine::device_notes) returns the notes of the device.
     pub notes: Vec<String>,
     /// Arithmetic of the device.
     pub numerics: Option<Numerics>,
-    /// Tokens a KV block.
+    /// Number of tokens per KV block.
     pub block_size: u32,
-    /// Type of stored keys and values.
+    /// Data type of stored keys and values.
     pub kv_dtype: Option<KvDType>,
     /// Policy for rows that overflow.
     pub overflow: Option<OverflowPolicy>,
-    /// Blocks in the KV pool.
+    /// Number of blocks in the KV pool.
     pub pool_blocks: u32,
-    /// Tokens the KV pool holds.
+    /// Number of tokens that fit in the KV pool.
     pub pool_tokens: u64,
-    /// Bytes of the KV pool, on each card if the device has several.
+    /// Size of the KV pool in bytes, on each card if the device has several cards.
     pub pool_bytes: u64,
-    /// Bytes of all plans' arenas.
+    /// Total size of the arenas of all plans, in bytes.
     pub arena_bytes: u64,
-    /// Steps of the plan for the largest batches: as many launches a batch.
+    /// Number of steps of the plan for the largest batches; a batch needs one launch per step.
     pub plan_steps: u32,
-    /// Groups of steps that may run side by side: as many barriers a batch meets.
+    /// Number of groups of steps that may run in parallel; a batch passes one barrier per group.
     pub plan_groups: u32,
-    /// Cost of one token of one sequence of `max_model_len` tokens.
+    /// Cost of one decode token of a sequence of `max_model_len` tokens.
     pub decode_cost: Cost,
-    /// Cost of `max_num_batched_tokens` prompt tokens in one step, of as few sequences as hold that many.
+    /// Cost of a step of `max_num_batched_tokens` prompt tokens, in the fewest sequences that hold them.
     pub prefill_cost: Cost,
-    /// The plans by the rows they are made for, ascending.
+    /// Plans of all buckets, by ascending number of rows.
     pub buckets: Vec<BucketInfo>,
 }
 
 impl EngineInfo {
-    /// Facts of an engine that was made of parts.
+    /// Returns the description of an engine that was assembled from parts.
     pub(super) fn without_device(vocab_size: u32, max_model_len: u32, block_size: u32, pool_blocks: u32) -> Self {
         Self {
             version: VERSION,
@@ -93,27 +100,30 @@ impl EngineInfo {
     }
 }
 
-/// The plan for batches of some numbers of rows.
+/// Bucket: the plan for batches of `fewest_rows` to `rows` rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BucketInfo {
-    /// Most rows it takes. A device with fixed shapes computes as many for every batch.
+    /// Maximum number of rows. A device with fixed shapes pads every batch to this number.
     pub rows: u32,
-    /// Fewest rows it is used for: one more than the bucket before it takes.
+    /// Minimum number of rows: one more than `rows` of the next smaller bucket.
     pub fewest_rows: u32,
-    /// Steps, of all ranks.
+    /// Number of steps of the plans of all ranks.
     pub launches: u32,
-    /// Groups of steps that may run side by side.
+    /// Number of groups of steps that may run in parallel.
     pub groups: u32,
-    /// Bytes of the arenas of all ranks.
+    /// Total size of the arenas of all ranks, in bytes.
     pub arena_bytes: u64,
-    /// `rows` prompt tokens, of as few sequences as hold that many.
+    /// Cost of `rows` prompt tokens, in the fewest sequences that hold them.
     pub cost: Cost,
-    /// `fewest_rows` prompt tokens: what a device with fixed shapes adds to them by padding is the difference to `cost`.
+    /// Cost of `fewest_rows` prompt tokens. A device with fixed shapes pads them to `rows` rows: the difference to
+    /// `cost` is the cost of the padding.
     pub fewest_rows_cost: Cost,
 }
 
-/// What a step costs that has only rows of prompts in it, each from its beginning, of as few sequences as hold that many.
+/// Computes the cost of a step of `rows` prompt tokens, in the fewest sequences that hold them.
+///
+/// All rows belong to prefills that start at position 0.
 pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: &KvGeometry) -> Cost {
     let mut lens = Vec::new();
     let mut left = rows;
@@ -125,57 +135,59 @@ pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: 
     costs.into_iter().sum()
 }
 
-/// What the engine must know of the model behind its [`ModelExecutor`](crate::runner::ModelExecutor).
+/// Properties of the model that an engine needs in addition to its [`ModelExecutor`](crate::runner::ModelExecutor).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelLimits {
-    /// Ids the model knows.
+    /// Size of the model's vocabulary.
     pub vocab_size: u32,
-    /// Longest sequence the model takes.
+    /// Maximum length of a sequence that the model supports.
     pub max_model_len: u32,
-    /// Ids that end a sequence unless a request says `ignore_eos`.
+    /// Ids that end a sequence, unless a request sets `ignore_eos`.
     pub eos_ids: Vec<u32>,
-    /// Names the model and all else that changes what a KV block holds; keys of the prefix cache begin with it.
+    /// Fingerprint of the model and of everything else that changes the content of a KV block.
+    ///
+    /// Keys of the prefix cache begin with it.
     pub fingerprint: u128,
-    /// Most rows of logits that the model may be asked for at once; what wants more is cut into several steps.
+    /// Maximum number of logit rows per step. A chunk that requests more is split over several steps.
     pub max_logit_rows: u32,
 }
 
 impl ModelLimits {
-    /// Limits of a model without end-of-sequence ids, whose runner has room for any number of logits.
+    /// Creates the limits of a model without end-of-sequence ids, whose runner supports any number of logit rows.
     #[must_use]
     pub fn new(vocab_size: u32, max_model_len: u32) -> Self {
         Self { vocab_size, max_model_len, eos_ids: Vec::new(), fingerprint: 0, max_logit_rows: u32::MAX }
     }
 }
 
-/// Whether an engine runs and takes requests.
+/// Availability of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Health {
-    /// It runs and takes requests.
+    /// The engine is running and accepts requests.
     Ready,
-    /// It runs, but takes no request just now: the queue is full, or it is shutting down.
+    /// The engine is running but accepts no requests now: the queue is full, or the engine is shutting down.
     NotAccepting,
-    /// It was shut down.
+    /// The engine was shut down.
     Stopped,
-    /// It failed and does not run any more.
+    /// The engine failed and no longer runs.
     Failed,
 }
 
-/// What one step did.
+/// Summary of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepReport {
-    /// Sequences that had rows in the step; 0 if there was nothing to compute.
+    /// Number of sequences with rows in the step; 0 if there was nothing to compute.
     pub sequences: u32,
-    /// Rows computed.
+    /// Number of computed rows.
     pub rows: u32,
-    /// Tokens drawn.
+    /// Number of sampled tokens.
     pub sampled_tokens: u32,
-    /// Choices that ended on the step's own results.
+    /// Number of choices that ended on the results of this step.
     pub finished: u32,
-    /// Sequences that lost their blocks and will be computed again.
+    /// Number of preempted sequences: their blocks were freed, and they will be computed again.
     pub preempted: u32,
 }

@@ -1,7 +1,7 @@
-//! The engine's thread: steps a core while there is work, sleeps while there is none.
+//! The engine's thread: steps a core while there is work, and sleeps otherwise.
 //!
-//! Only this thread touches the core. It ends on request, after a drain, or when the engine fails; in each case the core is
-//! dropped and every open handle gets an error.
+//! Only this thread accesses the core. The thread ends on request, after a drain, or when the engine fails. In each
+//! case it drops the core, and each open handle receives an error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::core::EngineCore;
 use super::error::EngineError;
 use super::request::admission::Lifecycle;
 
-/// Wakes the futures that wait for the thread's end.
+/// State shared with the futures that wait for the end of the thread.
 #[cfg(feature = "async")]
 #[derive(Debug, Default)]
 struct Finished {
@@ -23,7 +23,7 @@ struct Finished {
     wakers: Vec<std::task::Waker>,
 }
 
-/// Tells the waiting futures when it is dropped, which is after everything else on the thread.
+/// Wakes the waiting futures when it is dropped, after everything else on the thread.
 #[cfg(feature = "async")]
 struct FinishOnDrop(Arc<Mutex<Finished>>);
 
@@ -36,7 +36,7 @@ impl Drop for FinishOnDrop {
             std::mem::take(&mut finished.wakers)
         };
         for waker in wakers {
-            // A waker is code of the host: its panic concerns the host alone.
+            // A waker is code of the host: its panic must not affect the engine.
             let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
     }
@@ -70,18 +70,21 @@ impl EngineThread {
         })
     }
 
-    /// Waits for the thread. From the thread itself (a waker or vocabulary that held the last engine) it returns at once.
+    /// Waits for the thread to end.
+    ///
+    /// If the engine's thread itself calls this method (a waker or vocabulary that held the last engine), it returns at
+    /// once.
     pub fn join(&self) {
         if std::thread::current().id() == self.id {
             return;
         }
         if let Some(thread) = self.thread.lock().take() {
-            // A panic has been caught inside and given to every handle.
+            // The thread has caught each panic and sent it to every handle.
             let _ = thread.join();
         }
     }
 
-    /// Ready once the thread has dropped everything it owned; until then it keeps the waker.
+    /// Returns ready once the thread has dropped everything it owned; until then, stores the waker.
     #[cfg(feature = "async")]
     pub fn poll_finished(&self, context: &std::task::Context<'_>) -> std::task::Poll<()> {
         let mut finished = self.finished.lock();

@@ -259,6 +259,8 @@ struct RunningSeq {
     seq: SeqId,
 }
 
+/// Continuous-batching scheduler: decides which rows of which sequences each step computes.
+///
 /// The caller makes a plan with [`schedule`](Self::schedule), runs it, and commits its results with
 /// [`commit`](Self::commit). It may make the next plan before or after that commit.
 #[derive(Clone, Debug)]

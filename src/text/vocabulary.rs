@@ -1,33 +1,42 @@
-//! The only view the engine has of a tokenizer.
+//! Interface between the engine and a tokenizer.
 
-/// What the engine must know of a vocabulary: bytes of a token, ids of a text, which tokens are special.
+/// Vocabulary as the engine uses it: bytes of a token, ids of a text, special tokens.
 pub trait Vocabulary: Send + Sync + std::fmt::Debug {
-    /// Number of ids the vocabulary knows (the model's own table may be larger).
+    /// Returns the number of ids of the vocabulary (the model's embedding table may be larger).
     fn len(&self) -> usize;
 
-    /// Whether it knows no id at all.
+    /// Returns whether the vocabulary has no ids.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes that the token adds to the text, appended to `out`; nothing for an unknown id. The bytes of one token
-    /// need not be valid UTF-8. `first` says that it is the first token of the text (some vocabularies strip the
-    /// leading space there).
+    /// Appends to `out` the bytes that the token adds to the text; no bytes for an unknown id.
+    ///
+    /// The bytes of one token need not be valid UTF-8. `first` is true for the first token of a text (some vocabularies
+    /// strip its leading space).
     fn token_bytes(&self, id: u32, first: bool, out: &mut Vec<u8>);
 
-    /// Ids of a text. `add_special` adds what the tokenizer puts around a prompt (for example BOS); special tokens
-    /// spelled out in the text are recognized either way.
+    /// Returns the token ids of a text.
+    ///
+    /// With `add_special`, the result includes the tokens that the tokenizer adds around a prompt (e.g. BOS). Special
+    /// tokens that are written out in the text are recognized in both cases.
+    ///
+    /// # Errors
+    /// A description of the reason why the text cannot be encoded.
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String>;
 
-    /// Ids of a rendered chat, whose template has written the special tokens already.
+    /// Returns the token ids of a rendered chat, into which the template has already written the special tokens.
+    ///
+    /// # Errors
+    /// A description of the reason why the text cannot be encoded.
     fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, String> {
         self.encode(rendered, false)
     }
 
-    /// Whether the token is a control token, which streamed text leaves out.
+    /// Returns whether the token is a control token, which streamed text leaves out.
     fn is_special(&self, id: u32) -> bool;
 
-    /// The tokenizer's own end-of-sequence tokens.
+    /// Returns the tokenizer's own end-of-sequence ids.
     fn eos_ids(&self) -> &[u32] {
         &[]
     }

@@ -1,8 +1,8 @@
-//! Decode steps before the first request, so that what a device does once for each bucket (such as capturing a graph) is
-//! not paid for by whoever comes first.
+//! Warm-up: decode steps before the first request. The work that a device does once for each bucket, such as graph
+//! capture, then does not delay the first requests.
 //!
-//! A step writes keys and values into blocks that nobody holds, as every free block may be written: whoever gets one writes
-//! each of its slots before it is read. Nothing of a step's results is looked at.
+//! The steps write keys and values into free blocks. That is allowed, since the sequence that allocates a block writes
+//! each of its slots before it reads the slot. The results of the steps are ignored.
 
 use std::time::Duration;
 
@@ -11,11 +11,12 @@ use crate::engine::clock::{Clock, elapsed_us, micros};
 use crate::kv_cache::BlockId;
 use crate::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
-/// Runs one step of each of these numbers of rows, ascending, until `budget` is spent: each row is the first of a sequence
-/// of its own. `report` is told how many have run.
+/// Runs one step for each of the `buckets`, in ascending order, until `budget` is spent.
+///
+/// Each row of a step is the first row of a sequence of its own. `report` receives the number of steps that have run.
 ///
 /// # Errors
-/// What the device failed with.
+/// The [`DeviceError`] of the device.
 pub(crate) fn warm_up(
     runner: &mut ModelRunner,
     buckets: &[u32],

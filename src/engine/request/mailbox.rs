@@ -1,10 +1,11 @@
-//! The one place where a request's update wait for their reader.
+//! Mailbox of a request: buffers the updates of its choices until the reader takes them.
 //!
-//! The engine *merges* what it publishes into the mailbox, the reader takes all that has gathered. So a slow reader costs
-//! memory bounded by its own output (reserved at admission) and never holds up a step, and a quick one sees every token.
+//! The engine merges each update into the mailbox, and the reader takes everything that has accumulated. A slow reader
+//! therefore costs only memory, bounded by the request's own output and reserved at the start of each choice, and never
+//! delays a step. A fast reader receives every token separately.
 //!
-//! State of a choice: open → (update)* → finished. An error ends all choices of the request; update that came before it are
-//! read before it.
+//! State of a choice: open → (update)* → finished. An error ends all choices of the request. The reader receives the
+//! updates before the error first.
 
 use crate::num::to_u32;
 use std::time::{Duration, Instant};
@@ -16,11 +17,11 @@ use parking_lot::{Condvar, Mutex};
 use super::output::{Delta, FinishReason, Logprobs, PromptInfo, Usage};
 use crate::engine::error::RequestError;
 
-/// Bytes of unread text that a choice has room for, a token. Byte-level vocabularies average 4 bytes a token on English
-/// text; longer unread text costs a reallocation, nothing else.
+/// Capacity reserved for unread text, in bytes per token. Byte-level vocabularies average 4 bytes per token on English
+/// text. Longer unread text only costs a reallocation.
 const TEXT_BYTES_PER_TOKEN: usize = 8;
 
-/// What the engine adds to one choice in one step.
+/// Update of one choice in one step.
 #[derive(Debug, Default)]
 pub(crate) struct Update<'a> {
     pub text: &'a str,
@@ -28,13 +29,13 @@ pub(crate) struct Update<'a> {
     pub logprobs: Option<&'a Logprobs>,
     pub finish: Option<FinishReason>,
     pub prompt: Option<PromptInfo>,
-    /// Set with the end of the request's last choice.
+    /// Token counts and times; set in the update that ends the last choice of the request.
     pub usage: Option<Usage>,
 }
 
-/// What a reader finds.
+/// Result of a read.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // lives on a reader's stack for a moment
+#[allow(clippy::large_enum_variant)] // stays on the reader's stack, and only for a moment
 pub(crate) enum Poll {
     Delta(Delta),
     Error(RequestError),
@@ -53,11 +54,11 @@ pub(crate) struct Mailbox {
 #[derive(Debug)]
 struct State {
     choices: Vec<Buffered>,
-    /// The choice that is looked at first, so that no choice is read twice before another is read once.
+    /// Choice to read first, so that each choice is read once before any choice is read again.
     next_choice: usize,
     open: usize,
     prompt: Option<PromptInfo>,
-    /// Goes out with the last delta that is read.
+    /// Returned with the last delta of the request.
     usage: Option<Usage>,
     error: Option<RequestError>,
     #[cfg(feature = "async")]
@@ -95,7 +96,7 @@ impl Mailbox {
         }
     }
 
-    /// Makes room for all a choice may publish, so that publishing allocates nothing.
+    /// Reserves capacity for everything that a choice may publish, so that publishing allocates no memory.
     pub fn reserve(&self, choice: u32, tokens: usize, with_text: bool, top: Option<usize>) {
         if self.is_detached.load(Ordering::Relaxed) {
             return;
@@ -120,12 +121,12 @@ impl Mailbox {
         self.cancelled.load(Ordering::Acquire)
     }
 
-    /// Nobody will read: what is published from now on is dropped.
+    /// Marks the mailbox as unread: later updates are dropped.
     pub fn detach(&self) {
         self.is_detached.store(true, Ordering::Release);
     }
 
-    /// Merges update into a choice. News for a choice that has ended are dropped.
+    /// Merges an update into a choice. An update of a choice that has ended is dropped.
     pub fn publish(&self, choice: u32, update: Update<'_>) {
         if self.is_detached.load(Ordering::Acquire) {
             return;
@@ -155,7 +156,7 @@ impl Mailbox {
         self.wake_reader(state);
     }
 
-    /// Ends every choice that is still open with an error.
+    /// Ends every open choice with an error.
     pub fn fail(&self, error: RequestError) {
         let mut state = self.state.lock();
         if state.open == 0 {
@@ -181,17 +182,17 @@ impl Mailbox {
         drop(state);
         self.changed.notify_all();
         if let Some(waker) = waker {
-            // A waker is code of the host's: its panic is its own affair and must not end the other requests.
+            // A waker is code of the host: its panic must not end other requests.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake()));
         }
     }
 
-    /// Takes what has gathered.
+    /// Takes everything that has accumulated.
     pub fn take(&self) -> Poll {
         self.state.lock().take()
     }
 
-    /// Takes what has gathered, waiting for it until `deadline` (for ever if `None`).
+    /// Takes everything that has accumulated; waits for it until `deadline` (forever if `None`).
     pub fn wait(&self, deadline: Option<Instant>) -> Poll {
         let mut state = self.state.lock();
         loop {
@@ -207,7 +208,7 @@ impl Mailbox {
         }
     }
 
-    /// Takes what has gathered, or keeps the waker and wakes it when something comes.
+    /// Takes everything that has accumulated, or stores the waker and wakes it at the next update.
     #[cfg(feature = "async")]
     pub fn poll(&self, context: &mut std::task::Context<'_>) -> Poll {
         let mut state = self.state.lock();
@@ -246,7 +247,7 @@ impl State {
 }
 
 impl Buffered {
-    /// Copies out rather than moving, so that the room reserved at admission stays with the engine.
+    /// Clones the content instead of moving it, so that the mailbox keeps its reserved capacity.
     fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
         let delta = Delta {
             index: to_u32(index),
@@ -265,7 +266,7 @@ impl Buffered {
     }
 }
 
-/// A moment that far ahead, `None` when it lies beyond what the clock can tell.
+/// Returns the moment `timeout` from now, or `None` if [`Instant`] cannot represent it.
 pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }

@@ -1,4 +1,4 @@
-//! Turns planned chunks into a batch for the model.
+//! Builds the model's batch from the chunks of a plan.
 
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::num::to_u32;
@@ -7,22 +7,22 @@ use crate::scheduler::{Chunk, Placeholder, Scheduler};
 use super::active_requests::ActiveRequests;
 use crate::runner::{BatchId, DeferredToken, ForwardInput};
 
-/// What a row of logits is for.
+/// Purpose of a logit row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LogitUse {
-    /// The next token of the sequence is drawn from it.
+    /// Sample the next token of the sequence from the row.
     Sample,
-    /// It tells how likely the prompt's next token was.
+    /// Compute the log-probability of the prompt's next token.
     PromptLogprob,
 }
 
-/// One wanted row of logits.
+/// Request for one logit row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LogitRequest {
     /// Index of the chunk in the plan.
     pub chunk: usize,
     pub seq: SeqId,
-    /// Position in the sequence of the token whose row it is.
+    /// Position in the sequence of the token that the row belongs to.
     pub position: u32,
     pub logit_use: LogitUse,
 }
@@ -30,28 +30,29 @@ pub(crate) struct LogitRequest {
 #[derive(Debug, Default)]
 pub(crate) struct BatchBuilder {
     pub input: ForwardInput,
-    /// One for each of `input.logit_rows`; nothing where nobody wants it any more.
+    /// One entry for each of `input.logit_rows`; `None` if its result is no longer needed.
     pub logit_requests: Vec<Option<LogitRequest>>,
-    /// The row of logits that each chunk's token is drawn from.
+    /// For each chunk: index of the logit row from which its token is sampled.
     sampled_rows: Vec<Option<u32>>,
 }
 
 impl BatchBuilder {
-    pub fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
+    pub fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
-            input: ForwardInput::with_capacity(tokens, seqs, table_blocks, wanted),
-            logit_requests: Vec::with_capacity(wanted),
+            input: ForwardInput::with_capacity(tokens, seqs, table_blocks, logit_rows),
+            logit_requests: Vec::with_capacity(logit_rows),
             sampled_rows: Vec::with_capacity(seqs),
         }
     }
 
-    /// The row of logits that a chunk's token is drawn from.
+    /// Returns the index of the logit row from which a chunk's token is sampled.
     pub fn sampled_row(&self, chunk: usize) -> Option<u32> {
         self.sampled_rows.get(chunk).copied().flatten()
     }
 
-    /// Fills in a plan, a sequence a chunk. `source` tells which batch in flight draws a placeholder, from which of its rows
-    /// of logits.
+    /// Fills the batch from a plan, with one sequence per chunk.
+    ///
+    /// `source` returns the in-flight batch that samples the token of a placeholder, and the index of its logit row.
     pub fn build(
         &mut self,
         chunks: &[Chunk],
@@ -86,7 +87,7 @@ impl BatchBuilder {
             };
             let active = requests.get(chunk.seq);
             if let Some(from) = active.and_then(|(choice, _)| choice.prompt_rows_from()) {
-                // The last prompt row predicts the first output token, which is sampled, not looked up.
+                // The last prompt row predicts the first output token: it has no prompt log-probability.
                 let prompt_end = end.min(sequence.prompt_tokens.saturating_sub(1));
                 for position in from.max(chunk.start)..prompt_end {
                     request(position, LogitUse::PromptLogprob, false);
@@ -101,10 +102,10 @@ impl BatchBuilder {
         }
     }
 
-    /// Forgets what was wanted of chunks whose results mean nothing any more.
-    pub fn drop_stale(&mut self, void: &[bool]) {
-        for want in &mut self.logit_requests {
-            *want = want.filter(|want| !void[want.chunk]);
+    /// Drops the logit requests of stale chunks, whose results are ignored.
+    pub fn drop_stale(&mut self, stale: &[bool]) {
+        for request in &mut self.logit_requests {
+            *request = request.filter(|request| !stale[request.chunk]);
         }
     }
 }

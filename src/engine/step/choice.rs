@@ -1,14 +1,15 @@
-//! What one choice of a request has put out, and when it ends.
+//! State of one choice: its output so far, and when it ends.
 //!
-//! Takes the drawn tokens one by one and says what of them may be published: text with whole characters only, nothing
-//! that may still become a stop string, nothing of the token a choice ends on. Rules, in this order:
+//! [`ChoiceState`] accepts sampled tokens one at a time and decides which text may be published. It publishes only
+//! complete characters, no text that may still become a stop string, and no text of the token on which the choice ends.
+//! These rules end a choice, in this order:
 //!
-//! 1. a model's end-of-sequence token ends it, unless `ignore_eos`;
-//! 2. one of `stop_token_ids` ends it;
-//! 3. a stop string that ends in text of a token after the first `min_tokens` ends it;
-//! 4. the length ends it.
+//! 1. an end-of-sequence token of the model, unless `ignore_eos` is set;
+//! 2. one of `stop_token_ids`;
+//! 3. a stop string whose last byte comes from a token after the first `min_tokens` tokens;
+//! 4. the maximum length.
 //!
-//! Text that was held back is flushed at every end except a matched stop string, which cuts it.
+//! At the end, the text that was held back is published. A matched stop string is the exception: it truncates the text.
 
 use crate::kv_cache::SeqId;
 use crate::num::to_u32;
@@ -18,30 +19,32 @@ use crate::text::{Detokenizer, Vocabulary};
 use super::stop::StopChecker;
 use crate::engine::request::output::{FinishReason, Logprobs, StopMatch};
 
-/// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
+/// Capacity for the text of one token, in bytes; a longer text costs one allocation.
 const TOKEN_TEXT_BYTES: usize = 256;
 
-/// What decides over a sequence's end.
+/// Rules that decide whether a sequence ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StopRules<'a> {
     pub params: &'a SamplingParams,
-    /// The model's own end-of-sequence tokens; none if the request ignores them.
+    /// End-of-sequence tokens of the model; empty if the request ignores them.
     pub eos_ids: &'a [u32],
     pub max_tokens: u32,
     pub vocabulary: Option<&'a dyn Vocabulary>,
 }
 
-/// What of a drawn token is published, beside the text in [`ChoiceState::text`].
+/// The part of a sampled token that is published, in addition to the text in [`ChoiceState::text`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Accepted {
     pub token: Option<u32>,
     pub finish: Option<FinishReason>,
 }
 
-/// How far a choice is.
+/// Phase of a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not scheduled yet: it forks off choice 0 at that choice's first token, so that the prompt is computed once.
+    /// The choice is not scheduled yet.
+    ///
+    /// It forks from choice 0 at that choice's first token, so that the prompt is computed once.
     Unforked,
     Open,
     Ended,
@@ -52,18 +55,18 @@ pub(crate) struct ChoiceState {
     pub seq: SeqId,
     pub choice: u32,
     pub phase: Phase,
-    /// Whether it has been part of a step.
+    /// Whether the choice has been part of a step.
     pub started: bool,
-    /// Tokens published.
+    /// Number of published tokens.
     generated_tokens: u32,
-    /// Whether no token has been drawn yet.
+    /// Whether no token has been sampled yet.
     no_token_yet: bool,
     text: Option<TextStream>,
     logprobs: Logprobs,
     prompt_logprobs: Option<Logprobs>,
 }
 
-/// The end of the text: what is decoded but not published.
+/// Text that is decoded but not published yet.
 #[derive(Debug)]
 struct TextStream {
     detokenizer: Detokenizer,
@@ -88,7 +91,7 @@ impl ChoiceState {
                 publishable: String::with_capacity(TOKEN_TEXT_BYTES),
             }),
             logprobs: Logprobs::default(),
-            // Every choice has the same prompt: one of them looks at it.
+            // All choices have the same prompt, so only choice 0 computes its log-probabilities.
             prompt_logprobs: (choice == 0 && params.prompt_logprobs.is_some()).then(Logprobs::default),
         }
     }
@@ -97,12 +100,12 @@ impl ChoiceState {
         self.generated_tokens
     }
 
-    /// Whether the next token is the first, with which the prompt's own results are published.
+    /// Returns whether the next token is the first one; the prompt's results are published with it.
     pub fn is_first_token(&self) -> bool {
         self.no_token_yet
     }
 
-    /// Position of the first prompt row whose logits are still wanted; `None` if none are.
+    /// Returns the position of the first prompt row whose logits are still needed; `None` if no more are needed.
     pub fn prompt_rows_from(&self) -> Option<u32> {
         self.prompt_logprobs.as_ref().map(|done| to_u32(done.len()))
     }
@@ -113,29 +116,29 @@ impl ChoiceState {
         }
     }
 
-    /// Records the prompt's next log-probability.
+    /// Records the next log-probability of the prompt.
     pub fn push_prompt_logprob(&mut self, chosen: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
         if let Some(logprobs) = &mut self.prompt_logprobs {
             logprobs.push(chosen, rank, top);
         }
     }
 
-    /// The prompt's log-probabilities, once all of them are there.
+    /// Takes the log-probabilities of the prompt. Call it once they are complete.
     pub fn take_prompt_logprobs(&mut self) -> Option<Logprobs> {
         self.prompt_logprobs.take()
     }
 
-    /// Text to publish now.
+    /// Returns the text to publish now.
     pub fn text(&self) -> &str {
         self.text.as_ref().map_or("", |text| &text.publishable)
     }
 
-    /// Log-probabilities of the token to publish now.
+    /// Returns the log-probabilities of the token to publish now.
     pub fn logprobs(&self) -> &Logprobs {
         &self.logprobs
     }
 
-    /// Takes the next drawn token.
+    /// Accepts the next sampled token.
     pub fn accept(&mut self, rules: &StopRules<'_>, sampled: &Sampled) -> Accepted {
         self.no_token_yet = false;
         self.logprobs.clear();
@@ -176,7 +179,7 @@ impl ChoiceState {
         Accepted { token: Some(token), finish }
     }
 
-    /// Ends the sequence from outside: what was held back becomes publishable.
+    /// Ends the sequence for a reason other than its output: text that was held back becomes publishable.
     pub fn close(&mut self) {
         self.logprobs.clear();
         self.clear_text();
@@ -204,7 +207,8 @@ impl ChoiceState {
         if let Some(text) = &mut self.text {
             text.decoded.clear();
             text.detokenizer.flush(&mut text.decoded);
-            // A match here would cut what is flushed; the reason to end stays the one that was found first.
+            // A stop string that matches here truncates the flushed text, but the finish reason stays the one found
+            // first.
             if text.stops.push(&text.decoded, &mut text.publishable).is_none() {
                 text.stops.flush(&mut text.publishable);
             }
@@ -213,7 +217,7 @@ impl ChoiceState {
 }
 
 impl TextStream {
-    /// Lets decoded text through without looking for stops in it.
+    /// Makes the decoded text publishable without searching it for stop strings.
     fn pass_through(&mut self) {
         self.stops.pass(&self.decoded, &mut self.publishable);
     }

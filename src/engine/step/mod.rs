@@ -1,5 +1,4 @@
-//! What one step works on: the requests in the engine, their choices, the batch, the steps in flight, and the end of a
-//! choice.
+//! State of the step loop: active requests, their choices, the batch, in-flight steps, sampling and stop conditions.
 
 pub(super) mod active_requests;
 pub(super) mod batch_builder;

@@ -1,4 +1,4 @@
-//! Llama 1 to 3, and what is built alike: norms before attention and before a gated MLP, all of a head rotated.
+//! Llama 1 to 3 and models of the same structure: pre-norms, a gated MLP, and rotary embedding of whole heads.
 
 use super::Family;
 use crate::graph::ActivationKind;
