@@ -1,19 +1,19 @@
-//! Build script: finds the commit of the sources and the intrinsics of the compiler.
+//! Build script: detects the commit of the sources and the Neon intrinsics that the compiler supports.
 //!
-//! Nothing here fails a build, and the result does not depend on the day or the machine of the build. Unknown facts are
-//! omitted.
+//! The script never fails a build, and its output does not depend on the date or the machine of the build. It leaves
+//! out everything that it cannot detect.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::{env, fs};
 
-/// Set to leave the probes out, so that the code for older compilers can be checked with a new one.
+/// Environment variable that disables the probes, so that a new compiler can check the code for older compilers.
 const NO_PROBES: &str = "ASCEND_LLM_NO_PROBES";
 
 /// File that Cargo writes next to the manifest of a published package.
 const PACKAGED_FROM: &str = ".cargo_vcs_info.json";
 
-/// A cfg, and the code that the compiler must accept for it to be set.
+/// Each cfg flag, with the code that the compiler must accept before the flag is set.
 const PROBES: [(&str, &str); 2] = [
     (
         "neon_f16_intrinsics",
@@ -61,7 +61,7 @@ fn main() {
     }
 }
 
-/// The first 12 digits of the commit, with `-dirty` where the files differ from it.
+/// Returns the first 12 digits of the commit, with `-dirty` if the files differ from it.
 fn commit() -> Option<String> {
     if let Ok(info) = fs::read_to_string(PACKAGED_FROM) {
         println!("cargo::rerun-if-changed={PACKAGED_FROM}");
@@ -70,7 +70,7 @@ fn commit() -> Option<String> {
     checked_out_commit()
 }
 
-/// The commit in `{"git": {"sha1": "…", "dirty": true}, …}`; a clean package has no `dirty`.
+/// Returns the commit in `{"git": {"sha1": "…", "dirty": true}, …}`; a clean package has no `dirty`.
 fn packaged_commit(info: &str) -> Option<String> {
     let value = |key: &str| {
         let (_, rest) = info.split_once(&format!("\"{key}\""))?;
@@ -82,24 +82,26 @@ fn packaged_commit(info: &str) -> Option<String> {
 }
 
 fn checked_out_commit() -> Option<String> {
-    // A copy of the crate in a folder of another repository has a prefix, and the commit of that repository does not
-    // describe the copy.
+    // If the crate is a folder of another repository, the prefix is not empty: that repository's commit does not
+    // identify the crate's sources.
     if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
         return None;
     }
-    // An untracked file belongs to the library only through a change of a tracked one. Cargo leaves one in its checkouts.
+    // Untracked files are ignored: they become part of the library only if a tracked file refers to them, and that
+    // change is reported. Cargo leaves an untracked file in its checkouts.
     let changes = git(&["status", "--porcelain", "--untracked-files=no"])?;
     let digits = git(&["rev-parse", "--short=12", "HEAD"])?;
     rerun_if_moved();
     Some(described(&digits, !changes.is_empty()))
 }
 
-/// Reruns the script when another commit is checked out or the sources change, and at no other time. Cargo treats an
-/// absent file as changed, so only existing files are listed.
+/// Reruns the script only when another commit is checked out or the sources change.
+///
+/// Cargo treats an absent file as changed, so the function lists only files that exist.
 fn rerun_if_moved() {
     let path = |name: &str| git(&["rev-parse", "--git-path", name]).map(PathBuf::from).filter(|path| path.is_file());
     let branch = git(&["symbolic-ref", "--quiet", "HEAD"]);
-    // A packed branch has no file of its own. The log of HEAD grows when such a branch moves.
+    // A packed branch has no file of its own. When such a branch moves, the log of HEAD grows.
     let moved = branch.and_then(|branch| path(&branch).or_else(|| path("logs/HEAD")));
     for path in [path("HEAD"), moved].into_iter().flatten() {
         println!("cargo::rerun-if-changed={}", path.display());
@@ -111,10 +113,10 @@ fn described(digits: &str, is_dirty: bool) -> String {
     format!("{digits}{}", if is_dirty { "-dirty" } else { "" })
 }
 
-/// Output of git for the folder of the manifest, without the final line end.
+/// Returns git's output for the folder of the manifest, without the final line break.
 fn git(arguments: &[&str]) -> Option<String> {
     let mut command = Command::new("git");
-    // Git sets these for its hooks, and a hook of another repository may build this crate.
+    // Git sets these variables for its hooks, and a hook of another repository may build this crate.
     for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
         command.env_remove(variable);
     }
@@ -124,7 +126,7 @@ fn git(arguments: &[&str]) -> Option<String> {
     Some(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Whether the compiler in use accepts code for the target as stable.
+/// Returns whether the compiler in use accepts the code for the target, without unstable features.
 fn compiles(name: &str, code: &str) -> Option<bool> {
     let out = env::var_os("OUT_DIR")?;
     let file = Path::new(&out).join(name).with_extension("rs");

@@ -1,4 +1,4 @@
-//! Compiles the kernel shim. It needs a C compiler and nothing of CANN.
+//! Compiles the kernel shim. This needs a C compiler, but no part of CANN.
 
 fn main() {
     const SOURCES: [&str; 6] = ["op.c", "dense.c", "attention.c", "quant.c", "sampling.c", "moe.c"];

@@ -3,10 +3,10 @@
 
     check_abi.py [--torch-npu 2.7.1] [--cann DIR]
 
-The headers of the runtime and the collectives come from the torch-npu wheel on PyPI. Those of the operations are in no
-wheel: with --cann (or ASCEND_HOME_PATH) they are taken from an installed toolkit; without, only their names are looked for
-in the wheel's library, and the shim's prototypes are compared with the simulator's. Needs pip and g++. Exit status 1 and the
-compiler's words on any mismatch.
+The headers of the runtime and the collectives come from the torch-npu wheel on PyPI. No wheel contains the headers of the
+operations: with --cann (or ASCEND_HOME_PATH) the script uses those of an installed toolkit; without it, the script only
+searches the wheel's library for their names, and compares the shim's prototypes with the simulator's. Requires pip and g++.
+On any mismatch, prints the compiler's messages and exits with status 1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PLAIN = {
     "i64": "int64_t", "u64": "uint64_t", "usize": "size_t", "f32": "float", "()": "void",
     "AclrtUtilizationInfo": "aclrtUtilizationInfo", "HcclRootInfo": "HcclRootInfo", "DcmiHbmInfo": "struct dcmi_hbm_info",
 }
-# How the simulator's parameter types arrive: bytes, and whether in a floating point register.
+# Simulator's parameter types: size in bytes, and 1 if passed in a floating-point register.
 SIMULATED = {
     "Handle": (8, 0), "usize": (8, 0), "u64": (8, 0), "i64": (8, 0), "i32": (4, 0), "u32": (4, 0), "f64": (8, 1),
     "f32": (4, 1), "i8": (1, 0), "u8": (1, 0), "Bool": (1, 0), "Text": (8, 0),
@@ -37,7 +37,7 @@ PRELUDE = """
 #include <cstdint>
 #include <tuple>
 #include <type_traits>
-// An enumeration is an int on the way; what a pointer points to counts, its enumerations likewise.
+// Canonical form of a type: an enumeration becomes int, also as the target of a pointer.
 template <class T, bool = std::is_enum_v<T>> struct canon { using type = T; };
 template <class T> struct canon<T, true> { using type = int; };
 template <class T> struct canon<T *, false> { using type = typename canon<T>::type *; };
@@ -48,7 +48,7 @@ template <class R, class... A> struct signature<R (*)(A...)> {
     using type = std::tuple<std::conditional_t<std::is_void_v<R>, char, typename canon<R>::type> *, typename canon<A>::type...>;
 };
 template <class F, class G> constexpr bool same = std::is_same_v<typename signature<F>::type, typename signature<G>::type>;
-// How a parameter travels: its size, and whether it is floating.
+// How a parameter is passed: its size, and whether it is a floating-point number.
 template <size_t Bytes, bool Floating> struct travels {};
 template <class F> struct travel;
 template <class R, class... A> struct travel<R (*)(A...)> {
@@ -66,7 +66,7 @@ def c_type(rust: str) -> str:
 
 
 def declared_functions():
-    """(symbol, C++ function pointer type) of each function in symbols.rs."""
+    """Yields (symbol, C++ function pointer type) for each function in symbols.rs."""
     text = (HERE / "src/ffi/symbols.rs").read_text()
     for symbol, arguments, result in re.findall(r'\w+: "(\w+)"\s*fn\(([^)]*)\)\s*->\s*([^,]+),', text):
         arguments = ", ".join(c_type(a) for a in arguments.split(",") if a.strip())
@@ -74,21 +74,21 @@ def declared_functions():
 
 
 def constants():
-    """(name, value) of each constant in abi.rs."""
+    """Yields (name, value) for each constant in abi.rs."""
     text = (HERE / "src/abi.rs").read_text()
     for name, value in re.findall(r"^    (\w+): \w+ = ([\d_]+);", text, re.M):
         yield name, int(value.replace("_", ""))
 
 
 def shim_functions():
-    """(name, prototype) of each entry of the shim's table with a prototype."""
+    """Yields (name, prototype) for each entry of the shim's table that has a prototype."""
     text = (HERE / "shim/functions.h").read_text().replace("\\\n", "\n")
     for result, name, parameters in re.findall(r"X\((\w+ ?\*?),\s*(acl\w+),\s*\(([^)]*)\)\)", text):
         yield name, f"{result} (*)({' '.join(parameters.split())})"
 
 
 def simulated_functions():
-    """(symbol, parameter types) of each function that the simulator exports."""
+    """Yields (symbol, parameters) for each function that the simulator exports."""
     for file in sorted((HERE / "sim/src/exports").glob("*.rs")):
         text = file.read_text()
         for name, parameters in re.findall(r'pub extern "C" fn (\w+)\(([^)]*)\)', text):
@@ -97,7 +97,7 @@ def simulated_functions():
         extra = "workspace_bytes: Out<u64>, executor: Out<Handle>"
         for name, parameters in re.findall(r"\bop!\((aclnn\w+),\s*aclnn\w+,\s*\(([^)]*)\)", text):
             yield name, f"{parameters}, {extra}"
-        # Both versions of attention come from one list.
+        # One macro defines both versions of attention.
         found = re.search(r"op!\(\$query_fn.*?\((query: .*?)\), \{", text, re.S)
         if found:
             for name, rope in re.findall(r"attention_op!\(\s*(\w+GetWorkspaceSize),\s*\w+,\s*\(([^)]*)\)\s*\)", text):
@@ -130,7 +130,7 @@ def has(text: str, name: str) -> bool:
 
 
 def wheel_headers(version: str, folder: pathlib.Path):
-    """Include folders of the runtime and the collectives, and the bytes of the wheel's library."""
+    """Returns the include folders of the runtime and the collectives, and the bytes of the wheel's library."""
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder),
          f"torch-npu=={version}"],
@@ -149,27 +149,28 @@ def wheel_headers(version: str, folder: pathlib.Path):
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--torch-npu", default="2.7.1", help="version of the wheel whose headers are used")
-    options.add_argument("--cann", default=os.environ.get("ASCEND_HOME_PATH"), help="an installed toolkit")
+    options.add_argument(
+        "--cann", default=os.environ.get("ASCEND_HOME_PATH"), help="folder of an installed toolkit whose headers are used")
     options = options.parse_args()
     failures = 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
 
-        # 1. The simulator's operations beside the shim's prototypes: no vendor needed.
+        # 1. Compare the shim's prototypes with the simulator's operations. This needs no vendor files.
         simulated = dict(simulated_functions())
         lines = [PRELUDE, f'#include "{HERE}/shim/functions.h"']
         shim = dict(shim_functions())
         for symbol, prototype in shim.items():
             if symbol not in simulated:
                 failures += 1
-                sys.stderr.write(f"the simulator has no {symbol}\n")
+                sys.stderr.write(f"the simulator does not export {symbol}\n")
                 continue
-            wanted = travel(simulated[symbol])
-            lines.append(f'static_assert(std::is_same_v<travel<{prototype}>::type, {wanted}>, "{symbol}");')
+            expected = travel(simulated[symbol])
+            lines.append(f'static_assert(std::is_same_v<travel<{prototype}>::type, {expected}>, "{symbol}");')
         failures += compile_checks("simulator_operations", "\n".join(lines), [], folder)
-        print(f"{len(shim)} functions of the shim beside the simulator's")
+        print(f"{len(shim)} functions of the shim compared with the simulator's")
 
-        # 2. Runtime and collectives beside the wheel's headers.
+        # 2. Compare runtime and collectives with the wheel's headers.
         includes, binary = wheel_headers(options.torch_npu, folder)
         if options.cann:
             includes = [pathlib.Path(options.cann) / "include"]
@@ -185,12 +186,12 @@ def main() -> int:
             checked += 1
             lines.append(f'static_assert(same<decltype(&{symbol}), {prototype}>, "{symbol}");')
             if symbol in simulated:
-                wanted = travel(simulated[symbol])
+                expected = travel(simulated[symbol])
                 lines.append(
-                    f'static_assert(std::is_same_v<travel<decltype(&{symbol})>::type, {wanted}>, "simulated {symbol}");')
+                    f'static_assert(std::is_same_v<travel<decltype(&{symbol})>::type, {expected}>, "simulated {symbol}");')
             elif not symbol.startswith("aclGetRecent"):
                 failures += 1
-                sys.stderr.write(f"the simulator has no {symbol}\n")
+                sys.stderr.write(f"the simulator does not export {symbol}\n")
         values = 0
         for constant, value in constants():
             if not has(text, constant):
@@ -201,10 +202,10 @@ def main() -> int:
         lines.append('static_assert(sizeof(aclrtUtilizationInfo) == 24, "aclrtUtilizationInfo");')
         lines.append('static_assert(sizeof(HcclRootInfo) == 4108, "HcclRootInfo");')
         failures += compile_checks("runtime", "\n".join(lines), includes, folder)
-        print(f"{checked} functions and {values} constants beside torch-npu {options.torch_npu}")
-        print("not in these headers: " + ", ".join(absent))
+        print(f"{checked} functions and {values} constants compared with torch-npu {options.torch_npu}")
+        print("not declared in these headers: " + ", ".join(absent))
 
-        # 3. Operations: prototypes where a toolkit is installed, else names.
+        # 3. Operations: compare prototypes if a toolkit is installed, otherwise only names.
         operations = [symbol for symbol in shim if symbol.startswith("aclnn")]
         if options.cann:
             root = pathlib.Path(options.cann) / "include"
@@ -222,7 +223,7 @@ def main() -> int:
         else:
             names = {symbol.removesuffix("GetWorkspaceSize") for symbol in operations}
             unknown = sorted(n for n in names if re.search(rf"\b{n}\b".encode(), binary) is None)
-            print(f"{len(names) - len(unknown)} of {len(names)} operations are named in the wheel's library; not: "
+            print(f"{len(names) - len(unknown)} of {len(names)} operations are named in the wheel's library; missing: "
                   + (", ".join(unknown) or "none"))
     print("mismatches found" if failures else "no mismatch")
     return 1 if failures else 0

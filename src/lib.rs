@@ -1,12 +1,14 @@
-//! `ascend-llm`: an LLM inference engine as a library.
+//! `ascend-llm`: an LLM inference engine as a library that runs inside another Rust program.
 //!
 //! ```
-//! use ascend_llm::{Engine, Request, SamplingParams};
+//! use ascend_llm::engine::{Engine, Request};
+//! use ascend_llm::sampler::SamplingParams;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # if cfg!(not(feature = "text")) { return Ok(()); }
 //! let engine = Engine::builder("examples/models/fable-f16.gguf").build()?;
-//! let params = SamplingParams::greedy().with_max_tokens(8);
+//! let mut params = SamplingParams::greedy();
+//! params.max_tokens = Some(8);
 //! let text = engine.generate("Once upon a time", &params)?;
 //! for delta in engine.submit(Request::text("The duck").with_sampling(params))? {
 //!     print!("{}", delta?.text);
@@ -16,18 +18,17 @@
 //! # }
 //! ```
 //!
-//! # Layout
-//!
-//! | to | use |
+//! | task | API |
 //! |---|---|
-//! | serve requests from a thread of the engine's own | [`Engine`] |
-//! | drive each step yourself | [`EngineCore`] (`build_core`) |
-//! | keep your own loop, tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
+//! | serve requests from the engine's own thread | [`engine::Engine`] |
+//! | drive every step yourself | [`engine::EngineCore`] (`build_core`) |
+//! | write your own loop, block tables and sampling | [`crate::runner::ModelRunner`] (`build_runner`), [`sampler::Sampler`] |
 //! | schedule or allocate KV blocks without a model | [`scheduler::Scheduler`], [`kv_cache::BlockAllocator`] |
 //! | read a model's compiled plan | [`model::decoder_graph`], [`graph::compile`], [`graph::Plan::dump`] |
-//! | write a device | [`device::Device`] |
+//! | implement a device | [`device::Device`] |
 //!
-//! Features: `text` (default: tokenizers and chat templates), `async` (handles are `futures_core::Stream`s), `ascend`.
+//! Features: `text` (default: tokenizers and chat templates), `async` (request handles are `futures_core::Stream`s),
+//! `ascend` (Ascend NPUs).
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -46,7 +47,7 @@ pub mod text;
 mod version;
 pub mod weights;
 
-/// The README's program is run as a test.
+/// Runs the README's program as a test.
 #[cfg(all(doctest, feature = "text"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,10 +1,16 @@
-//! Macros for structs of settings: `with_*` methods, and a `Deserialize` that refuses unknown keys also where the struct is
-//! flattened into another.
+//! Macros for structs of settings: `with_*` methods, and a `Deserialize` that rejects unknown keys.
+//!
+//! It rejects them even if the struct is flattened into another struct.
 
-/// Defines methods that set one public field each, from lists of `field method: type`.
+/// Generates methods that set one public field each, from lists of `field method: type`.
 ///
-/// `value` takes the type of the field, `option` the inner type or an `Option`, `list` anything that converts to a
-/// `Vec`, `optional_list` the same for an `Option`, `texts` an iterator of strings.
+/// | list | argument of the method |
+/// |---|---|
+/// | `value` | the field's type |
+/// | `option` | the inner type of the field's `Option`, or an `Option` |
+/// | `list` | anything that converts to the field's `Vec` |
+/// | `optional_list` | anything that converts to the `Vec` in the field's `Option` |
+/// | `texts` | an iterator of values that convert to the elements of the field's `Vec` |
 macro_rules! with_methods {
     ($($kind:ident { $($field:ident $method:ident: $type:ty),* $(,)? })*) => {
         $($(with_methods!(@$kind $field $method $type);)*)*
@@ -35,11 +41,13 @@ macro_rules! with_methods {
     };
 }
 
-/// Implements `Deserialize` for a struct whose absent fields keep their defaults. `field as Wrapper` reads a field
-/// through a newtype.
+/// Implements `Deserialize` for a struct whose absent fields keep their defaults.
 ///
-/// A derived implementation with `deny_unknown_fields` never sees the unknown keys of a struct that it is flattened
-/// into. This one receives all keys that the outer struct has not named, and refuses those that are not its own.
+/// `field as Wrapper` deserializes a field through a newtype.
+///
+/// With the derived implementation and `deny_unknown_fields`, a struct that is flattened into another never receives
+/// the unknown keys. This implementation asks the deserializer for a map instead of a struct: so it receives every key
+/// that the outer struct does not name, and it rejects those that are not its own.
 macro_rules! deserialize_settings {
     ($name:ident { $($field:ident $(as $wrapper:path)?),* $(,)? }) => {
         impl<'de> serde::Deserialize<'de> for $name {
@@ -69,7 +77,7 @@ macro_rules! deserialize_settings {
                                 $(stringify!($field) => {
                                     settings.$field = deserialize_settings!(@next map $($wrapper)?);
                                 })*
-                                _ => unreachable!("the field is one of the list"),
+                                _ => unreachable!("the key was found in the list of fields"),
                             }
                         }
                         Ok(settings)

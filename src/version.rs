@@ -1,11 +1,11 @@
-//! Version of the library, and the commit that it was built from.
+//! Version of the library, and the commit from which it was built.
 
 #![forbid(unsafe_code)]
 
-/// The version of the crate.
+/// Version of the crate.
 pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// The first 12 digits of the commit, with `-dirty` if files differed from it; `None` if the build script found none.
+/// First 12 digits of the commit, with `-dirty` if files differed from it; `None` if the build script found no commit.
 pub(crate) const COMMIT: Option<&str> = match option_env!("ASCEND_LLM_COMMIT") {
     Some(commit) if !commit.is_empty() => Some(commit),
     _ => None,

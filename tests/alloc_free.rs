@@ -1,10 +1,10 @@
-//! A steady decode step of the whole engine on the CPU device allocates nothing, on any of its threads.
+//! Tests that a steady decode step of the whole engine on the CPU device allocates no memory on any thread.
 //!
-//! Steady: nothing is admitted, ends, is preempted or read in the step. Exempt are log-probabilities (`prompt_logprobs`
-//! only ever belong to a prompt's steps; `logprobs` take their lists over from the step before, and are counted here too).
-//! Everything else a request may ask for is on in one sequence or another: filters, penalties, bias, masks, bad words,
-//! stop strings that hold text back, minimum lengths, two choices. One test in this file, so that no other test's
-//! allocations are counted.
+//! A step is steady if no request is admitted, ends, is preempted or is read during it. `prompt_logprobs` are exempt,
+//! because they only occur in the steps of a prompt; `logprobs` reuse the lists of the step before, and are counted
+//! here too. The sequences together use all other features of a request: filters, penalties, bias, masks, bad words,
+//! stop strings that hold text back, minimum lengths, two choices. This file contains only one test, so that the
+//! allocations of other tests are not counted.
 #![cfg(feature = "text")]
 
 #[path = "common/counting_allocator.rs"]
@@ -21,7 +21,7 @@ use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
 use common::fable::{assert_at_rest, core, drain, float, plain_config, quantized};
 
-/// Threads are numbered in the order of their first allocation; the test runner's own is the first of all.
+/// Threads are numbered in the order of their first allocation; the first one is the test runner's thread.
 const THREADS: usize = 64;
 static NEXT_THREAD: AtomicUsize = AtomicUsize::new(0);
 static ALLOCATIONS: [AtomicU64; THREADS] = [const { AtomicU64::new(0) }; THREADS];
@@ -31,7 +31,7 @@ thread_local! {
 }
 
 fn count() {
-    // Thread-locals may be gone while a thread ends.
+    // Thread-locals may already be destroyed while a thread ends.
     let _ = THREAD.try_with(|thread| {
         let id = thread.get().unwrap_or_else(|| {
             let id = NEXT_THREAD.fetch_add(1, Ordering::Relaxed).min(THREADS - 1);
@@ -42,21 +42,21 @@ fn count() {
     });
 }
 
-/// Allocations of all threads except the test runner's, unless that one runs the test itself.
+/// Returns the number of allocations of all threads except the test runner's, unless that thread runs the test itself.
 fn allocations() -> u64 {
     let runs_the_test = THREAD.get() == Some(0);
     let first = usize::from(!runs_the_test);
     ALLOCATIONS[first..].iter().map(|count| count.load(Ordering::Relaxed)).sum()
 }
 
-/// Never ends before its length: end-of-sequence ids are ignored.
+/// Parameters of a choice that runs to its maximum length: end-of-sequence ids are ignored.
 fn params(seed: u64, max_tokens: u32) -> SamplingParams {
     let mut params = SamplingParams::default();
     (params.seed, params.max_tokens, params.ignore_eos) = (Some(seed), Some(max_tokens), true);
     params
 }
 
-/// Eight choices that sample in eight ways.
+/// Parameters of eight choices, which sample in different ways.
 fn mixed(max_tokens: u32) -> Vec<SamplingParams> {
     let all = |change: fn(&mut SamplingParams)| {
         let mut params = params(7, max_tokens);
@@ -98,8 +98,8 @@ fn config(threads: usize) -> EngineConfig {
     config
 }
 
-/// Eight short prompts, then `steps` tokens of each.
-fn crowd(model: &Path, config: EngineConfig, label: &str) -> u64 {
+/// Counts the allocations of eight sequences with short prompts.
+fn batch(model: &Path, config: EngineConfig, label: &str) -> u64 {
     let mut core = core(model, config);
     let handles: Vec<_> = (3..)
         .zip(mixed(300))
@@ -115,8 +115,10 @@ fn crowd(model: &Path, config: EngineConfig, label: &str) -> u64 {
     total
 }
 
-/// One sequence through the end of attention's first segment (256 tokens), where a team starts to share its segments.
-fn alone(model: &Path, config: EngineConfig, label: &str) -> u64 {
+/// Counts the allocations of one sequence that grows beyond attention's first segment (256 tokens).
+///
+/// From there on, the thread pool splits the segments among its workers.
+fn single(model: &Path, config: EngineConfig, label: &str) -> u64 {
     one(model, config, params(3, 300), label)
 }
 
@@ -133,7 +135,7 @@ fn one(model: &Path, config: EngineConfig, params: SamplingParams, label: &str) 
     total
 }
 
-/// The lists of log-probabilities go from step to step.
+/// Counts the allocations with log-probabilities: each step reuses the lists of the step before.
 fn with_logprobs(model: &Path, config: EngineConfig, label: &str) -> u64 {
     let mut core = core(model, config);
     let mut params = params(3, 300);
@@ -152,7 +154,7 @@ fn with_logprobs(model: &Path, config: EngineConfig, label: &str) -> u64 {
 fn steady_decode_steps_allocate_nothing() {
     let before = allocations();
     std::thread::scope(|scope| scope.spawn(|| drop(std::hint::black_box(vec![1u8; 100]))).join().unwrap());
-    assert!(allocations() > before, "the counter is blind");
+    assert!(allocations() > before, "the counter does not count allocations");
 
     let mut total = 0;
     for (model, numerics, threads, prefix_caching, fusion) in [
@@ -164,19 +166,19 @@ fn steady_decode_steps_allocate_nothing() {
         let label = format!("{}, {numerics:?}, {threads} threads, fusion {fusion}", model.display());
         let mut config = config(threads);
         (config.numerics, config.prefix_caching, config.compile.fusion) = (numerics, prefix_caching, Some(fusion));
-        total += crowd(&model, config.clone(), &format!("{label}, crowd"));
-        total += alone(&model, config, &format!("{label}, alone"));
+        total += batch(&model, config.clone(), &format!("{label}, batch"));
+        total += single(&model, config, &format!("{label}, single sequence"));
     }
     for depth in [2, 3] {
         let mut config = config(2);
         (config.pipeline_depth, config.prefix_caching) = (Some(depth), depth == 2);
-        let label = format!("{depth} steps in flight");
-        total += crowd(&quantized(), config.clone(), &format!("{label}, crowd"));
-        total += alone(&quantized(), config.clone(), &format!("{label}, alone"));
+        let label = format!("{depth} in-flight steps");
+        total += batch(&quantized(), config.clone(), &format!("{label}, batch"));
+        total += single(&quantized(), config.clone(), &format!("{label}, single sequence"));
         let mut greedy = params(3, 300);
         greedy.temperature = 0.0;
         total += one(&quantized(), config, greedy, &format!("{label}, greedy"));
     }
     total += with_logprobs(&quantized(), config(1), "log-probabilities");
-    assert_eq!(total, 0, "steady steps allocate; see above where");
+    assert_eq!(total, 0, "steady steps allocated memory; the output above lists them");
 }

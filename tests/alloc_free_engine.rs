@@ -1,4 +1,4 @@
-//! Promise: a step in which nothing is admitted, ends or is preempted allocates nothing, whether anybody reads or not.
+//! Tests that a step without admission, end or preemption allocates no memory, whether or not the output is read.
 #![allow(clippy::cast_possible_truncation)]
 
 #[path = "common/counting_allocator.rs"]
@@ -18,7 +18,7 @@ thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Counts the calls of this thread, so that the test runner's own threads do not show.
+/// Counts only the allocations of this thread, and not those of the test runner's threads.
 fn count() {
     let _ = ALLOCATIONS.try_with(|allocations| allocations.set(allocations.get() + 1));
 }
@@ -29,7 +29,7 @@ fn steady_steps_allocate_nothing() {
         let mut rig = Rig::new(60, 64);
         (rig.config.prefix_caching, rig.config.pipeline_depth) = (prefix_caching, Some(depth));
         rig.model.eos_ids = vec![7];
-        // Pieces of one to eight bytes, some of them parts of characters.
+        // Token texts of one to eight bytes; some are incomplete UTF-8 characters.
         let piece = |id: usize| {
             if id.is_multiple_of(5) { vec![0xf0, 0x9f, 0x99] } else { vec![b'a' + (id % 26) as u8; 1 + id % 8] }
         };
@@ -55,7 +55,7 @@ fn steady_steps_allocate_nothing() {
             params.bad_words = vec!["bb".to_owned()];
         });
         submit(|_| {}).detach();
-        // Until all are admitted, all buffers are warm, and all tokens of the prompt are done.
+        // After these steps all requests are admitted, all prompts are computed, and all buffers have their final size.
         for _ in 0..24 {
             core.step().unwrap();
         }
@@ -66,10 +66,10 @@ fn steady_steps_allocate_nothing() {
             }
             let before = ALLOCATIONS.get();
             let report = core.step().unwrap();
-            let made = ALLOCATIONS.get() - before;
+            let allocated = ALLOCATIONS.get() - before;
             let steady = report.finished == 0 && report.preempted == 0 && report.sequences > 0;
             if steady {
-                assert_eq!(made, 0, "step {step} allocated {made} times");
+                assert_eq!(allocated, 0, "step {step} allocated {allocated} times");
                 counted += 1;
             }
         }

@@ -1,4 +1,4 @@
-//! Promise: a step without admission, finish or preemption allocates nothing in scheduler and block allocator.
+//! Tests that a step without admission, finish or preemption allocates no memory in scheduler and block allocator.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 #[path = "common/counting_allocator.rs"]
@@ -13,7 +13,7 @@ thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Counts the calls of this thread, so that the test runner's own threads do not show.
+/// Counts only the allocations of this thread, and not those of the test runner's threads.
 fn count() {
     let _ = ALLOCATIONS.try_with(|allocations| allocations.set(allocations.get() + 1));
 }
@@ -85,14 +85,14 @@ fn decode_steps_allocate_nothing() {
             }
         });
         assert!(rows >= 8_000 - 64);
-        assert_eq!(counted, 0, "prefix cache {prefix_cache}");
+        assert_eq!(counted, 0, "allocations with prefix_cache = {prefix_cache}");
         engine.scheduler.check(&engine.blocks).unwrap();
         engine.blocks.check().unwrap();
     }
 }
 
 #[test]
-fn chunks_of_a_long_prompt_beside_decodes_allocate_nothing() {
+fn chunks_of_a_long_prompt_alongside_decodes_allocate_nothing() {
     let mut engine = Loop::new(BlockAllocator::new(800, 16).with_prefix_cache(1), 20);
     for id in 0..4 {
         engine.add(id, 8, 1_000);
@@ -111,9 +111,9 @@ fn chunks_of_a_long_prompt_beside_decodes_allocate_nothing() {
 
 #[test]
 fn a_blocked_queue_with_growing_hits_and_evictions_allocates_nothing() {
-    // The index is as full as its table gets (a hash table of 112 entries has no room to spare), and stays so while cached
-    // leftovers are given up for decodes. The head of the queue shares its prefix with the sequence that decodes, so it
-    // finds more in every block, and never fits.
+    // The index uses the full capacity of its hash table (112 entries), and stays full while cached blocks are evicted
+    // for decode rows. The first waiting sequence shares its prefix with the decoding sequence, so its hit grows with
+    // every block; it never fits into the pool.
     let mut engine = Loop::new(BlockAllocator::new(112, 4).with_prefix_cache(1), 512);
     engine.add(50, 440, 1);
     engine.step();

@@ -1,8 +1,9 @@
 #![allow(clippy::explicit_write)]
-//! The library writes nothing to stdout or stderr, whatever happens in it.
+//! Tests that the library writes nothing to stdout or stderr in any situation.
 //!
-//! The test runs itself as a child process, which marks where the library's work begins and ends; between the marks both
-//! streams must be empty. Marks and library share the raw streams (`--nocapture`), so nothing can hide from the parent.
+//! The test runs itself as a child process, which marks the beginning and the end of the library's work; between the
+//! marks both streams must be empty. The child uses `--nocapture`, so the marks and the library's output go to the same
+//! raw streams, and no output can escape the check.
 #![cfg(feature = "text")]
 
 mod common;
@@ -25,7 +26,7 @@ fn mark(mark: &str) {
     std::io::stdout().flush().unwrap();
 }
 
-/// Loads, answers, refuses, cancels, fails and shuts down.
+/// Loads models and generates, rejects, cancels and fails requests, then shuts down.
 fn work() {
     for model in [float(), quantized()] {
         let engine = builder(&model, plain_config()).on_progress(|_| {}).build().unwrap();
@@ -55,7 +56,7 @@ fn work() {
     builder(&float(), config).build().unwrap_err();
 }
 
-/// What a child in this role wrote between the marks, on stdout and on stderr.
+/// Returns the child's output between the marks, on stdout and on stderr.
 fn written(role: &str) -> [String; 2] {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture", "--test-threads=1"])
@@ -65,13 +66,13 @@ fn written(role: &str) -> [String; 2] {
     let streams = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert!(output.status.success(), "the child failed: {streams:?}");
     streams.map(|stream| {
-        let (_, rest) = stream.split_once(BEGIN).unwrap_or_else(|| panic!("no beginning in {stream:?}"));
-        let (between, _) = rest.split_once(END).unwrap_or_else(|| panic!("no end in {stream:?}"));
+        let (_, rest) = stream.split_once(BEGIN).unwrap_or_else(|| panic!("the output has no begin mark: {stream:?}"));
+        let (between, _) = rest.split_once(END).unwrap_or_else(|| panic!("the output has no end mark: {stream:?}"));
         between.to_owned()
     })
 }
 
-/// The child; does nothing when the tests are run by a person.
+/// Runs as the child; does nothing in a normal test run.
 #[test]
 fn child() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -93,6 +94,6 @@ fn the_library_writes_nothing() {
 }
 
 #[test]
-fn a_loud_child_would_be_heard() {
+fn output_of_the_child_is_detected() {
     assert_eq!(written("loud"), ["out", "err"]);
 }

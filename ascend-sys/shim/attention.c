@@ -1,4 +1,4 @@
-/* Writing keys and values into paged caches, and attention over them. */
+/* Writes to the paged KV cache, and attention over it. */
 #include "op.h"
 
 ascend_status ascend_kv_scatter(const struct ascend_table *t, const ascend_tensor *key, const ascend_tensor *value,
@@ -11,7 +11,7 @@ ascend_status ascend_kv_scatter(const struct ascend_table *t, const ascend_tenso
     aclTensor *slots_ = ascend_input(o, 2, slots);
     aclTensor *key_cache_ = ascend_input(o, 1, key_cache);
     aclTensor *value_cache_ = ascend_input(o, 4, value_cache);
-    /* The attributes are char * and are not written to. */
+    /* The attributes have the type char *, but the function only reads them. */
     ASCEND_QUERY(o, aclnnScatterPaKvCache, key_, key_cache_, slots_, value_, value_cache_, NULL, NULL, NULL,
                  (char *)"Norm", (char *)"None", NULL, NULL);
     return ascend_finish(o, op);
@@ -28,7 +28,8 @@ ascend_status ascend_scatter_rows(const struct ascend_table *t, const ascend_ten
     return ascend_finish(o, op);
 }
 
-/* V3 has the same signature from CANN 8.1 on; V2 is there before. They differ in three tensors that only MLA uses. */
+/* Uses V3, whose signature is stable from CANN 8.1 on, or else V2, which older versions have. They differ in three tensors
+ * that only MLA uses. */
 ascend_status ascend_attention(const struct ascend_table *t, const ascend_tensor *query, const ascend_tensor *key_cache,
                                const ascend_tensor *value_cache, const ascend_tensor *mask,
                                const ascend_tensor *block_table, const ascend_tensor *out,

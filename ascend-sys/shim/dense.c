@@ -1,10 +1,10 @@
-/* Layers of a dense decoder. */
+/* Operations of a dense decoder. */
 #include "op.h"
 
-/* Products keep their operands' types (cubeMathType). */
+/* KEEP_TYPES (cubeMathType): a product computes in the types of its operands. */
 enum { KEEP_TYPES = 0, FRACTAL_NZ = 29, GELU_TANH = 1 };
 
-/* A transposed view over stored rows is recognized as a transposition: nothing is copied. */
+/* The library recognizes a transposed view of a row-major weight as a transposition, so it copies nothing. */
 ascend_status ascend_linear(const struct ascend_table *t, const ascend_tensor *x, const ascend_tensor *weight,
                             const ascend_tensor *bias, const ascend_tensor *out, ascend_op **op)
 {

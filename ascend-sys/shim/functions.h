@@ -1,7 +1,7 @@
-/* Prototypes of the functions that the shim calls, as every CANN from 8.0 to 9.2 declares them.
+/* Prototypes of the functions that the shim calls, as all versions of CANN from 8.0 to 9.2 declare them.
  *
- * One list an X macro: X(result, name, (parameters)). The table of pointers, the names that the loader looks up, and the
- * comparison with the vendor's headers all come from here. */
+ * Each list is an X macro with entries X(result, name, (parameters)). It defines the table of pointers, the names that the
+ * loader looks up, and the comparison with the vendor's headers. */
 #ifndef ASCEND_FUNCTIONS_H
 #define ASCEND_FUNCTIONS_H
 
@@ -51,7 +51,7 @@ typedef void *aclrtStream;
     X(aclnnStatus, aclSetDynamicInputTensorAddr,                                                                    \
       (aclOpExecutor *executor, size_t irIndex, const size_t relativeIndex, aclTensorList *tensors, void *addr))
 
-/* Phase 1 of each operation: checks, tiles, says how much workspace it needs. */
+/* Phase 1 of each operation: checks the operands, computes the tiling and returns the size of the workspace. */
 #define ASCEND_QUERIES(X)                                                                                           \
     X(aclnnStatus, aclnnEmbeddingGetWorkspaceSize,                                                                  \
       (const aclTensor *weight, const aclTensor *indices, const aclTensor *out, uint64_t *workspaceSize,            \
@@ -202,7 +202,7 @@ typedef void *aclrtStream;
     X(aclnnStatus, aclnnCalculateMatmulWeightSizeV2,                                                                \
       (const aclIntArray *tensorShape, aclDataType dataType, uint64_t *weightTensorSize))
 
-/* Phase 2 of each operation: queues it. */
+/* Phase 2 of each operation: queues it on a stream. */
 #define ASCEND_LAUNCHES(X)                                                                                          \
     X(aclnnEmbedding)                                                                                                \
     X(aclnnIndexSelect)                                                                                              \

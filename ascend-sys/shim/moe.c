@@ -1,10 +1,11 @@
-/* Mixture of experts: choose, sort rows by expert, multiply each expert's rows, put back. No capacity, nothing dropped. */
+/* Mixture of experts: select the experts of each token, sort the rows by expert, multiply the rows of each expert, and
+ * combine the rows of each token. Experts have no capacity limit, so no row is dropped. */
 #include "op.h"
 
 enum {
     NO_DROP = 0,
-    COUNTS = 2,          /* tokens of each expert, not their sums */
-    ROW_ORDER = 2,       /* finalize's counterpart of init routing V2 */
+    COUNTS = 2,          /* the number of tokens of each expert, not cumulative */
+    ROW_ORDER = 2,       /* row order that init routing V2 produces */
     SPLIT_ROWS = 0,      /* groupType: the rows of x are divided among the groups */
     ONE_OUTPUT = 3,      /* splitItem */
     GROUP_COUNTS = 1,    /* groupListType */

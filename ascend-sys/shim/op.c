@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Values of aclDataType used here. */
+/* The only value of aclDataType that this file uses. */
 enum { ACL_FLOAT = 0 };
 
 static const ascend_status OK = {0, ""};
@@ -55,7 +55,7 @@ static struct operand *operand(ascend_op *op, size_t index, bool is_output)
     return slot;
 }
 
-/* An absent tensor keeps its number, so that operands are counted alike with and without it. */
+/* An absent tensor keeps its number, so that the numbers of the other operands do not depend on it. */
 static aclTensor *one(ascend_op *op, size_t index, bool is_output, const ascend_tensor *tensor)
 {
     struct operand *slot = op ? operand(op, index, is_output) : NULL;
@@ -121,7 +121,7 @@ aclIntArray *ascend_int_array(ascend_op *op, const int64_t *values, uint64_t cou
     return array;
 }
 
-/* Scalars are f32: a kernel that works in f32 reads nothing wider. */
+/* Scalars are f32: a kernel that computes in f32 reads no wider scalar. */
 aclScalar *ascend_scalar(ascend_op *op, float value)
 {
     if (!op || op->status.code)
@@ -220,13 +220,13 @@ ascend_status ascend_launch_op(ascend_op *op, void *workspace, uint64_t workspac
         return (ascend_status){ASCEND_MISUSE, op->launch_name};
     aclOpExecutor *executor = op->executor;
     if (!op->is_repeatable)
-        op->executor = NULL; /* Phase 2 frees it, whether it succeeds or not. */
+        op->executor = NULL; /* Phase 2 frees the executor, even if it fails. */
     int32_t code = op->launch(op->workspace_bytes ? workspace : NULL, op->workspace_bytes, executor, stream);
     return code ? (ascend_status){code, op->launch_name} : OK;
 }
 
-/* Executors go first: a repeatable one refers to the descriptors. What was made was made by a function of the table, and
- * its counterpart stands in the same library. */
+/* The executor is destroyed first, because a repeatable one refers to the descriptors. A function of the table created each
+ * object, and the same library contains the function that destroys it. */
 void ascend_free_op(ascend_op *op)
 {
     if (!op)
@@ -258,7 +258,7 @@ static const char *const NAMES[] = {
 #undef NAME
 };
 
-_Static_assert(sizeof(struct ascend_table) == sizeof NAMES, "an address for each name, and nothing else");
+_Static_assert(sizeof(struct ascend_table) == sizeof NAMES, "the table has exactly one address per name");
 
 size_t ascend_table_bytes(void)
 {

@@ -1,4 +1,4 @@
-/* What the operations are made of: an op under construction, its operands, and phase 1. Private to the shim. */
+/* Building blocks of the operations: an op under construction, its operands, and phase 1. Private to the shim. */
 #ifndef ASCEND_OP_H
 #define ASCEND_OP_H
 
@@ -6,7 +6,7 @@
 
 enum { MAX_OPERANDS = 12, MAX_ARRAYS = 2, MAX_SCALARS = 2 };
 
-/* A tensor argument, or a list of one tensor. index is its place among the operation's inputs or outputs. */
+/* Tensor argument, or list of one tensor. index is its position among the operation's inputs or outputs. */
 struct operand {
     aclTensor *tensor;
     aclTensorList *list;
@@ -30,7 +30,7 @@ struct ascend_op {
     aclScalar *scalars[MAX_SCALARS];
 };
 
-/* A new op, null if there is no memory. The functions below do nothing once status holds a failure. */
+/* Creates an op; returns null if out of memory. Once status contains a failure, the functions below do nothing. */
 ascend_op *ascend_begin(const struct ascend_table *table);
 aclTensor *ascend_input(ascend_op *op, size_t index, const ascend_tensor *tensor);
 aclTensor *ascend_output(ascend_op *op, size_t index, const ascend_tensor *tensor);
@@ -38,14 +38,14 @@ aclTensorList *ascend_input_list(ascend_op *op, size_t index, const ascend_tenso
 aclTensorList *ascend_output_list(ascend_op *op, size_t index, const ascend_tensor *tensor);
 aclIntArray *ascend_int_array(ascend_op *op, const int64_t *values, uint64_t count);
 aclScalar *ascend_scalar(ascend_op *op, float value);
-/* The matrix [R,C] read as [C,R]. */
+/* Returns a transposed view of a matrix: [R,C] as [C,R]. */
 ascend_tensor ascend_transposed(const ascend_tensor *matrix);
-/* Gives the op to the caller, or frees it and says what failed. */
+/* Passes the op to the caller; after a failure, frees it and returns the status. */
 ascend_status ascend_finish(ascend_op *op, ascend_op **out);
 
 void ascend_fail(ascend_op *op, int32_t code, const char *call);
 
-/* Phase 1 of an operation, or the failure that the libraries lack it. */
+/* Runs phase 1 of an operation; fails with ASCEND_NO_SYMBOL if the libraries lack it. */
 #define ASCEND_QUERY(op, name, ...)                                                                                    \
     do {                                                                                                               \
         if (!(op) || (op)->status.code)                                                                                \

@@ -1,4 +1,4 @@
-/* Products of quantized weights. */
+/* Activation quantization, and products with quantized weights. */
 #include "op.h"
 
 ascend_status ascend_dynamic_quant(const struct ascend_table *t, const ascend_tensor *x, const ascend_tensor *y,

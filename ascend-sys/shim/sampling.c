@@ -1,4 +1,4 @@
-/* The last steps of a batch: the largest logit, soft-max, and whether anything is not finite. */
+/* Operations on logits: argmax, top k, softmax, and the check for non-finite values. */
 #include "op.h"
 
 ascend_status ascend_argmax(const struct ascend_table *t, const ascend_tensor *x, const ascend_tensor *out, ascend_op **op)

@@ -1,7 +1,7 @@
 //! Types and constants of the C interface: opaque handles, enumerations, structs.
 //!
-//! Every value is that of the headers from CANN 8.0 on; `check_abi.py` compares them with the headers that `torch-npu`
-//! ships. Enumerations are C `int`s here: a library may answer with a value that is not known yet.
+//! All values are those of the headers from CANN 8.0 on; `check_abi.py` compares them with the headers that `torch-npu`
+//! ships. C enumerations are `c_int` here, because a library may return a value that this crate does not know yet.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
@@ -22,7 +22,7 @@ macro_rules! constants {
     ($($(#[$doc:meta])* $name:ident: $ty:ty = $value:expr;)*) => {
         $($(#[$doc])* pub const $name: $ty = $value;)*
 
-        /// Each constant with its value, for the check against the headers.
+        /// Name and value of each constant, for the comparison with the headers.
         pub const CONSTANTS: &[(&str, i64)] = &[$((stringify!($name), $name as i64)),*];
     };
 }
@@ -30,134 +30,134 @@ macro_rules! constants {
 constants! {
     /// Success.
     ACL_SUCCESS: c_int = 0;
-    /// Somebody in this process has called `aclInit` before.
+    /// `aclInit` has already been called in this process.
     ACL_ERROR_REPEAT_INITIALIZE: c_int = 100_002;
-    /// A host wait for a stream ran out.
+    /// A host wait for a stream timed out.
     ACL_ERROR_RT_STREAM_SYNC_TIMEOUT: c_int = 507_046;
-    /// A host wait for an event ran out.
+    /// A host wait for an event timed out.
     ACL_ERROR_RT_EVENT_SYNC_TIMEOUT: c_int = 507_047;
 
     /// 32-bit float.
     ACL_FLOAT: c_int = 0;
-    /// IEEE half.
+    /// 16-bit IEEE float (half).
     ACL_FLOAT16: c_int = 1;
-    /// Signed byte.
+    /// Signed 8-bit integer.
     ACL_INT8: c_int = 2;
-    /// Signed 32-bit.
+    /// Signed 32-bit integer.
     ACL_INT32: c_int = 3;
-    /// Unsigned byte.
+    /// Unsigned 8-bit integer.
     ACL_UINT8: c_int = 4;
-    /// Signed 64-bit.
+    /// Signed 64-bit integer.
     ACL_INT64: c_int = 9;
-    /// A byte, 0 or 1.
+    /// Boolean: a byte with the value 0 or 1.
     ACL_BOOL: c_int = 12;
     /// bfloat16.
     ACL_BF16: c_int = 27;
-    /// Two signed 4-bit numbers a byte, the low half first.
+    /// Signed 4-bit integers, two per byte, the first in the low half.
     ACL_INT4: c_int = 29;
 
-    /// Plain rows.
+    /// Row-major layout.
     ACL_FORMAT_ND: c_int = 2;
-    /// Tiles of 16 rows by 32 bytes, column of tiles by column of tiles.
+    /// Tiled layout: tiles of 16 rows by 32 bytes, stored one column of tiles after the other.
     ACL_FORMAT_FRACTAL_NZ: c_int = 29;
 
-    /// 2 MiB pages above 1 MiB, small pages where there are none left.
+    /// Uses 2 MiB pages for allocations above 1 MiB, or small pages if no 2 MiB page is available.
     ACL_MEM_MALLOC_HUGE_FIRST: c_int = 0;
-    /// 2 MiB pages or failure.
+    /// Uses 2 MiB pages, or fails.
     ACL_MEM_MALLOC_HUGE_ONLY: c_int = 1;
-    /// 4 KiB pages.
+    /// Uses 4 KiB pages.
     ACL_MEM_MALLOC_NORMAL_ONLY: c_int = 2;
 
-    /// Host to host; refused in queued copies.
+    /// Host to host; not allowed in queued copies.
     ACL_MEMCPY_HOST_TO_HOST: c_int = 0;
     /// Host to device.
     ACL_MEMCPY_HOST_TO_DEVICE: c_int = 1;
     /// Device to host.
     ACL_MEMCPY_DEVICE_TO_HOST: c_int = 2;
-    /// Within a device.
+    /// Device to device, within one device.
     ACL_MEMCPY_DEVICE_TO_DEVICE: c_int = 3;
 
     /// The device's main memory.
     ACL_HBM_MEM: c_int = 1;
 
-    /// The event orders streams.
+    /// The event orders work across streams.
     ACL_EVENT_SYNC: u32 = 1;
-    /// The event carries a time.
+    /// The event records a timestamp.
     ACL_EVENT_TIME_LINE: u32 = 8;
-    /// The event crosses a captured graph's border; stands alone.
+    /// The event synchronizes a captured graph with work outside the graph; cannot be combined with other flags.
     ACL_EVENT_EXTERNAL: u32 = 32;
-    /// `aclrtQueryEventStatus`: not yet.
+    /// `aclrtQueryEventStatus`: the recorded work is not complete.
     ACL_EVENT_RECORDED_STATUS_NOT_READY: c_int = 0;
-    /// `aclrtQueryEventStatus`: done.
+    /// `aclrtQueryEventStatus`: the recorded work is complete.
     ACL_EVENT_RECORDED_STATUS_COMPLETE: c_int = 1;
-    /// `aclrtStreamQuery`: done (the other way round than events).
+    /// `aclrtStreamQuery`: the queued work is complete (note that events use 1 for complete, streams use 0).
     ACL_STREAM_STATUS_COMPLETE: c_int = 0;
 
-    /// Launch resources are allocated with the stream.
+    /// Launch resources are allocated when the stream is created.
     ACL_STREAM_FAST_LAUNCH: u32 = 1;
-    /// The host spins in a synchronize.
+    /// The host busy-waits when it synchronizes with the stream.
     ACL_STREAM_FAST_SYNC: u32 = 2;
-    /// After a failure nothing more runs in the context.
+    /// After a failure, no further work runs in the context.
     ACL_STOP_ON_FAILURE: u64 = 1;
 
-    /// No thread may call what capture forbids.
+    /// During the capture, no thread may make calls that capture forbids.
     ACL_MODEL_RI_CAPTURE_MODE_GLOBAL: c_int = 0;
-    /// The capturing thread may not.
+    /// During the capture, the capturing thread may not make calls that capture forbids.
     ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
-    /// No check.
+    /// During the capture, no call is forbidden.
     ACL_MODEL_RI_CAPTURE_MODE_RELAXED: c_int = 2;
 
-    /// Kernels whose sums do not depend on timing.
+    /// Option: use kernels whose sums do not depend on timing.
     ACL_OPT_DETERMINISTIC: c_int = 0;
-    /// The error of this thread.
+    /// Selects the last error of the calling thread.
     ACL_RT_THREAD_LEVEL: c_int = 0;
 
-    /// A collective's success.
+    /// Success of a collective.
     HCCL_SUCCESS: c_int = 0;
-    /// A collective does not take this.
+    /// A collective does not support the arguments.
     HCCL_E_NOT_SUPPORT: c_int = 5;
-    /// The runtime failed inside a collective.
+    /// A runtime call inside a collective failed.
     HCCL_E_RUNTIME: c_int = 15;
-    /// Collective over bytes.
+    /// 8-bit integer elements of a collective.
     HCCL_DATA_TYPE_INT8: c_int = 0;
-    /// Collective over 32-bit integers.
+    /// 32-bit integer elements of a collective.
     HCCL_DATA_TYPE_INT32: c_int = 2;
-    /// Collective over halves.
+    /// f16 elements of a collective.
     HCCL_DATA_TYPE_FP16: c_int = 3;
-    /// Collective over floats.
+    /// f32 elements of a collective.
     HCCL_DATA_TYPE_FP32: c_int = 4;
-    /// Collective over bfloat16.
+    /// bfloat16 elements of a collective.
     HCCL_DATA_TYPE_BFP16: c_int = 11;
-    /// Sum.
+    /// Reduction: sum.
     HCCL_REDUCE_SUM: c_int = 0;
-    /// Largest.
+    /// Reduction: maximum.
     HCCL_REDUCE_MAX: c_int = 2;
 
-    /// MHz of the memory.
+    /// Clock of the memory, in MHz.
     DCMI_FREQ_HBM: c_int = 6;
-    /// MHz of the AI cores now. The header's name ends in an underscore.
+    /// Current clock of the AI cores, in MHz. The name ends in an underscore in the header too.
     DCMI_FREQ_AICORE_CURRENT_: c_int = 7;
-    /// MHz of the AI cores at most.
+    /// Maximum clock of the AI cores, in MHz.
     DCMI_FREQ_AICORE_MAX: c_int = 9;
-    /// Percent of the AI cores in use.
+    /// Utilization of the AI cores, in percent.
     DCMI_UTILIZATION_RATE_AICORE: c_int = 2;
-    /// Percent of memory in use.
+    /// Utilization of the memory capacity, in percent.
     DCMI_UTILIZATION_RATE_HBM: c_int = 6;
-    /// Percent of memory bandwidth in use.
+    /// Utilization of the memory bandwidth, in percent.
     DCMI_UTILIZATION_RATE_HBM_BANDWIDTH: c_int = 10;
-    /// Percent of the vector cores in use.
+    /// Utilization of the vector cores, in percent.
     DCMI_UTILIZATION_RATE_VECTORCORE: c_int = 12;
-    /// Percent of the chip in use.
+    /// Utilization of the whole chip, in percent.
     DCMI_UTILIZATION_RATE_NPU: c_int = 13;
-    /// Queries about power and clocks.
+    /// Main command: queries about power and clocks.
     DCMI_MAIN_CMD_LP: c_int = 8;
-    /// Bits that say why the clock is reduced (`u64`).
+    /// Subcommand: bit mask of the reasons for a reduced AI core clock (`u64`).
     DCMI_LP_SUB_CMD_AICORE_FREQREDUC_CAUSE: c_uint = 9;
-    /// Rated power (`DCMI_LP_POWER_INFO_STRU`).
+    /// Subcommand: rated power (`DCMI_LP_POWER_INFO_STRU`).
     DCMI_LP_SUB_CMD_GET_POWER_INFO: c_uint = 10;
 }
 
-/// `aclrtUtilizationInfo`: percentages, -1 where the device does not say.
+/// `aclrtUtilizationInfo`: utilization in percent; -1 if the device does not report it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AclrtUtilizationInfo {
@@ -167,17 +167,17 @@ pub struct AclrtUtilizationInfo {
     pub vector: i32,
     /// AI CPU.
     pub aicpu: i32,
-    /// Memory; always -1 so far.
+    /// Memory; has always been -1 so far.
     pub memory: i32,
-    /// Reserved; null.
+    /// Reserved; must be null.
     pub extend: *mut c_void,
 }
 
-/// `HcclRootInfo`: what one rank makes and all ranks join with.
+/// `HcclRootInfo`: created by one rank and used by all ranks to join a communicator.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct HcclRootInfo {
-    /// Opaque.
+    /// Opaque content.
     pub internal: [c_char; 4108],
 }
 
@@ -191,15 +191,15 @@ impl std::fmt::Debug for HcclRootInfo {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DcmiHbmInfo {
-    /// MB.
+    /// Memory size, in MB.
     pub memory_size: c_ulonglong,
-    /// MHz.
+    /// Memory clock, in MHz.
     pub freq: c_uint,
-    /// MB in use.
+    /// Memory in use, in MB.
     pub memory_usage: c_ulonglong,
-    /// Degrees Celsius.
+    /// Memory temperature, in degrees Celsius.
     pub temp: c_int,
-    /// Percent.
+    /// Utilization of the memory bandwidth, in percent.
     pub bandwidth_util_rate: c_uint,
 }
 
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
     use std::mem::{offset_of, size_of};
 
-    /// Sizes and offsets as the headers have them on LP64.
+    /// Sizes and offsets in the headers on LP64.
     #[test]
     fn structs_have_the_headers_layout() {
         assert_eq!(size_of::<AclrtUtilizationInfo>(), 24);

@@ -1,12 +1,13 @@
-//! Collectives between devices (HCCL): a communicator a device, its operations queued on the device's stream.
+//! Collectives between devices (HCCL): one communicator per device, which queues operations on streams of its device.
 //!
-//! Every rank queues the same operations with the same counts and types in the same order; nobody checks that, and ranks
-//! that do not agree wait for each other until the stream fails with a time-out (507048, after 1836 s unless the variable
-//! `HCCL_EXEC_TIMEOUT` says otherwise: read when a communicator is made). Failures of an operation come out where its
-//! stream is synchronized, or at [`Communicator::async_error`]. After one, the communicator is of no use to any rank: each
-//! rank aborts its streams ([`Stream::abort`]), drops its communicator, and joins a new one with a new [`RootInfo`].
+//! All ranks must queue the same operations with the same counts and types in the same order. The library does not
+//! check that: ranks that disagree wait for each other until the stream fails with a time-out (code 507048, after 1836
+//! s by default; the variable `HCCL_EXEC_TIMEOUT`, read when a communicator is created, changes that). A failed
+//! operation is reported when its stream is synchronized, or by [`Communicator::async_error`]. After a failure no rank
+//! can use the communicator any longer: each rank aborts its streams ([`Stream::abort`]), drops its communicator, and
+//! joins a new one with a new [`RootInfo`].
 //!
-//! An operation may be captured into a graph. On replay every rank must replay the graph of the same capture.
+//! A graph may capture collectives. On replay, all ranks must replay the graph of the same capture.
 
 #![allow(unsafe_code)]
 
@@ -25,34 +26,44 @@ use crate::tensor::ElemType;
 use std::ffi::c_char;
 use std::ptr;
 
-/// The functions of the collectives' library. Copies are the same.
+/// Functions of the collectives library (HCCL). Copies are equivalent.
 #[derive(Clone, Copy, Debug)]
 pub struct Collectives {
     symbols: HcclSymbols,
 }
 
 impl Collectives {
-    /// Looks every function up. [`LoadError::MissingSymbol`] where the install has no `libhccl.so`.
+    /// Looks up the functions of the collectives library.
+    ///
+    /// # Errors
+    /// [`LoadError::MissingSymbol`] if a required function is missing, e.g. because the install has no `libhccl.so`.
     pub fn load(library: &Library) -> Result<Self, LoadError> {
         Ok(Self { symbols: HcclSymbols::load(library)? })
     }
 
-    /// The functions themselves.
+    /// Returns the table of C functions.
     pub fn symbols(&self) -> &HcclSymbols {
         &self.symbols
     }
 
-    /// Makes what the ranks of a new communicator join with; one rank makes it, with its context current.
+    /// Creates the root info with which the ranks of a new communicator join.
+    ///
+    /// One rank calls this method, with its context current, and sends the result to the other ranks.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `HcclGetRootInfo` fails, e.g. because the thread has no current context.
     pub fn root_info(&self, runtime: &Runtime) -> Result<RootInfo, AscendError> {
         let mut info = HcclRootInfo { internal: [0; RootInfo::BYTES] };
-        // SAFETY: a valid place for the struct.
+        // SAFETY: `info` is a local variable of the struct's full size; the call only writes to it.
         let code = unsafe { (self.symbols.hccl_get_root_info)(&raw mut info) };
         self.check(runtime, "HcclGetRootInfo", code)?;
         Ok(RootInfo { info })
     }
 
-    /// Turns an `HcclResult` into a result. The words are the runtime's, else the library's own for the code; a failure of
-    /// the runtime inside (15) comes out with the runtime's code.
+    /// Converts an `HcclResult` into a result.
+    ///
+    /// The message is the runtime's, or the library's own text for the code if the runtime has none. If a runtime call
+    /// failed inside the collective (15), the error contains the code of that call.
     fn check(&self, runtime: &Runtime, call: &'static str, code: i32) -> Result<(), AscendError> {
         if code == HCCL_SUCCESS {
             return Ok(());
@@ -60,43 +71,46 @@ impl Collectives {
         let inner = runtime.last_error().filter(|&inner| code == HCCL_E_RUNTIME && inner != 0);
         let mut message = runtime.recent_message();
         if message.is_empty() {
-            message = self.words(code);
+            message = self.error_string(code);
         }
         let kind = inner.map_or_else(|| AscendErrorKind::from_hccl(code), AscendErrorKind::from_code);
         Err(AscendError { call, code: inner.unwrap_or(code), kind, message })
     }
 
-    /// The library's words for a code, empty where it has none.
-    fn words(&self, code: i32) -> String {
-        // SAFETY: takes an enumeration; gives null or a constant string.
+    /// Returns the library's text for a code; empty if the library has none.
+    fn error_string(&self, code: i32) -> String {
+        // SAFETY: `HcclGetErrorString` takes an enumeration by value, and any value is allowed.
+        // SAFETY: The returned pointer is null or a constant NUL-terminated string, as `copied` requires.
         self.symbols.hccl_get_error_string.and_then(|function| unsafe { copied(function(code)) }).unwrap_or_default()
     }
 }
 
-/// What one rank makes and all ranks of a communicator join with; it travels to other processes as bytes.
+/// Root info of a communicator: created by one rank, and used by all ranks to join; can be sent between processes as
+/// bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct RootInfo {
     info: HcclRootInfo,
 }
 
 impl RootInfo {
-    /// Its size.
+    /// Size in bytes.
     pub const BYTES: usize = 4108;
 
-    /// For the way to another process.
+    /// Returns the bytes to send to another process.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         self.info.internal.map(|byte| byte.to_ne_bytes()[0])
     }
 
-    /// As another process made it.
+    /// Restores the root info from the bytes sent by another process.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         Self { info: HcclRootInfo { internal: bytes.map(|byte| c_char::from_ne_bytes([byte])) } }
     }
 }
 
-/// One rank of a group of devices. It may move to another thread; one thread at a time uses it, with its context current.
+/// One rank of a communicator. It can move to another thread; one thread at a time may use it, with its context
+/// current.
 ///
-/// Before it is dropped its streams have been synchronized or aborted, and graphs that hold its operations are gone.
+/// Before you drop a communicator, synchronize or abort its streams, and drop the graphs that contain its operations.
 #[derive(Debug)]
 pub struct Communicator {
     context: Context,
@@ -106,12 +120,20 @@ pub struct Communicator {
     ranks: u32,
 }
 
-// SAFETY: the handle may be used from any thread that has the context current, by one at a time.
+// SAFETY: Any thread on which the context is current may use the handle.
+// SAFETY: The type is not `Sync`, so only one thread at a time uses the handle.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Joins as one of `ranks`, on the context's device, with the context current; waits for the others (120 s and 20 s more
-    /// unless `HCCL_CONNECT_TIMEOUT` says otherwise). Ranks are threads of one process or processes, on different devices.
+    /// Joins a communicator of `ranks` ranks as rank `rank`, on the device of `context`, which must be current.
+    ///
+    /// The call blocks until the other ranks have joined, by default for at most 120 s plus 20 s; the variable
+    /// `HCCL_CONNECT_TIMEOUT` changes that. Ranks are threads of one process or separate processes, each on a different
+    /// device.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `HcclCommInitRootInfo` fails; of kind [`Link`](AscendErrorKind::Link) if the other ranks do
+    /// not join in time.
     pub fn join(
         collectives: &Collectives,
         context: &Context,
@@ -121,17 +143,23 @@ impl Communicator {
     ) -> Result<Self, AscendError> {
         let mut handle = ptr::null_mut();
         let function = collectives.symbols.hccl_comm_init_root_info;
-        // SAFETY: the struct is only read; a valid place for a handle.
+        // SAFETY: `root.info` is a complete struct; the call only reads it.
+        // SAFETY: `handle` is a local variable; the call writes one handle to it.
         let code = unsafe { function(ranks, &raw const root.info, rank, &raw mut handle) };
         collectives.check(context.runtime(), "HcclCommInitRootInfo", code)?;
         Ok(Self { context: context.clone(), collectives: *collectives, handle, rank, ranks })
     }
 
-    /// A communicator for each of the contexts of this process, ranked as they stand, one context a device. The first one is
-    /// current afterwards.
+    /// Creates one communicator for each context, all in this process; the rank is the index in `contexts`.
     ///
-    /// Documented for one server and, up to CANN 8.5, not for Atlas 800I A2; the library makes its own streams in the devices'
-    /// default contexts. [`Self::join`] from a thread a device has neither limit.
+    /// Each context must be on a different device. The first context is current afterwards.
+    ///
+    /// The C function is documented for a single server and, up to CANN 8.5, not for Atlas 800I A2; it creates its own
+    /// streams in the devices' default contexts. Calling [`Self::join`] from one thread per device avoids both limits.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the install lacks `HcclCommInitAll`;
+    /// with the code of the failed call if `HcclCommInitAll` fails or the first context cannot be made current.
     pub fn join_all(collectives: &Collectives, contexts: &[Context]) -> Result<Vec<Self>, AscendError> {
         const CALL: &str = "HcclCommInitAll";
         let Some(first) = contexts.first() else { return Ok(Vec::new()) };
@@ -140,7 +168,8 @@ impl Communicator {
         let mut devices: Vec<i32> = contexts.iter().map(|context| context.device().cast_signed()).collect();
         let mut handles = vec![ptr::null_mut(); contexts.len()];
         let ranks = u32::try_from(contexts.len()).unwrap_or(u32::MAX);
-        // SAFETY: arrays of as many devices and places for handles as are announced.
+        // SAFETY: `devices` and `handles` have `ranks` elements each.
+        // SAFETY: The call only reads and writes elements of these arrays, which outlive it.
         let code = unsafe { function(ranks, devices.as_mut_ptr(), handles.as_mut_ptr()) };
         let joined = collectives.check(runtime, CALL, code);
         first.bind()?;
@@ -157,22 +186,28 @@ impl Communicator {
             .collect())
     }
 
-    /// Its context.
+    /// Returns the context of the communicator.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// Its place among the ranks.
+    /// Returns the index of this rank in the communicator.
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks of the communicator.
     pub fn ranks(&self) -> u32 {
         self.ranks
     }
 
-    /// Queues: `dst[i]` of every rank becomes the sum of all ranks' `src[i]`, for `count` elements. `dst` may be `src`.
+    /// Queues an all-reduce: `dst[i]` of each rank becomes the sum of `src[i]` of all ranks, for `count` elements.
+    ///
+    /// `src` and `dst` may be the same address.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if `elem` is not f32, f16 or bf16; with
+    /// the code of `HcclAllReduce` if the operation cannot be queued.
     pub fn all_reduce(
         &self,
         src: DeviceAddress,
@@ -184,12 +219,19 @@ impl Communicator {
         const CALL: &str = "HcclAllReduce";
         let (dtype, function) = (self.data_type(CALL, elem)?, self.symbols().hccl_all_reduce);
         let (src, dst, count) = (src.as_ptr(), dst.as_ptr(), count as u64);
-        // SAFETY: a live communicator and stream; wrong device addresses are a failure of the stream, not of the host.
+        // SAFETY: `self` and `stream` keep the communicator and the stream alive during the call.
+        // SAFETY: The host does not access `src` and `dst`: a wrong device address makes the stream fail, not the host.
         let code = unsafe { function(src, dst, count, dtype, HCCL_REDUCE_SUM, self.handle, stream.handle()) };
         self.check(CALL, code)
     }
 
-    /// Queues: `dst` of every rank becomes all ranks' `src` in order. `count` elements of each: `dst` has as many a rank.
+    /// Queues an all-gather: `dst` of each rank becomes the concatenation of `src` of all ranks, in rank order.
+    ///
+    /// Each `src` has `count` elements, and each `dst` has `count * ranks` elements.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if `elem` is not f32, f16 or bf16; with
+    /// the code of `HcclAllGather` if the operation cannot be queued.
     pub fn all_gather(
         &self,
         src: DeviceAddress,
@@ -201,13 +243,19 @@ impl Communicator {
         const CALL: &str = "HcclAllGather";
         let (dtype, function) = (self.data_type(CALL, elem)?, self.symbols().hccl_all_gather);
         let (src, dst, count) = (src.as_ptr(), dst.as_ptr(), count as u64);
-        // SAFETY: as in `all_reduce`.
+        // SAFETY: `self` and `stream` keep the communicator and the stream alive during the call.
+        // SAFETY: The host does not access `src` and `dst`: a wrong device address makes the stream fail, not the host.
         let code = unsafe { function(src, dst, count, dtype, self.handle, stream.handle()) };
         self.check(CALL, code)
     }
 
-    /// Queues: `dst` of rank r becomes the sum over all ranks of the r-th share of `src`. `count` elements a share: `src` has
-    /// as many a rank.
+    /// Queues a reduce-scatter: `dst` of rank r becomes the sum over all ranks of the r-th shard of `src`.
+    ///
+    /// A shard has `count` elements: each `dst` has `count` elements, and each `src` has `count * ranks` elements.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if `elem` is not f32, f16 or bf16; with
+    /// the code of `HcclReduceScatter` if the operation cannot be queued.
     pub fn reduce_scatter(
         &self,
         src: DeviceAddress,
@@ -219,12 +267,17 @@ impl Communicator {
         const CALL: &str = "HcclReduceScatter";
         let (dtype, function) = (self.data_type(CALL, elem)?, self.symbols().hccl_reduce_scatter);
         let (src, dst, count) = (src.as_ptr(), dst.as_ptr(), count as u64);
-        // SAFETY: as in `all_reduce`.
+        // SAFETY: `self` and `stream` keep the communicator and the stream alive during the call.
+        // SAFETY: The host does not access `src` and `dst`: a wrong device address makes the stream fail, not the host.
         let code = unsafe { function(src, dst, count, dtype, HCCL_REDUCE_SUM, self.handle, stream.handle()) };
         self.check(CALL, code)
     }
 
-    /// Queues: `count` elements at `buffer` of every rank become those of rank `root`.
+    /// Queues a broadcast: the `count` elements at `buffer` of each rank become those of rank `root`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if `elem` is not f32, f16 or bf16; with
+    /// the code of `HcclBroadcast` if the operation cannot be queued.
     pub fn broadcast(
         &self,
         buffer: DeviceAddress,
@@ -235,22 +288,28 @@ impl Communicator {
     ) -> Result<(), AscendError> {
         const CALL: &str = "HcclBroadcast";
         let (dtype, function) = (self.data_type(CALL, elem)?, self.symbols().hccl_broadcast);
-        // SAFETY: as in `all_reduce`.
+        // SAFETY: `self` and `stream` keep the communicator and the stream alive during the call.
+        // SAFETY: The host does not access `buffer`: a wrong device address makes the stream fail, not the host.
         let code = unsafe { function(buffer.as_ptr(), count as u64, dtype, root, self.handle, stream.handle()) };
         self.check(CALL, code)
     }
 
-    /// What has gone wrong between the ranks so far, `None` if nothing is known of. It waits for nothing.
+    /// Returns the asynchronous error of the communicator, or `None` if none is known so far. It does not block.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the install lacks
+    /// `HcclGetCommAsyncError`; with the code of the call if the query itself fails.
     pub fn async_error(&self) -> Result<Option<AscendError>, AscendError> {
         const CALL: &str = "HcclGetCommAsyncError";
         let function = self.context.runtime().optional(CALL, self.symbols().hccl_get_comm_async_error)?;
         let mut code = HCCL_SUCCESS;
-        // SAFETY: a live communicator and a valid place for an enumeration.
+        // SAFETY: `self` keeps the communicator alive during the call.
+        // SAFETY: `code` is a local variable; the call writes one enumeration value to it.
         self.check(CALL, unsafe { function(self.handle, &raw mut code) })?;
         if code == HCCL_SUCCESS {
             return Ok(None);
         }
-        let (kind, message) = (AscendErrorKind::from_hccl(code), self.collectives.words(code));
+        let (kind, message) = (AscendErrorKind::from_hccl(code), self.collectives.error_string(code));
         Ok(Some(AscendError { call: CALL, code, kind, message }))
     }
 
@@ -262,7 +321,7 @@ impl Communicator {
         self.collectives.check(self.context.runtime(), call, code)
     }
 
-    /// The value of `HcclDataType`; f32, f16 and bf16 are offered.
+    /// Returns the value of `HcclDataType`; only f32, f16 and bf16 are supported.
     fn data_type(&self, call: &'static str, elem: ElemType) -> Result<i32, AscendError> {
         match elem {
             ElemType::F32 => Ok(HCCL_DATA_TYPE_FP32),
@@ -272,7 +331,7 @@ impl Communicator {
                 call,
                 code: HCCL_E_NOT_SUPPORT,
                 kind: AscendErrorKind::from_hccl(HCCL_E_NOT_SUPPORT),
-                message: format!("rank {}: no collectives over {elem:?}", self.rank),
+                message: format!("rank {}: collectives support F32, F16 and BF16, not {elem:?}", self.rank),
             }),
         }
     }
@@ -282,7 +341,7 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let runtime = self.context.runtime();
         runtime.note_drop(self.context.bind());
-        // SAFETY: made once, destroyed once, in its own context.
+        // SAFETY: The handle comes from a successful join and is destroyed only here, with its context current.
         let code = unsafe { (self.symbols().hccl_comm_destroy)(self.handle) };
         runtime.note_drop(self.check("HcclCommDestroy", code));
     }

@@ -1,7 +1,8 @@
-//! What a card says of itself (DCMI, the driver's management library): power, clocks, temperature, health, memory.
+//! Metrics of a card (DCMI, the driver's management library): power, clocks, temperature, health, memory.
 //!
-//! Everything here is read only: no cap, clock or level of a 910B can be set by a user. The library comes with the driver and
-//! works beside the runtime and without it; where it or one of its functions is absent that is a typed error.
+//! All functions only read: a user cannot set any power limit, clock or level of a 910B. The library comes with the
+//! driver, and works with or without a loaded runtime. If the library or one of its functions is missing, the error is
+//! typed.
 
 #![allow(unsafe_code)]
 
@@ -16,35 +17,42 @@ use crate::ffi::symbols::DcmiSymbols;
 use std::ffi::{c_int, c_uint};
 use std::path::Path;
 
-/// Where the driver puts the library; containers must have it mounted.
+/// Path where the driver installs the library; containers must mount it.
 pub const DCMI_LIBRARY: &str = "/usr/local/dcmi/libdcmi.so";
 
-/// Temperatures from here on are codes: 0x7ffd invalid, 0x7fff not readable.
+/// Smallest temperature that is an error code: 0x7ffd means invalid, 0x7fff not readable.
 const NO_TEMPERATURE: c_int = 0x7ffd;
 
-/// The library, initialized. Copies are the same.
+/// Initialized DCMI library. Copies are equivalent.
 #[derive(Clone, Copy, Debug)]
 pub struct Dcmi {
     symbols: DcmiSymbols,
 }
 
 impl Dcmi {
-    /// Opens and initializes the library at `path`, or where the driver puts it.
+    /// Opens and initializes the library at `path`, or at [`DCMI_LIBRARY`] if `path` is `None`.
     ///
-    /// Any [`LoadError`] means that cards say nothing of themselves here; a program works without.
+    /// # Errors
+    /// [`LoadError::NoCardFigures`] if the file does not exist, cannot be loaded or fails to initialize;
+    /// [`LoadError::MissingSymbol`] if it lacks a required function. Either error only means that no card metrics are
+    /// available: a program can run without them.
     pub fn open(path: Option<&Path>) -> Result<Self, LoadError> {
         let path = path.unwrap_or(Path::new(DCMI_LIBRARY));
         let unavailable = |reason| LoadError::NoCardFigures { path: path.to_owned(), reason };
         let library = Library::open_alone(path).map_err(unavailable)?;
         let symbols = DcmiSymbols::load(&library)?;
-        // SAFETY: takes no argument; a second time is harmless.
+        // SAFETY: `dcmi_init` takes no argument and may be called more than once.
         match unsafe { (symbols.dcmi_init)() } {
             0 => Ok(Self { symbols }),
-            code => Err(unavailable(format!("dcmi_init answers {code}: {}", words(code)))),
+            code => Err(unavailable(format!("dcmi_init failed with code {code}: {}", description(code)))),
         }
     }
 
-    /// The card of a device as the runtime counts them in this process, which `ASCEND_RT_VISIBLE_DEVICES` changes.
+    /// Returns the card of a device of this process, i.e. of an index into `ASCEND_RT_VISIBLE_DEVICES` if that is set.
+    ///
+    /// # Errors
+    /// [`AscendError`] with code -8007 (invalid device id) if `ASCEND_RT_VISIBLE_DEVICES` has no entry for the device;
+    /// with the code of `dcmi_get_card_id_device_id_from_logicid` if that call fails.
     pub fn card_of_device(&self, device: u32) -> Result<DcmiCard, AscendError> {
         let visible = std::env::var("ASCEND_RT_VISIBLE_DEVICES").ok();
         match logic_id(device, visible.as_deref()) {
@@ -53,15 +61,18 @@ impl Dcmi {
                 call: "dcmi_get_card_id_device_id_from_logicid",
                 code: INVALID_DEVICE_ID,
                 kind: AscendErrorKind::from_dcmi(INVALID_DEVICE_ID),
-                message: format!("ASCEND_RT_VISIBLE_DEVICES shows no device {device}"),
+                message: format!("ASCEND_RT_VISIBLE_DEVICES has no entry for device {device}"),
             }),
         }
     }
 
-    /// The card of a logical device number, as the host counts them.
+    /// Returns the card of a logical device number of the host.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `dcmi_get_card_id_device_id_from_logicid` fails, e.g. because the device does not exist.
     pub fn card(&self, logic_id: u32) -> Result<DcmiCard, AscendError> {
         let (mut card_id, mut device_id) = (0, 0);
-        // SAFETY: two valid places for an int.
+        // SAFETY: `card_id` and `device_id` are local `int` variables; the call only writes to them.
         let code = unsafe {
             (self.symbols.dcmi_get_card_id_device_id_from_logicid)(&raw mut card_id, &raw mut device_id, logic_id)
         };
@@ -70,20 +81,23 @@ impl Dcmi {
     }
 }
 
-/// The logical number behind a device of this process: a list, of which the first entry that is no number ends what counts.
+/// Returns the host's logical number of a device of this process; `visible` is a comma-separated list of logical
+/// numbers.
+///
+/// The list ends at the first entry that is not a number.
 fn logic_id(device: u32, visible: Option<&str>) -> Option<u32> {
     let Some(list) = visible.filter(|list| !list.trim().is_empty()) else { return Some(device) };
     let ids = list.split(',').map_while(|id| id.trim().parse().ok());
     ids.into_iter().nth(usize::try_from(device).ok()?)
 }
 
-/// What is busy to some percentage.
+/// Unit whose utilization a card reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Unit {
-    /// AI cores; reads 0 while a profiler runs.
+    /// AI cores; the utilization is 0 while a profiler runs.
     AiCore,
-    /// Vector cores; reads 0 while a profiler runs.
+    /// Vector cores; the utilization is 0 while a profiler runs.
     VectorCore,
     /// Memory capacity.
     Hbm,
@@ -93,69 +107,76 @@ pub enum Unit {
     Npu,
 }
 
-/// How a card does.
+/// Health of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Health {
-    /// Well.
+    /// No alarm.
     Normal,
-    /// A general alarm.
+    /// Minor alarm.
     Minor,
-    /// An important alarm.
+    /// Major alarm.
     Major,
-    /// An urgent alarm: take it out of service.
+    /// Critical alarm: take the card out of service.
     Critical,
-    /// Not there, or not started.
+    /// The device is absent or has not been started.
     Absent,
-    /// A value that is not documented.
+    /// Undocumented value.
     Unknown(u32),
 }
 
-/// The device memory of a card.
+/// State of the device memory of a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hbm {
-    /// Bytes there are; counted in MB of 2^20 bytes.
+    /// Size in bytes; DCMI reports it in MB of 2^20 bytes.
     pub total_bytes: u64,
-    /// Bytes in use, by any process; counted likewise.
+    /// Bytes in use by all processes; DCMI reports them in MB of 2^20 bytes.
     pub used_bytes: u64,
-    /// Its clock.
+    /// Clock in MHz.
     pub mhz: u32,
-    /// Its temperature.
+    /// Temperature in degrees Celsius.
     pub celsius: i32,
-    /// Percent of its bandwidth in use.
+    /// Bandwidth in use, in percent.
     pub bandwidth_percent: u32,
 }
 
-/// A chip, and what it says of itself. It may be asked from any thread.
+/// Chip on a card, and its metrics. Any thread can query it.
 #[derive(Clone, Copy, Debug)]
 pub struct DcmiCard {
     symbols: DcmiSymbols,
     logic_id: u32,
-    /// Card number, and chip on the card.
+    /// Card number, and index of the chip on the card.
     ids: (c_int, c_int),
 }
 
 impl DcmiCard {
-    /// Logical device number on the host.
+    /// Returns the logical device number on the host.
     pub fn logic_id(&self) -> u32 {
         self.logic_id
     }
 
-    /// Card number, and chip on the card, as `npu-smi` shows them.
+    /// Returns the card number and the index of the chip on the card, as `npu-smi` shows them.
     pub fn card_and_device(&self) -> (i32, i32) {
         self.ids
     }
 
-    /// Milliwatts it draws now; the resolution is 0.1 W.
+    /// Returns the current power consumption in milliwatts; the resolution is 0.1 W.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `dcmi_get_device_power_info` fails.
     pub fn power_mw(&self) -> Result<u32, AscendError> {
         let mut tenths = 0;
-        // SAFETY: a valid place for an int.
+        // SAFETY: `tenths` is a local `int` variable; the call only writes to it.
         let code = unsafe { (self.symbols.dcmi_get_device_power_info)(self.ids.0, self.ids.1, &raw mut tenths) };
         check("dcmi_get_device_power_info", code)?;
         Ok(u32::try_from(tenths).unwrap_or(0).saturating_mul(100))
     }
 
-    /// Milliwatts it is rated for.
+    /// Returns the rated power in milliwatts.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_info`; with the code of the call if it fails.
     pub fn rated_power_mw(&self) -> Result<u32, AscendError> {
         // `DCMI_LP_POWER_INFO_STRU`: the power and 32 reserved bytes.
         let mut info = [0u32; 9];
@@ -163,45 +184,71 @@ impl DcmiCard {
         Ok(info[0])
     }
 
-    /// Bits that say why the AI cores' clock is reduced, 0 if it is not. Their meaning is in the driver's documentation.
+    /// Returns a bit mask of the reasons why the AI core clock is reduced; 0 if it is not reduced.
+    ///
+    /// The driver's documentation defines the bits.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_info`; with the code of the call if it fails.
     pub fn clock_reduction_causes(&self) -> Result<u64, AscendError> {
         let mut causes = [0u32; 2];
         self.info(DCMI_LP_SUB_CMD_AICORE_FREQREDUC_CAUSE, &mut causes)?;
         Ok(u64::from(causes[0]) | u64::from(causes[1]) << 32)
     }
 
-    /// MHz of the AI cores now.
+    /// Returns the current clock of the AI cores in MHz.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_frequency`; with the code of the call if it fails.
     pub fn aicore_mhz(&self) -> Result<u32, AscendError> {
         self.frequency(DCMI_FREQ_AICORE_CURRENT_)
     }
 
-    /// MHz the AI cores are rated for.
+    /// Returns the rated clock of the AI cores in MHz.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_frequency`; with the code of the call if it fails.
     pub fn aicore_rated_mhz(&self) -> Result<u32, AscendError> {
         self.frequency(DCMI_FREQ_AICORE_MAX)
     }
 
-    /// MHz of the memory.
+    /// Returns the clock of the memory in MHz.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_frequency`; with the code of the call if it fails.
     pub fn hbm_mhz(&self) -> Result<u32, AscendError> {
         self.frequency(DCMI_FREQ_HBM)
     }
 
-    /// Degrees Celsius of the chip.
+    /// Returns the temperature of the chip in degrees Celsius.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_temperature` or the temperature cannot be read; with the code of the call if it fails.
     pub fn celsius(&self) -> Result<i32, AscendError> {
         const CALL: &str = "dcmi_get_device_temperature";
         let function = optional(CALL, self.symbols.dcmi_get_device_temperature)?;
         let mut celsius = 0;
-        // SAFETY: a valid place for an int.
+        // SAFETY: `celsius` is a local `int` variable; the call only writes to it.
         check(CALL, unsafe { function(self.ids.0, self.ids.1, &raw mut celsius) })?;
-        // No temperature can be read: as good as a device that does not support it.
+        // An unreadable temperature is reported like that of a device that does not support the query.
         if celsius >= NO_TEMPERATURE { check(CALL, NOT_SUPPORT).map(|()| celsius) } else { Ok(celsius) }
     }
 
-    /// How it does.
+    /// Returns the health of the card.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_health`; with the code of the call if it fails.
     pub fn health(&self) -> Result<Health, AscendError> {
         const CALL: &str = "dcmi_get_device_health";
         let function = optional(CALL, self.symbols.dcmi_get_device_health)?;
         let mut health: c_uint = 0;
-        // SAFETY: a valid place for an unsigned int.
+        // SAFETY: `health` is a local `unsigned int` variable; the call only writes to it.
         check(CALL, unsafe { function(self.ids.0, self.ids.1, &raw mut health) })?;
         Ok(match health {
             0 => Health::Normal,
@@ -213,7 +260,11 @@ impl DcmiCard {
         })
     }
 
-    /// Percent of a unit in use.
+    /// Returns the utilization of a unit in percent.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_utilization_rate`; with the code of the call if it fails.
     pub fn utilization(&self, unit: Unit) -> Result<u32, AscendError> {
         const CALL: &str = "dcmi_get_device_utilization_rate";
         let function = optional(CALL, self.symbols.dcmi_get_device_utilization_rate)?;
@@ -225,17 +276,21 @@ impl DcmiCard {
             Unit::Npu => DCMI_UTILIZATION_RATE_NPU,
         };
         let mut percent = 0;
-        // SAFETY: a valid place for an unsigned int.
+        // SAFETY: `percent` is a local `unsigned int` variable; the call only writes to it.
         check(CALL, unsafe { function(self.ids.0, self.ids.1, unit, &raw mut percent) })?;
         Ok(percent)
     }
 
-    /// Its memory.
+    /// Returns the state of the device memory.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the driver lacks
+    /// `dcmi_get_device_hbm_info`; with the code of the call if it fails.
     pub fn hbm(&self) -> Result<Hbm, AscendError> {
         const CALL: &str = "dcmi_get_device_hbm_info";
         let function = optional(CALL, self.symbols.dcmi_get_device_hbm_info)?;
         let mut info = DcmiHbmInfo::default();
-        // SAFETY: a valid place for the struct.
+        // SAFETY: `info` is a local variable with the layout of `struct dcmi_hbm_info`; the call only writes to it.
         check(CALL, unsafe { function(self.ids.0, self.ids.1, &raw mut info) })?;
         Ok(Hbm {
             total_bytes: info.memory_size << 20,
@@ -250,18 +305,19 @@ impl DcmiCard {
         const CALL: &str = "dcmi_get_device_frequency";
         let function = optional(CALL, self.symbols.dcmi_get_device_frequency)?;
         let mut mhz = 0;
-        // SAFETY: a valid place for an unsigned int.
+        // SAFETY: `mhz` is a local `unsigned int` variable; the call only writes to it.
         check(CALL, unsafe { function(self.ids.0, self.ids.1, kind, &raw mut mhz) })?;
         Ok(mhz)
     }
 
-    /// A query about power and clocks, answered into a buffer of its own size.
+    /// Queries power or clock information; `answer` has the size of the query's result.
     fn info(&self, query: c_uint, answer: &mut [u32]) -> Result<(), AscendError> {
         const CALL: &str = "dcmi_get_device_info";
         let function = optional(CALL, self.symbols.dcmi_get_device_info)?;
         let mut bytes = u32::try_from(size_of_val(answer)).unwrap_or(0);
         let place = answer.as_mut_ptr().cast();
-        // SAFETY: a buffer of the size that is said, and a place for the size of the answer.
+        // SAFETY: `place` points to a buffer of `bytes` bytes, and the call writes at most that many.
+        // SAFETY: `bytes` is a local variable; the call replaces it by the size of the answer.
         let code = unsafe { function(self.ids.0, self.ids.1, DCMI_MAIN_CMD_LP, query, place, &raw mut bytes) };
         check(CALL, code)
     }
@@ -273,38 +329,41 @@ const NOT_SUPPORT: i32 = -8255;
 fn check(call: &'static str, code: i32) -> Result<(), AscendError> {
     match code {
         0 => Ok(()),
-        code => {
-            Err(AscendError { call, code, kind: AscendErrorKind::from_dcmi(code), message: words(code).to_owned() })
-        }
+        code => Err(AscendError {
+            call,
+            code,
+            kind: AscendErrorKind::from_dcmi(code),
+            message: description(code).to_owned(),
+        }),
     }
 }
 
-/// A function that not every driver has.
+/// Returns a function that some driver versions lack, or an error.
 fn optional<F>(call: &'static str, function: Option<F>) -> Result<F, AscendError> {
     function.ok_or_else(|| AscendError {
         call,
         code: SHIM_NO_SYMBOL,
         kind: AscendErrorKind::Unsupported,
-        message: "the installed driver has no such function".to_owned(),
+        message: "the installed driver does not have this function".to_owned(),
     })
 }
 
-/// What the driver's documentation says of a code; the library has no words of its own.
-fn words(code: i32) -> &'static str {
+/// Returns the driver documentation's text for a code; the library has no function for it.
+fn description(code: i32) -> &'static str {
     match code {
         -8001 => "invalid parameter",
         -8002 => "operation not permitted",
         -8003 => "a memory operation failed",
-        -8005 => "inner error",
+        -8005 => "internal error",
         -8006 => "timed out",
         INVALID_DEVICE_ID => "invalid device id",
         -8008 => "the device does not exist",
-        -8009 => "the call of the driver failed",
+        -8009 => "the driver call failed",
         -8012 => "the device is not ready",
         -8013 => "not supported in a container",
         -8015 => "the reset failed",
         -8017 => "the device is being upgraded",
-        -8020 => "the resource is occupied",
+        -8020 => "the resource is in use",
         NOT_SUPPORT => "not supported",
         _ => "",
     }

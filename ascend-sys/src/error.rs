@@ -1,7 +1,7 @@
-//! What can go wrong: loading the library, and calling it.
+//! Errors of loading the library and of calling it.
 //!
-//! A runtime code is sorted into a kind by what its receiver can do about it; the code itself and the runtime's own
-//! words are always kept.
+//! Each code of the runtime belongs to a kind, which reflects how a caller can handle the failure. The error also
+//! contains the code itself and the runtime's own message.
 
 #![forbid(unsafe_code)]
 
@@ -10,66 +10,67 @@ use std::path::PathBuf;
 
 /// Code of the kernel shim: the libraries lack the operation.
 pub const SHIM_NO_SYMBOL: i32 = -1;
-/// Code of the kernel shim: a descriptor could not be made.
+/// Code of the kernel shim: a descriptor could not be created.
 pub const SHIM_NO_DESCRIPTOR: i32 = -2;
-/// Code of the kernel shim: it was used against its rules.
+/// Code of the kernel shim: the call violates a rule of the shim.
 pub const SHIM_MISUSE: i32 = -3;
 
-/// Why `AscendCL` could not be loaded.
+/// Reason why a vendor library could not be loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The library is in none of the places it could be in.
+    /// No searched path contains the library.
     #[error(
-        "AscendCL not found; tried {}; install the Ascend driver and the CANN toolkit and run its set_env.sh \
-         (it sets ASCEND_HOME_PATH), or give the path of libascendcl.so",
+        "AscendCL was not found; tried {}; install the Ascend driver and the CANN toolkit and run its set_env.sh \
+         (it sets ASCEND_HOME_PATH), or pass the path of libascendcl.so",
         List(tried)
     )]
     NotFound {
-        /// Each place, in the order tried, with the reason it was not taken.
+        /// Each path in search order, with the reason why it was not used.
         tried: Vec<Attempt>,
     },
-    /// The file is there, but the system's loader refuses it. No other place is tried then: using another install than
-    /// the one that was pointed to would be worse.
+    /// The file exists, but the system's loader cannot load it.
+    ///
+    /// The search stops at such a file: it must not silently use another install than the requested one.
     #[error(
-        "{} cannot be loaded: {reason}; if it names another library, the driver's libraries are missing from the \
-         loader path (usually /usr/local/Ascend/driver/lib64)",
+        "{} cannot be loaded: {reason}; if the reason names another library, the driver's libraries are missing \
+         from the loader path (usually /usr/local/Ascend/driver/lib64)",
         path.display()
     )]
     Unloadable {
-        /// The file.
+        /// Path of the library.
         path: PathBuf,
-        /// The system loader's words.
+        /// Message of the system's loader.
         reason: String,
     },
-    /// The driver's library of the cards' own figures is absent or does not work.
+    /// The driver's library for card metrics (DCMI) is missing or does not work.
     #[error(
-        "no figures of the cards: {} cannot be used: {reason}; it comes with the Ascend driver, and containers need \
+        "no card metrics: {} cannot be used: {reason}; it comes with the Ascend driver, and containers need \
          /usr/local/dcmi and the driver's folders mounted",
         path.display()
     )]
     NoCardFigures {
-        /// The file.
+        /// Path of the library.
         path: PathBuf,
-        /// Why.
+        /// Reason of the failure.
         reason: String,
     },
-    /// The library lacks a function that is needed.
-    #[error("{} has no symbol {symbol}: another library, or a version before CANN 8.0", library.display())]
+    /// The library lacks a required function.
+    #[error("{} has no symbol {symbol}: it is another library, or older than CANN 8.0", library.display())]
     MissingSymbol {
-        /// The library.
+        /// Path of the library.
         library: PathBuf,
-        /// The function.
+        /// Name of the function.
         symbol: &'static str,
     },
 }
 
-/// A place the library was looked for.
+/// Path where the library was searched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
-    /// The path, or a bare name for the system loader's own search.
+    /// The path, or a bare file name that the system's loader searched.
     pub path: PathBuf,
-    /// Why it was not taken.
+    /// Reason why the file was not used.
     pub reason: String,
 }
 
@@ -85,60 +86,60 @@ impl fmt::Display for List<'_> {
     }
 }
 
-/// A call of the runtime that failed.
+/// Failed call of the runtime.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with code {code} ({kind}){}{message}", if message.is_empty() { "" } else { ": " })]
 pub struct AscendError {
-    /// The call.
+    /// Name of the C function.
     pub call: &'static str,
-    /// The runtime's code.
+    /// Code returned by the function.
     pub code: i32,
-    /// What sort of failure the code is.
+    /// Kind of the code.
     pub kind: AscendErrorKind,
-    /// The runtime's own words, empty if it had none.
+    /// Message of the runtime; empty if it has none.
     pub message: String,
 }
 
-/// Sorts of failures, by what can be done about them.
+/// Kinds of failures, by how a caller can handle them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AscendErrorKind {
-    /// No memory: free some and try again, nothing was launched.
+    /// Out of memory: nothing was launched; free memory and try again.
     OutOfMemory,
-    /// No streams, events or the like: destroy graphs or streams and try again.
+    /// Out of streams, events or similar resources: destroy graphs or streams and try again.
     ResourceExhausted,
-    /// A value overflowed in saturation mode: the stream can still be used.
+    /// A value overflowed in saturation mode: the stream is still usable.
     Overflow,
-    /// The host's own wait ran out while the work goes on: wait again.
+    /// The host's wait timed out, while the work continues: wait again.
     WaitTimeout,
-    /// A kernel ran too long: the device's state is in doubt.
+    /// A kernel exceeded its time limit: the state of the device is undefined.
     KernelTimeout,
     /// A kernel crashed.
     KernelException,
-    /// The device or its driver is gone.
+    /// The device or its driver is lost.
     DeviceLost,
-    /// The device's memory is faulty: take it out of service.
+    /// The device memory is faulty: take the device out of service.
     HardwareMemory,
-    /// A link between devices failed: once more with a new communicator.
+    /// A link between devices failed: try again with a new communicator.
     Link,
-    /// A rule of graph capture was broken: end the capture, run without.
+    /// A call violated a rule of graph capture: end the capture and run without a graph.
     Capture,
-    /// An abort is going on: try again after it.
+    /// An abort is in progress: try again after it.
     Aborted,
-    /// The caller's mistake: no context on the thread, a stale handle, a bad argument.
+    /// Mistake of the caller: no current context on the thread, a stale handle or an invalid argument.
     Usage,
-    /// The operation does not take these shapes, types or attributes: nothing ran, another operation may do it.
+    /// The operation does not support the shapes, types or attributes: nothing ran; another operation may support them.
     Refused,
-    /// The chip or the installed version does not have this.
+    /// The chip or the installed version does not support the call.
     Unsupported,
-    /// Initialized before: as good as success.
+    /// The runtime has already been initialized; equivalent to success.
     AlreadyInitialized,
     /// Any other code.
     Other,
 }
 
 impl AscendErrorKind {
-    /// The kind of a code of the runtime, of an operation, or of the kernel shim (-1 to -3).
+    /// Returns the kind of a code of the runtime, of an operation, or of the kernel shim (-1 to -3).
     pub fn from_code(code: i32) -> Self {
         match code {
             161_002 | 561_001 | 561_002 => Self::Refused,
@@ -180,7 +181,9 @@ impl AscendErrorKind {
         }
     }
 
-    /// The kind of a collective's result. That other ranks did not come in time (9) is a failure of the link to them.
+    /// Returns the kind of a collective's result.
+    ///
+    /// Code 9 (the other ranks did not respond in time) belongs to [`Link`](Self::Link).
     pub fn from_hccl(code: i32) -> Self {
         match code {
             1 | 2 => Self::Usage,
@@ -193,7 +196,7 @@ impl AscendErrorKind {
         }
     }
 
-    /// The kind of a result of the driver's management library.
+    /// Returns the kind of a result of DCMI, the driver's management library.
     pub fn from_dcmi(code: i32) -> Self {
         match code {
             -8001 | -8007 => Self::Usage,
@@ -219,9 +222,9 @@ impl fmt::Display for AscendErrorKind {
             Self::DeviceLost => "device lost",
             Self::HardwareMemory => "faulty device memory",
             Self::Link => "link failure",
-            Self::Capture => "capture rule broken",
+            Self::Capture => "capture rule violated",
             Self::Aborted => "aborted",
-            Self::Usage => "wrong use",
+            Self::Usage => "incorrect use",
             Self::Refused => "operation refused",
             Self::Unsupported => "unsupported",
             Self::AlreadyInitialized => "already initialized",

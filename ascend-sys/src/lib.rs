@@ -1,17 +1,19 @@
-//! `AscendCL`, the runtime of Huawei's Ascend NPUs, for programs that find it when they run.
+//! Bindings to `AscendCL`, the runtime of Huawei's Ascend NPUs, loaded at run time.
 //!
-//! Nothing is linked: the crate builds on any machine, and [`Library::open`] looks for the vendor's libraries when the
-//! program runs. A missing library or function is a typed error that says what was tried and what to do. From below:
+//! The crate links to no vendor library, so it builds on any machine. [`Library::open`] finds and opens the vendor's
+//! libraries when the program runs. If a library or a function is missing, the error is typed, lists the paths that
+//! were tried and suggests a fix. The layers, from the bottom up:
 //!
-//! - [`abi`] and [`Symbols`]: constants, structs and functions as C declares them;
-//! - [`Runtime`], [`Context`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Graph`]: each call a `Result`
-//!   with the runtime's own words, each object destroyed in its own context;
-//! - [`Ops`]: the operations of a decoder over the kernel shim, a small C library that is compiled in;
-//! - [`Communicator`]: sums and copies between devices; [`DcmiCard`]: what a card says of its power, clocks and memory.
+//! - [`abi`] and [`Symbols`]: constants, structs and functions as declared in C;
+//! - [`Runtime`], [`Context`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Graph`]: safe wrappers.
+//!   Each fallible call returns a `Result` with the runtime's own error message, and each object is destroyed in its
+//!   own context;
+//! - [`Ops`]: the operations of a decoder, called through the kernel shim, a small C library that this crate compiles;
+//! - [`Communicator`]: collectives between devices; [`DcmiCard`]: power, clocks, memory and health of a card.
 //!
-//! Libraries stay loaded until the process ends, since they leave threads and exit handlers behind. Host memory stays
-//! safe whatever is passed: a wrong device address is a failure of its stream. Queued copies to and from host memory are
-//! the one thing that is `unsafe`.
+//! Libraries stay loaded until the process ends, because they leave threads and exit handlers running. Wrong arguments
+//! to safe functions cannot corrupt host memory: a wrong device address makes its stream fail. Only queued copies to
+//! and from host memory are `unsafe`.
 //!
 //! ```no_run
 //! use ascend_sys::{Context, Library, Runtime, Stream};

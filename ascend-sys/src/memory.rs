@@ -1,6 +1,6 @@
-//! Device memory and pinned host memory, and the blocking copies between host and device.
+//! Device memory, pinned host memory, and blocking copies between host and device.
 //!
-//! Freeing does not wait for work that still uses the memory: whoever drops a buffer has waited for its streams.
+//! Freeing a buffer does not wait for work that still uses it: wait for its streams before you drop it.
 
 #![allow(unsafe_code)]
 
@@ -13,25 +13,25 @@ use crate::error::AscendError;
 use std::ffi::c_void;
 use std::{ptr, slice};
 
-/// Pages device memory is made of.
+/// Page size of a device allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pages {
-    /// 2 MiB above 1 MiB, small ones where there are none left.
+    /// 2 MiB pages for allocations above 1 MiB; small pages if no 2 MiB page is available.
     #[default]
     HugeFirst,
-    /// 2 MiB or failure.
+    /// 2 MiB pages only; the allocation fails if none is available.
     HugeOnly,
-    /// 4 KiB.
+    /// 4 KiB pages.
     Normal,
 }
 
-/// An address on a device: never to be followed on the host.
+/// Address in device memory. The host must never dereference it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct DeviceAddress(pub usize);
 
 impl DeviceAddress {
-    /// The address some bytes on.
+    /// Returns the address `bytes` bytes after this one.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes)
@@ -42,7 +42,7 @@ impl DeviceAddress {
     }
 }
 
-/// A stretch of device memory, not initialized, aligned to 64 bytes.
+/// Buffer in device memory, uninitialized and aligned to 64 bytes.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     context: Context,
@@ -51,7 +51,13 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// Allocates in the context, which must be current. Slow, and not ordered with streams: not for the step loop.
+    /// Allocates a buffer in the context, which must be current.
+    ///
+    /// The call is slow and not ordered with streams: do not call it in the step loop.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtMalloc` fails; of kind [`OutOfMemory`](crate::AscendErrorKind::OutOfMemory) if the
+    /// device has too little free memory.
     pub fn new(context: &Context, bytes: usize, pages: Pages) -> Result<Self, AscendError> {
         let policy = match pages {
             Pages::HugeFirst => ACL_MEM_MALLOC_HUGE_FIRST,
@@ -59,30 +65,34 @@ impl DeviceBuffer {
             Pages::Normal => ACL_MEM_MALLOC_NORMAL_ONLY,
         };
         let mut address = ptr::null_mut();
-        // SAFETY: a valid place for a pointer.
+        // SAFETY: `address` is a local variable; the call writes one pointer to it.
         let code = unsafe { (context.runtime().symbols().aclrt_malloc)(&raw mut address, bytes, policy) };
         context.runtime().check("aclrtMalloc", code)?;
         Ok(Self { context: context.clone(), address: DeviceAddress(address as usize), bytes })
     }
 
-    /// Its start.
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> DeviceAddress {
         self.address
     }
 
-    /// Its size.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Copies from the host and waits for the copy, but not for any stream.
+    /// Copies `src` to the buffer at `offset`, and waits for the copy, but not for any stream.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtMemcpy` fails.
     ///
     /// # Panics
-    /// Where the buffer ends before the copy.
+    /// If the copy would exceed the end of the buffer.
     pub fn write(&self, offset: usize, src: &[u8]) -> Result<(), AscendError> {
         self.assert_inside(offset, src.len());
         let dst = self.address.offset(offset).as_ptr();
-        // SAFETY: the destination has room for `destMax` bytes, the source is a slice of that length.
+        // SAFETY: `assert_inside` has checked that `self.bytes - offset` bytes at `dst` (`destMax`) hold the copy.
+        // SAFETY: `src` is a slice of `src.len()` bytes.
         let code = unsafe {
             (self.context.runtime().symbols().aclrt_memcpy)(
                 dst,
@@ -95,14 +105,20 @@ impl DeviceBuffer {
         self.context.runtime().check("aclrtMemcpy", code)
     }
 
-    /// Copies to the host and waits for the copy, but not for any stream: what is still queued is not in it.
+    /// Copies from the buffer at `offset` to `dst`, and waits for the copy, but not for any stream.
+    ///
+    /// The copy may therefore miss the results of work that is still queued.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtMemcpy` fails.
     ///
     /// # Panics
-    /// Where the buffer ends before the copy.
+    /// If the copy would exceed the end of the buffer.
     pub fn read(&self, offset: usize, dst: &mut [u8]) -> Result<(), AscendError> {
         self.assert_inside(offset, dst.len());
         let src = self.address.offset(offset).as_ptr();
-        // SAFETY: the source holds as many bytes as the destination, which is a slice.
+        // SAFETY: `assert_inside` has checked that the buffer contains `dst.len()` bytes at `offset`.
+        // SAFETY: `dst` is a mutable slice of `dst.len()` bytes.
         let code = unsafe {
             (self.context.runtime().symbols().aclrt_memcpy)(
                 dst.as_mut_ptr().cast(),
@@ -115,9 +131,12 @@ impl DeviceBuffer {
         self.context.runtime().check("aclrtMemcpy", code)
     }
 
-    /// Fills it with a byte and waits for that, but not for any stream.
+    /// Sets all bytes of the buffer to `byte`, and waits for that, but not for any stream.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtMemset` fails.
     pub fn fill(&self, byte: u8) -> Result<(), AscendError> {
-        // SAFETY: the buffer has as many bytes as are filled.
+        // SAFETY: The call sets `self.bytes` bytes, the size of the allocation at `self.address`.
         let code = unsafe {
             (self.context.runtime().symbols().aclrt_memset)(
                 self.address.as_ptr(),
@@ -130,11 +149,11 @@ impl DeviceBuffer {
     }
 
     /// # Panics
-    /// Where `offset + bytes` is beyond the end.
+    /// If `offset + bytes` exceeds the end of the buffer.
     pub(crate) fn assert_inside(&self, offset: usize, bytes: usize) {
         assert!(
             offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
-            "{bytes} bytes at {offset} of a device buffer of {}",
+            "access to {bytes} bytes at offset {offset} exceeds the device buffer of {} bytes",
             self.bytes
         );
     }
@@ -142,13 +161,13 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated once, freed once.
+        // SAFETY: The address comes from `aclrtMalloc` and is freed only here.
         self.context
             .destroy("aclrtFree", || unsafe { (self.context.runtime().symbols().aclrt_free)(self.address.as_ptr()) });
     }
 }
 
-/// Host memory that a device copies from and to on its own.
+/// Pinned host memory, which a device can copy from and to without the CPU.
 #[derive(Debug)]
 pub struct PinnedBuffer {
     context: Context,
@@ -156,51 +175,58 @@ pub struct PinnedBuffer {
     bytes: usize,
 }
 
-// SAFETY: plain memory; the runtime hands it out for any thread.
+// SAFETY: The buffer is plain host memory, which any thread may access and free.
 unsafe impl Send for PinnedBuffer {}
-// SAFETY: shared access only reads.
+// SAFETY: Methods that borrow the buffer shared only read from it.
 unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
-    /// Allocates and zeroes.
+    /// Allocates a buffer of zeros.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtMallocHost` fails, e.g. because the host is out of memory.
     pub fn new(context: &Context, bytes: usize) -> Result<Self, AscendError> {
         let mut memory = ptr::null_mut();
-        // SAFETY: a valid place for a pointer.
+        // SAFETY: `memory` is a local variable; the call writes one pointer to it.
         let code = unsafe { (context.runtime().symbols().aclrt_malloc_host)(&raw mut memory, bytes) };
         context.runtime().check("aclrtMallocHost", code)?;
-        // SAFETY: the runtime has just given this many bytes of host memory; zero is a value of a byte.
+        // SAFETY: `aclrtMallocHost` succeeded, so `memory` points to `bytes` bytes of host memory.
         unsafe { memory.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { context: context.clone(), memory: memory.cast(), bytes })
     }
 
-    /// Its size.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its start, for queued copies.
+    /// Returns a pointer to the first byte, for queued copies.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory
     }
 
-    /// What it holds.
+    /// Returns the content.
     ///
-    /// A queued copy into it must have ended: whoever queued it has promised so.
+    /// Queued copies into the buffer must have ended; [`Stream::copy_out`](crate::Stream::copy_out) requires that of
+    /// its caller.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: this many initialized bytes, and no copy writes to them now.
+        // SAFETY: `memory` points to `self.bytes` bytes, which `new` initialized.
+        // SAFETY: No queued copy writes to them, as `Stream::copy_out` requires of its caller.
         unsafe { slice::from_raw_parts(self.memory, self.bytes) }
     }
 
-    /// What it holds, to be written. As with [`Self::as_slice`], queued copies must have ended.
+    /// Returns the content for writing. As for [`Self::as_slice`], queued copies must have ended.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: this many initialized bytes, borrowed exclusively, and no copy touches them now.
+        // SAFETY: `memory` points to `self.bytes` bytes, which `new` initialized.
+        // SAFETY: `self` is borrowed exclusively, so no other slice of these bytes exists.
+        // SAFETY: No queued copy accesses them, as `Stream::copy_in` and `Stream::copy_out` require of their callers.
         unsafe { slice::from_raw_parts_mut(self.memory, self.bytes) }
     }
 }
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated once, freed once.
+        // SAFETY: The memory comes from `aclrtMallocHost` and is freed only here.
         self.context.destroy("aclrtFreeHost", || unsafe {
             (self.context.runtime().symbols().aclrt_free_host)(self.memory.cast())
         });

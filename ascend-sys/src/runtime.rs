@@ -1,7 +1,8 @@
-//! The runtime of a process: initialize it, ask what it is, turn its codes into results.
+//! The runtime of the process: initialization, version and device queries, conversion of codes to results.
 //!
-//! After a failed call the runtime's own message is fetched at once, on the same thread: it is thread-local and reading
-//! clears it. Nothing happens on drop; the runtime crashes when it is finalized while a process exits.
+//! After a failed call, the runtime's message is read at once on the same thread, because it is thread-local and
+//! reading it clears it. Dropping a [`Runtime`] does not finalize it: the runtime crashes if it is finalized while the
+//! process exits.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +15,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// `AscendCL`, ready to be called. Clones share one table of functions.
+/// Loaded `AscendCL` library. Clones share one table of functions.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     inner: Arc<Inner>,
@@ -23,43 +24,48 @@ pub struct Runtime {
 #[derive(Debug)]
 struct Inner {
     symbols: Symbols,
-    /// The first failure of a destructor that nobody has heard of yet.
+    /// First failure of a destructor since the last call of [`Runtime::take_drop_error`].
     drop_error: Mutex<Option<AscendError>>,
 }
 
-/// What this install can do beyond what all can.
+/// Optional features that the installed version supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools)]
 #[non_exhaustive]
 pub struct Capabilities {
     /// Streams can be captured into graphs (CANN 8.1).
     pub capture: bool,
-    /// Tasks of a captured graph can be re-issued with other arguments. The driver may refuse even so (207000, 207019).
+    /// Tasks of a captured graph can be issued again with other arguments.
+    ///
+    /// The driver may still reject the calls (codes 207000 and 207019).
     pub task_update: bool,
-    /// A running stream can be aborted (CANN 8.1).
+    /// Running streams can be aborted (CANN 8.1).
     pub stream_abort: bool,
-    /// The streams left on a device can be counted (CANN 8.5).
+    /// The number of streams that a device can still create can be queried (CANN 8.5).
     pub stream_count: bool,
-    /// A failure can stop its context.
+    /// A failure can stop all work of its context.
     pub stop_on_failure: bool,
     /// A time limit for kernels can be set.
     pub kernel_time_limit: bool,
-    /// A device can be reset whoever still holds it (CANN 8.1).
+    /// A device can be reset even if it is in use (CANN 8.1).
     pub reset_force: bool,
 }
 
 impl Runtime {
-    /// Looks up every function used.
+    /// Looks up all functions of the runtime.
+    ///
+    /// # Errors
+    /// [`LoadError::MissingSymbol`] if the library lacks a required function.
     pub fn load(library: &Library) -> Result<Self, LoadError> {
         Ok(Self { inner: Arc::new(Inner { symbols: Symbols::load(library)?, drop_error: Mutex::new(None) }) })
     }
 
-    /// The functions themselves.
+    /// Returns the table of C functions.
     pub fn symbols(&self) -> &Symbols {
         &self.inner.symbols
     }
 
-    /// What this install can do.
+    /// Returns which optional features the installed version supports.
     pub fn capabilities(&self) -> Capabilities {
         let s = self.symbols();
         let capture = s.aclmdl_ri_capture_begin.is_some()
@@ -82,68 +88,97 @@ impl Runtime {
         }
     }
 
-    /// Initializes the runtime for the process. That somebody else has done so is success too.
+    /// Initializes the runtime for the process. Succeeds as well if the runtime has already been initialized.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclInit` fails for another reason.
     pub fn init(&self) -> Result<(), AscendError> {
-        // SAFETY: a null configuration is allowed.
+        // SAFETY: `aclInit` accepts a null pointer as configuration.
         match unsafe { (self.symbols().acl_init)(ptr::null()) } {
             ACL_ERROR_REPEAT_INITIALIZE => Ok(()),
             code => self.check("aclInit", code),
         }
     }
 
-    /// Tears the runtime down for the whole process, other users of it included. Never call it while the process exits.
+    /// Finalizes the runtime for the whole process, including its other users. Never call it while the process exits.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclFinalize` fails.
     pub fn finalize(&self) -> Result<(), AscendError> {
-        // SAFETY: the function takes no argument.
+        // SAFETY: `aclFinalize` takes no argument.
         self.check("aclFinalize", unsafe { (self.symbols().acl_finalize)() })
     }
 
-    /// CANN's version as one number, 90000000 for 9.0.0; from 8.5 on.
+    /// Returns the version of CANN as one number, e.g. 90000000 for 9.0.0. Available from CANN 8.5 on.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the install lacks
+    /// `aclsysGetVersionNum`; with the code of the call if it fails.
     pub fn cann_version(&self) -> Result<i32, AscendError> {
         let function = self.optional("aclsysGetVersionNum", self.symbols().aclsys_get_version_num)?;
         let mut version = 0;
-        // SAFETY: the name is only read, though the header says otherwise; a valid place for an int32_t.
+        // SAFETY: The call only reads the name, although the header declares it as `char *`.
+        // SAFETY: `version` is a local variable of type `int32_t`; the call only writes to it.
         let code = unsafe { function(c"runtime".as_ptr().cast_mut(), &raw mut version) };
         self.check("aclsysGetVersionNum", code)?;
         Ok(version)
     }
 
-    /// Devices this process may use (`ASCEND_RT_VISIBLE_DEVICES` counts).
+    /// Returns the number of devices that this process can use; `ASCEND_RT_VISIBLE_DEVICES` restricts them.
+    ///
+    /// # Errors
+    /// [`AscendError`] if `aclrtGetDeviceCount` fails.
     pub fn device_count(&self) -> Result<u32, AscendError> {
         let mut count = 0;
-        // SAFETY: a valid place for a uint32_t.
+        // SAFETY: `count` is a local variable of type `uint32_t`; the call only writes to it.
         let code = unsafe { (self.symbols().aclrt_get_device_count)(&raw mut count) };
         self.check("aclrtGetDeviceCount", code)?;
         Ok(count)
     }
 
-    /// The chip, for example `Ascend910B3`; of device 0 on hosts with several. `None` if the runtime does not say.
+    /// Returns the name of the chip, e.g. `Ascend910B3`, or `None` if the runtime reports none.
+    ///
+    /// If the host has several kinds of chips, the name is that of device 0.
     pub fn soc_name(&self) -> Option<String> {
-        // SAFETY: null, or a string that is valid until this thread's next call.
+        // SAFETY: The returned pointer is null or a NUL-terminated string that is valid until this thread's next call.
         unsafe { copied((self.symbols().aclrt_get_soc_name)()) }
     }
 
-    /// Limits every kernel of the process, in whole seconds. Without it a hung kernel shows after 18 minutes on a 910B.
+    /// Sets a time limit for all kernels of the process, in whole seconds.
+    ///
+    /// Without it, a hung kernel fails only after 18 minutes on a 910B.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the install lacks
+    /// `aclrtSetOpExecuteTimeOut`; with the code of the call if it fails.
     pub fn set_kernel_time_limit(&self, limit: Duration) -> Result<(), AscendError> {
         let function = self.optional("aclrtSetOpExecuteTimeOut", self.symbols().aclrt_set_op_execute_time_out)?;
         let seconds = u32::try_from(limit.as_secs().max(1)).unwrap_or(u32::MAX);
-        // SAFETY: takes a number.
+        // SAFETY: `aclrtSetOpExecuteTimeOut` takes only an integer.
         self.check("aclrtSetOpExecuteTimeOut", unsafe { function(seconds) })
     }
 
-    /// Gives a device back whoever still holds it: the way out after a kernel crashed.
+    /// Resets a device even if contexts or streams still use it: the way to recover from a crashed kernel.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Unsupported`](AscendErrorKind::Unsupported) if the install lacks
+    /// `aclrtResetDeviceForce`; with the code of the call if it fails.
     pub fn reset_device_force(&self, device: u32) -> Result<(), AscendError> {
         let function = self.optional("aclrtResetDeviceForce", self.symbols().aclrt_reset_device_force)?;
-        // SAFETY: takes a number.
+        // SAFETY: `aclrtResetDeviceForce` only takes an integer, and reports an invalid device as an error.
         self.check("aclrtResetDeviceForce", unsafe { function(device.cast_signed()) })
     }
 
-    /// This thread's last error, 0 if none; `None` where the runtime does not say.
+    /// Returns the last error code of this thread (0 if none), or `None` if the install lacks `aclrtPeekAtLastError`.
     pub fn last_error(&self) -> Option<i32> {
-        // SAFETY: takes an enumeration.
+        // SAFETY: `aclrtPeekAtLastError` only takes an enumeration.
         self.symbols().aclrt_peek_at_last_error.map(|function| unsafe { function(ACL_RT_THREAD_LEVEL) })
     }
 
-    /// Turns a code into a result, with the runtime's words for a failure.
+    /// Converts a code into a result; the error contains the runtime's message.
+    ///
+    /// # Errors
+    /// [`AscendError`] with this code if `code` is not `ACL_SUCCESS`.
     pub fn check(&self, call: &'static str, code: c_int) -> Result<(), AscendError> {
         if code == ACL_SUCCESS {
             return Ok(());
@@ -151,46 +186,46 @@ impl Runtime {
         Err(AscendError { call, code, kind: AscendErrorKind::from_code(code), message: self.recent_message() })
     }
 
-    /// The runtime's words for this thread's latest failure; reading clears them.
+    /// Returns the runtime's message for this thread's latest failure; reading clears it.
     pub(crate) fn recent_message(&self) -> String {
-        // SAFETY: null, or a string that is valid until this thread's next call.
+        // SAFETY: The returned pointer is null or a NUL-terminated string that is valid until this thread's next call.
         let message = unsafe { copied((self.symbols().acl_get_recent_err_msg)()) };
         message.unwrap_or_default().trim_end().to_owned()
     }
 
-    /// A function that not every version has.
+    /// Returns a function that some versions lack, or an error of kind `Unsupported`.
     #[allow(clippy::unused_self)]
     pub(crate) fn optional<F>(&self, call: &'static str, function: Option<F>) -> Result<F, AscendError> {
         function.ok_or_else(|| AscendError {
             call,
             code: SHIM_NO_SYMBOL,
             kind: AscendErrorKind::Unsupported,
-            message: "the installed version has no such function".to_owned(),
+            message: "the installed version does not have this function".to_owned(),
         })
     }
 
-    /// Keeps the first failure of a destructor; a destructor cannot report it itself.
+    /// Stores the first failure of a destructor, because a destructor cannot return it.
     pub(crate) fn note_drop(&self, result: Result<(), AscendError>) {
         if let Err(error) = result {
             self.inner.drop_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     }
 
-    /// The first failure of a destructor since the last time this was asked.
+    /// Returns and clears the first failure of a destructor since the last call of this method.
     pub fn take_drop_error(&self) -> Option<AscendError> {
         self.inner.drop_error.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-/// The text at a C string, `None` if there is none.
+/// Copies a C string; returns `None` for a null pointer.
 ///
 /// # Safety
 ///
-/// `text` is null or points to a NUL-terminated string that nobody changes meanwhile.
+/// `text` must be null or point to a NUL-terminated string that no thread changes during the call.
 pub(crate) unsafe fn copied(text: *const c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
-    // SAFETY: not null, and the caller's promise.
+    // SAFETY: `text` is not null, hence a NUL-terminated string that no thread changes, as the caller guarantees.
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }

@@ -1,4 +1,4 @@
-//! Descriptions of tensors in device memory, as the operations take them.
+//! Descriptions of tensors in device memory, as the operations expect them.
 
 #![forbid(unsafe_code)]
 
@@ -8,33 +8,33 @@ use crate::abi::{
 };
 use crate::memory::DeviceAddress;
 
-/// Most dimensions a tensor can have.
+/// Maximum number of dimensions of a tensor.
 pub const MAX_RANK: usize = 8;
 
-/// Element types.
+/// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
     /// 32-bit float.
     F32,
-    /// IEEE half.
+    /// 16-bit IEEE float (half).
     F16,
     /// bfloat16.
     BF16,
-    /// Signed byte.
+    /// Signed 8-bit integer.
     I8,
-    /// Two signed 4-bit numbers a byte, the low half first.
+    /// Signed 4-bit integers, two per byte, the first in the low half.
     I4,
-    /// Signed 32-bit.
+    /// Signed 32-bit integer.
     I32,
-    /// Signed 64-bit.
+    /// Signed 64-bit integer.
     I64,
-    /// A byte, 0 or 1.
+    /// Boolean: a byte with the value 0 or 1.
     Bool,
 }
 
 impl ElemType {
-    /// The value of `aclDataType`.
+    /// Returns the value of `aclDataType`.
     pub const fn code(self) -> i32 {
         match self {
             Self::F32 => ACL_FLOAT,
@@ -48,7 +48,7 @@ impl ElemType {
         }
     }
 
-    /// Bits an element.
+    /// Returns the number of bits per element.
     pub const fn bits(self) -> usize {
         match self {
             Self::I4 => 4,
@@ -60,7 +60,7 @@ impl ElemType {
     }
 }
 
-/// A tensor in device memory: the struct that the kernel shim takes, `ascend_tensor`.
+/// Tensor in device memory. The layout is that of the kernel shim's struct `ascend_tensor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct TensorDesc {
@@ -76,10 +76,10 @@ pub struct TensorDesc {
 }
 
 impl TensorDesc {
-    /// A tensor without gaps.
+    /// Describes a contiguous tensor.
     ///
     /// # Panics
-    /// With more than [`MAX_RANK`] dimensions.
+    /// If `dims` has more than [`MAX_RANK`] dimensions.
     pub fn new(address: DeviceAddress, elem: ElemType, dims: &[usize]) -> Self {
         let mut strides = [0; MAX_RANK];
         let mut step = 1;
@@ -101,10 +101,13 @@ impl TensorDesc {
         }
     }
 
-    /// A part of a larger tensor without gaps, whose shape is `storage`: dimensions, strides and first element count elements.
+    /// Describes a view of a larger contiguous tensor with the shape `storage`.
+    ///
+    /// `strides` and `first`, the index of the view's first element, count elements.
     ///
     /// # Panics
-    /// With more than [`MAX_RANK`] dimensions, or as many strides as dimensions missing.
+    /// If `dims` or `storage` has more than [`MAX_RANK`] dimensions, or if `strides` does not have one stride per
+    /// dimension.
     pub fn view(
         address: DeviceAddress,
         elem: ElemType,
@@ -113,7 +116,7 @@ impl TensorDesc {
         first: usize,
         storage: &[usize],
     ) -> Self {
-        assert_eq!(dims.len(), strides.len(), "a stride for each dimension");
+        assert_eq!(dims.len(), strides.len(), "a view needs one stride per dimension");
         Self {
             strides: widen(strides),
             offset: as_i64(first),
@@ -123,7 +126,7 @@ impl TensorDesc {
         }
     }
 
-    /// A matrix kept in tiles (`FRACTAL_NZ`): 16 rows by 32 bytes each.
+    /// Describes a matrix stored in tiles (`FRACTAL_NZ`) of 16 rows by 32 bytes each.
     pub fn tiled(address: DeviceAddress, elem: ElemType, rows: usize, cols: usize) -> Self {
         let width = 32 * 8 / elem.bits();
         let storage = [cols.div_ceil(width), rows.div_ceil(16), 16, width];
@@ -135,25 +138,25 @@ impl TensorDesc {
         }
     }
 
-    /// The same tensor elsewhere.
+    /// Returns the same description with another address.
     #[must_use]
     pub fn at(self, address: DeviceAddress) -> Self {
         Self { address, ..self }
     }
 
-    /// Its dimensions.
+    /// Returns the dimensions.
     pub fn dims(&self) -> &[i64] {
         &self.dims[..self.rank as usize]
     }
 }
 
 fn as_i64(n: usize) -> i64 {
-    i64::try_from(n).expect("a tensor's dimension fits 63 bits")
+    i64::try_from(n).expect("a tensor dimension fits in an i64")
 }
 
 fn rank_of(dims: &[usize]) -> u32 {
-    assert!(dims.len() <= MAX_RANK, "{} dimensions; at most {MAX_RANK}", dims.len());
-    u32::try_from(dims.len()).expect("at most 8")
+    assert!(dims.len() <= MAX_RANK, "a tensor of {} dimensions, expected at most {MAX_RANK}", dims.len());
+    u32::try_from(dims.len()).expect("a rank of at most MAX_RANK fits in a u32")
 }
 
 fn widen(dims: &[usize]) -> [i64; MAX_RANK] {
@@ -166,7 +169,7 @@ mod tests {
     use super::*;
     use std::mem::{offset_of, size_of};
 
-    /// `ascend_tensor` of the shim on LP64.
+    /// Compares with the layout of `ascend_tensor` in the shim on LP64.
     #[test]
     fn layout_is_the_shims() {
         assert_eq!(size_of::<TensorDesc>(), 8 + 4 * 4 + 3 * 64 + 8);

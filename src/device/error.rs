@@ -1,60 +1,60 @@
-//! Errors of a device.
+//! Error type of a device.
 
-/// A failure that the caller could not have foreseen, or a broken contract.
+/// Failure of a device call: a failure that the caller could not foresee, or a violation of the contract.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// An allocation failed for lack of memory.
-    #[error("out of {kind} memory: asked for {asked_bytes} bytes, {free_bytes} free")]
+    /// The device has too little free memory for an allocation.
+    #[error("out of {kind} memory: requested {asked_bytes} bytes, but only {free_bytes} bytes are free")]
     OutOfMemory {
-        /// Which memory.
+        /// Kind of memory.
         kind: &'static str,
-        /// Requested bytes.
+        /// Number of requested bytes.
         asked_bytes: u64,
-        /// Bytes free, as far as known.
+        /// Number of free bytes, as far as known.
         free_bytes: u64,
     },
     /// A call of the device's runtime failed.
     #[error("{call} failed with code {code}: {message}")]
     Call {
-        /// The call.
+        /// Name of the call.
         call: &'static str,
-        /// The runtime's code.
+        /// Error code of the runtime.
         code: i32,
-        /// The runtime's own words.
+        /// Error message of the runtime.
         message: String,
     },
-    /// The caller broke the contract (another device's id, a span out of bounds, a binding too small).
+    /// The caller violated the contract (another device's id, a span out of bounds, a binding too small).
     #[error("invalid use of the device: {what}")]
     Invalid {
-        /// The reason.
+        /// Description of the violation.
         what: String,
     },
-    /// Work that was queued did not end in time; nothing on the device can be used again.
-    #[error("{call} did not end within {limit_us} us")]
+    /// Queued work did not finish in time. No resource of the device can be used again.
+    #[error("{call} did not finish within {limit_us} us")]
     TimedOut {
-        /// The call that timed out.
+        /// Name of the call that waited.
         call: &'static str,
-        /// How long.
+        /// Time limit in microseconds.
         limit_us: u64,
     },
-    /// Work on the device crashed, or the device dropped out: nothing on it can be used again.
+    /// Work on the device crashed, or the device dropped out. No resource of the device can be used again.
     #[error("device lost: {call} failed with code {code}: {message}")]
     Crashed {
-        /// The call that reported the loss.
+        /// Name of the call that returned the error.
         call: &'static str,
-        /// The runtime's code.
+        /// Error code of the runtime.
         code: i32,
-        /// The runtime's own words.
+        /// Error message of the runtime.
         message: String,
     },
-    /// The device is gone; nothing on it can be used again.
+    /// The device is lost. No resource of the device can be used again.
     #[error("device lost")]
     Lost,
 }
 
 impl DeviceError {
-    /// Whether nothing on the device can be used again.
+    /// Returns whether the device is lost: no resource of it can be used again.
     pub const fn is_lost(&self) -> bool {
         matches!(self, Self::Lost | Self::Crashed { .. } | Self::TimedOut { .. })
     }

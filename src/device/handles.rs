@@ -1,4 +1,4 @@
-//! Handles that release their id on drop.
+//! Owned handles of device resources; each handle releases its resource on drop.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::graph::{CompileError, Plan, Weight};
 use crate::kv_cache::KvGeometry;
 use crate::weights::WeightSource;
 
-/// A buffer freed on drop.
+/// Device buffer that is freed on drop.
 #[derive(Debug)]
 pub struct OwnedBuffer {
     device: Arc<dyn Device>,
@@ -16,22 +16,25 @@ pub struct OwnedBuffer {
 }
 
 impl OwnedBuffer {
-    /// Reserves zeroed memory.
+    /// Allocates zeroed memory.
+    ///
+    /// # Errors
+    /// The errors of [`Device::alloc`].
     pub fn new(device: &Arc<dyn Device>, bytes: u64, kind: MemKind) -> Result<Self, DeviceError> {
         Ok(Self { device: Arc::clone(device), id: device.alloc(bytes, kind)?, bytes })
     }
 
-    /// The whole buffer.
+    /// Returns the span of the whole buffer.
     pub const fn span(&self) -> Span {
         Span { buffer: self.id, offset: 0, bytes: self.bytes }
     }
 
-    /// The first `bytes` of it.
+    /// Returns the span of the first `bytes` bytes.
     ///
     /// # Panics
-    /// If the buffer is smaller.
+    /// If the buffer has fewer than `bytes` bytes.
     pub fn prefix(&self, bytes: u64) -> Span {
-        assert!(bytes <= self.bytes, "span of {bytes} in a buffer of {}", self.bytes);
+        assert!(bytes <= self.bytes, "a prefix of {bytes} bytes exceeds the buffer of {} bytes", self.bytes);
         Span { buffer: self.id, offset: 0, bytes }
     }
 }
@@ -42,7 +45,7 @@ impl Drop for OwnedBuffer {
     }
 }
 
-/// Weights released on drop.
+/// Weight set that is released on drop.
 #[derive(Debug)]
 pub struct OwnedWeights {
     device: Arc<dyn Device>,
@@ -50,7 +53,10 @@ pub struct OwnedWeights {
 }
 
 impl OwnedWeights {
-    /// Packs the weights of a rank.
+    /// Packs and uploads the weights of one rank.
+    ///
+    /// # Errors
+    /// The errors of [`Device::upload`].
     pub fn upload(
         device: &Arc<dyn Device>,
         source: &dyn WeightSource,
@@ -60,7 +66,7 @@ impl OwnedWeights {
         Ok(Self { device: Arc::clone(device), id: device.upload(source, weights, rank)? })
     }
 
-    /// The set.
+    /// Returns the id of the weight set.
     pub const fn id(&self) -> WeightSetId {
         self.id
     }
@@ -72,7 +78,7 @@ impl Drop for OwnedWeights {
     }
 }
 
-/// A program unloaded on drop, keeping its weights.
+/// Loaded program that is unloaded on drop; it keeps its weight sets alive.
 #[derive(Debug)]
 pub struct OwnedProgram {
     device: Arc<dyn Device>,
@@ -81,7 +87,10 @@ pub struct OwnedProgram {
 }
 
 impl OwnedProgram {
-    /// Loads plans over uploaded weights, one of each a rank.
+    /// Loads one plan per rank, each with its uploaded weights.
+    ///
+    /// # Errors
+    /// The errors of [`Device::load`].
     pub fn load(
         device: &Arc<dyn Device>,
         plans: &[Plan],
@@ -93,7 +102,7 @@ impl OwnedProgram {
         Ok(Self { device: Arc::clone(device), id, _weights: weights.to_vec() })
     }
 
-    /// The program.
+    /// Returns the id of the program.
     pub const fn id(&self) -> ProgramId {
         self.id
     }

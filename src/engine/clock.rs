@@ -1,7 +1,7 @@
-//! Time of the engine: an injected clock in microseconds.
+//! Time source of the engine: an injected clock that counts microseconds.
 //!
-//! The loop reads no other clock, so a run with [`ManualClock`] is repeatable. Deadlines, ageing in the queue and all
-//! times in [`Stats`](super::Stats) use this clock.
+//! The loop reads no other clock, so all runs under [`ManualClock`] are the same. Deadlines, ageing in the queue and
+//! all times in [`Stats`](super::Stats) use this clock.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -10,20 +10,20 @@ use std::time::{Duration, Instant};
 
 use crate::scheduler::Tick;
 
-/// Where the engine reads the time.
+/// Time source of an engine.
 pub trait Clock: Send + Sync + Debug {
-    /// Microseconds since a fixed moment. Never decreases.
+    /// Returns the microseconds since a fixed moment; the value never decreases.
     fn now(&self) -> Tick;
 }
 
-/// The monotonic clock of the machine.
+/// Monotonic clock of the machine.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     start: Instant,
 }
 
 impl SystemClock {
-    /// A clock that starts now.
+    /// Creates a clock that starts now.
     #[must_use]
     pub fn new() -> Self {
         Self { start: Instant::now() }
@@ -42,20 +42,20 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that advances only on request; clones share the time.
+/// Clock that changes only when [`advance`](Self::advance) is called; clones share the time.
 #[derive(Clone, Debug, Default)]
 pub struct ManualClock {
     now_us: Arc<AtomicU64>,
 }
 
 impl ManualClock {
-    /// A clock at zero.
+    /// Creates a clock at zero.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Moves the time on.
+    /// Advances the time.
     pub fn advance(&self, by: Duration) {
         self.now_us.fetch_add(micros(by), Ordering::SeqCst);
     }
@@ -67,12 +67,12 @@ impl Clock for ManualClock {
     }
 }
 
-/// A duration in whole microseconds; 584,000 years saturate.
+/// Converts a duration to whole microseconds; saturates (after 584,000 years).
 pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Microseconds from `from` to `to`; zero if `to` is earlier.
+/// Returns the microseconds from `from` to `to`, or 0 if `to` is earlier.
 pub(crate) fn elapsed_us(from: Tick, to: Tick) -> u64 {
     to.0.saturating_sub(from.0)
 }

@@ -1,7 +1,7 @@
-//! Configuration of an engine: memory, limits and scheduling, checked once when the engine is built.
+//! Configuration of an engine: limits, memory budget, scheduling.
 //!
-//! Each field has an effect. Unknown keys are refused when a configuration is read from a file, and values are not
-//! clamped.
+//! [`EngineConfig`] is plain data that is checked once, when the engine is built. Every field has an effect. A value
+//! out of range is an error; no value is clamped. An unknown key in a configuration file is an error too.
 
 use crate::num::to_u32;
 use serde::{Deserialize, Serialize};
@@ -12,31 +12,31 @@ use crate::sampler::ParamError;
 use crate::scheduler::SchedulePolicy;
 use crate::settings::{deserialize_settings, with_methods};
 
-/// Maximum pipeline depth: the second step hides the host's work, and the third hides its variation; more would only
-/// waste rows.
+/// Maximum number of in-flight steps. The second step hides the host's work; the third also hides its variance. Further
+/// steps would only add wasted rows.
 pub(crate) const MAX_PIPELINE_DEPTH: u32 = 3;
 
-/// Memory for keys and values.
+/// Memory budget of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum CacheBudget {
-    /// That many blocks.
+    /// This number of blocks.
     Blocks(u32),
-    /// As many whole blocks as fit into this number of bytes.
+    /// As many whole blocks as fit in this number of bytes.
     Bytes(u64),
-    /// At most the blocks that `max_num_seqs` sequences of `max_model_len` tokens can use.
+    /// As much as the free memory allows, at most `max_num_seqs` sequences of `max_model_len` tokens.
     ///
-    /// Limited to a quarter of the host's free memory or, on a device with memory of its own, to the memory that
-    /// weights and programs leave, less a tenth of the whole. If that turns out too large, half as many blocks or
-    /// fewer.
+    /// A device that shares the host's memory uses at most a quarter of the host's available memory. A device with
+    /// memory of its own uses the memory that weights and programs leave free, minus a tenth of the memory that was
+    /// free at the start. If the device then runs out of memory, the pool gets half as many blocks, or fewer.
     #[default]
     Auto,
 }
 
 /// Configuration of an engine; start from `default()` and set fields.
 ///
-/// JSON uses the names of the fields; absent fields keep their defaults and unknown keys are refused.
+/// The keys in JSON are the names of the fields. Absent fields keep their defaults, and unknown keys are errors.
 ///
 /// ```
 /// # use ascend_llm::EngineConfig;
@@ -47,57 +47,63 @@ pub enum CacheBudget {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineConfig {
-    /// Token budget: maximum number of rows in one step, prefill and decode together.
+    /// Token budget of a step: maximum number of rows, prefill and decode together.
     ///
-    /// A device that runs out of its own memory while the model is loaded uses half as many;
-    /// [`EngineInfo::notes`](super::EngineInfo::notes) reports that.
+    /// If a device with memory of its own runs out of memory while the model is loaded, the engine may halve this
+    /// value. It then adds a note to [`EngineInfo::notes`](super::EngineInfo::notes).
     pub max_num_batched_tokens: u32,
-    /// Most sequences in one step; a request of `n` choices counts `n`.
+    /// Maximum number of sequences in a step; a request of `n` choices counts as `n` sequences.
     pub max_num_seqs: u32,
-    /// Maximum length of a sequence, prompt and output together; `None` = the limit of the model.
+    /// Maximum length of a sequence, prompt and output together; `None` = the model's own limit.
     pub max_model_len: Option<u32>,
-    /// Tokens per KV block, a multiple of 16; `None` = the device's preference.
+    /// Number of tokens per KV block, a multiple of 16; `None` = the device's default.
     pub block_size: Option<u32>,
-    /// Memory for keys and values.
+    /// Memory budget of the KV cache.
     pub kv_cache: CacheBudget,
-    /// Type of stored keys and values; `None` = the type of `numerics`. Types other than `f32` require the numerics
-    /// `fast`; `i8` needs about half the memory of `f16`.
+    /// Data type of stored keys and values.
+    ///
+    /// `None` = the device's choice for the model's weights, otherwise the type of `numerics`: `f32` for `exact`, `f16`
+    /// for `fast`. Types other than `f32` require the numerics `fast`. `i8` needs about half of the memory of `f16` and
+    /// is never the default.
     pub kv_dtype: Option<KvDType>,
-    /// Arithmetic of the device. In both modes results do not depend on the other requests of a batch.
+    /// Arithmetic of the device. Both modes are batch-invariant: results do not depend on the other sequences of a
+    /// batch.
     pub numerics: Numerics,
     /// Options of the graph compiler.
     pub compile: CompileOptions,
-    /// Number of tensor-parallel ranks.
+    /// Number of ranks that the model is sharded over (tensor parallelism).
     ///
-    /// A device with several cards requires as many ranks as it has cards; on the CPU one thread pool computes all
-    /// ranks. Results are bit-equal for equal numbers of ranks, and agree within rounding otherwise.
+    /// A device of several cards requires exactly the number of cards that it was opened with. On the CPU, one thread
+    /// pool computes all ranks. Outputs are the same in all runs with the same number of ranks, and within rounding of
+    /// the outputs with any other number.
     pub tensor_parallel_size: u32,
-    /// Whether computed prompts are cached and shared (prefix caching).
+    /// Whether the prefix cache is enabled: it keeps computed prompts and shares them among requests.
     pub prefix_caching: bool,
-    /// Order in which waiting requests are admitted.
+    /// Order in which waiting requests are scheduled.
     pub policy: SchedulePolicy,
-    /// Maximum number of queued requests; more are refused with `SubmitError::QueueFull`.
+    /// Maximum number of requests that wait for their first step; more are rejected with `SubmitError::QueueFull`.
     pub max_queue: u32,
     /// Maximum number of log-probabilities per token that a request may ask for.
     pub max_logprobs: u32,
-    /// Seed from which the seeds of requests without their own are derived.
+    /// Seed from which the seeds of requests without their own seed are derived.
     pub seed: u64,
-    /// Maximum number of in-flight steps, 1 to 3; `None` = the device's preference (1 on the CPU).
+    /// Maximum number of in-flight steps, 1 to 3; `None` = the device's default (1 on the CPU).
     ///
-    /// With 1, each step ends before the next is planned. With more, the next steps are planned and launched while one
-    /// runs, the tokens of greedy requests go from step to step on the device, and up to `pipeline_depth - 1` rows of a
-    /// request are wasted when it stops. Outputs are equal at each depth. On a device that computes inline, such as the
-    /// CPU, a depth above 1 only changes the order of the work.
+    /// With 1, each step ends before the next one is planned. With a larger number (async scheduling), the next steps
+    /// are planned and launched while one is running. The tokens of greedy requests are then deferred tokens, which the
+    /// device copies from step to step. When a request stops, at most `pipeline_depth - 1` of its rows are wasted. The
+    /// outputs are the same. On a device that computes inline, such as the CPU, a larger number only changes the order
+    /// of the work.
     pub pipeline_depth: Option<u32>,
-    /// Threads of the CPU device; `None` = the processors that this process may use.
+    /// Number of threads of the CPU device; `None` = the number of cores that this process may use.
     pub threads: Option<usize>,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
         Self {
-            // The defaults of vLLM for online serving: 2048 rows keep a mixed step short, 256 sequences fill it with
-            // decode rows.
+            // vLLM's defaults for online serving: 2048 rows keep a mixed step short, and 256 sequences fill a step with
+            // decodes.
             max_num_batched_tokens: 2048,
             max_num_seqs: 256,
             max_model_len: None,
@@ -109,7 +115,7 @@ impl Default for EngineConfig {
             tensor_parallel_size: 1,
             prefix_caching: true,
             policy: SchedulePolicy::Fcfs,
-            // Four full batches: beyond that a request waits longer than it runs.
+            // Four full batches: in a longer queue, a request would wait longer than it runs.
             max_queue: 1024,
             // vLLM's default.
             max_logprobs: 20,
@@ -144,23 +150,33 @@ impl EngineConfig {
         }
     }
 
-    /// Sets `max_model_len` to `longest`, the limit of the model, if it is open, and returns it.
+    /// Sets an unset `max_model_len` to `longest`, the model's own limit, and returns the value in force.
+    ///
+    /// # Errors
+    /// [`ParamError`] if `max_model_len` is not in `2..=longest`.
     pub(super) fn resolve_max_model_len(&mut self, longest: u32) -> Result<u32, ParamError> {
         let len = *self.max_model_len.get_or_insert(longest);
         if !(2..=longest).contains(&len) {
-            return Err(ParamError::new("max_model_len", len, format!("2..={longest}, the model's own limit")));
+            let expected = format!("a value in 2..={longest}; {longest} is the model's own limit");
+            return Err(ParamError::new("max_model_len", len, expected));
         }
         Ok(len)
     }
 
     /// Checks every field that can be checked without a model.
+    ///
+    /// # Errors
+    /// [`ParamError`] for the first field that is out of range or contradicts another field.
     pub fn validate(&self) -> Result<(), ParamError> {
         at_least("max_num_seqs", self.max_num_seqs, 1)?;
         if self.max_num_batched_tokens < self.max_num_seqs {
             return Err(ParamError::new(
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens,
-                format!("at least max_num_seqs ({}), so that every sequence gets a row a step", self.max_num_seqs),
+                format!(
+                    "at least max_num_seqs ({}), so that each step has a row for every sequence",
+                    self.max_num_seqs
+                ),
             ));
         }
         if let Some(len) = self.max_model_len {
@@ -220,10 +236,10 @@ fn at_least(field: &'static str, value: u32, least: u32) -> Result<(), ParamErro
     if value < least { Err(ParamError::new(field, value, format!("at least {least}"))) } else { Ok(()) }
 }
 
-/// A refused option of the compiler, as a field of this configuration.
+/// Converts an error of the compiler's options to an error of a field of this configuration.
 fn from_compile_error(error: &CompileError) -> ParamError {
     let CompileError::Option { option, value, expected } = error else {
-        return ParamError::new("compile", error, "options that can be compiled with".to_owned());
+        return ParamError::new("compile", error, "valid compiler options".to_owned());
     };
     let field = match *option {
         "opt_level" => "compile.opt_level",

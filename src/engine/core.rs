@@ -1,13 +1,14 @@
 //! The engine as a step function: no thread, no clock of its own, no I/O.
 //!
-//! [`EngineCore::step`] polls the requests, plans and launches as many steps as may be in flight, and completes the
-//! oldest: it samples, publishes and commits, in this order (see the head of `pipeline.rs`). A host that drives a core
-//! controls each step; [`Engine`](super::Engine) is a thread around a core.
+//! [`EngineCore::step`] processes submissions, cancellations and deadlines, plans and launches as many steps as may be
+//! in flight, and completes the oldest one: it samples, publishes and commits, in this order (see the head of
+//! `pipeline.rs`). A host that calls `step` controls the whole engine; [`Engine`](super::Engine) is a thread around it.
 //!
-//! Guarantees: a request that was cancelled or whose handle was dropped ends and frees its blocks before the next plan;
-//! a failure of a request ends that request only; a failed engine reports its error once to each open handle and
-//! accepts no more requests; a step in which no sequence is admitted, finished or preempted does not allocate
-//! (log-probabilities excepted).
+//! # Guarantees
+//! - A request that was cancelled or whose handle was dropped is removed, with its blocks, before the next plan.
+//! - A failure of a request ends this request only.
+//! - A failed engine sends its error once to each open handle and rejects further requests.
+//! - A step in which no request is admitted, ends or is preempted allocates no memory, except for log-probabilities.
 
 use crate::num::to_u32;
 use crate::sampler::ParamError;
@@ -36,20 +37,27 @@ use super::step::pipeline::{InFlightStep, Pipeline};
 use super::step::sampling::{Fork, StepSampler};
 use crate::runner::{ForwardOutput, LogitRows, ModelExecutor, RowOutcome};
 
-/// Tokens a KV block if the configuration leaves it open: attention's tile.
+/// Number of tokens per KV block if the configuration does not set it: the tile of the attention.
 const DEFAULT_BLOCK_SIZE: u32 = 16;
 
-/// One block in that many stays free when a sequence is admitted, so that running ones can grow (vLLM's 1 %).
+/// Divisor for the watermark: the size of the pool divided by this number (vLLM's 1 %).
+///
+/// An admission leaves that many blocks free, so that running sequences can grow.
 const WATERMARK_SHARE: u32 = 100;
 
-/// Effects of the plans made in one step, other than rows.
+/// Counts of the plans made in one step, in addition to their rows.
 #[derive(Clone, Copy, Debug, Default)]
 struct PlanCounts {
     preempted: usize,
     capped: usize,
 }
 
-/// The engine without a thread; the head of this module lists its guarantees.
+/// Engine without a thread: the host calls [`step`](Self::step).
+///
+/// It guarantees:
+/// - A request that was cancelled or whose handle was dropped is removed, with its blocks, before the next plan.
+/// - A failure of a request ends this request only.
+/// - A failed engine sends its error once to each open handle and rejects further requests.
 pub struct EngineCore {
     shared: Arc<Shared>,
     executor: Box<dyn ModelExecutor>,
@@ -61,21 +69,22 @@ pub struct EngineCore {
     admitted: Vec<AdmittedRequest>,
     recent_steps: UtilizationWindow,
     utilization: Utilization,
-    /// When the model gave its last results: it works on one step at a time.
+    /// Time at which the model returned its last results; the model works on one step at a time.
     last_completed: Tick,
-    /// Number of consecutive empty plans although work was left.
+    /// Number of consecutive empty plans although there was work.
     empty_plans: u32,
     failed: Option<EngineError>,
 }
 
 impl EngineCore {
-    /// Assembles an engine around a model that is ready to run.
+    /// Assembles an engine from a model that is ready to run.
     ///
-    /// `config.kv_cache` must be `Blocks`: only the owner of the device knows how many blocks fit into its memory.
+    /// `config.kv_cache` must be [`CacheBudget::Blocks`]: only the owner of the device's memory can compute how many
+    /// blocks fit.
     ///
     /// # Errors
-    /// [`BuildError::Config`] for a configuration that is out of range or does not suit the model,
-    /// [`BuildError::VocabSize`] if executor and model disagree.
+    /// [`BuildError::Config`] if the configuration is out of range or does not suit the model;
+    /// [`BuildError::VocabSize`] if the vocabulary sizes of the executor and the model differ.
     pub fn from_parts(
         config: EngineConfig,
         executor: Box<dyn ModelExecutor>,
@@ -87,7 +96,7 @@ impl EngineCore {
         Self::assemble(config, executor, model, PromptEncoder::new(vocabulary, chat), clock, None)
     }
 
-    /// Like [`from_parts`](Self::from_parts), with the device and its facts, which only a builder has.
+    /// Does the same as [`from_parts`](Self::from_parts), with the device and the information that only a builder has.
     pub(super) fn assemble(
         config: EngineConfig,
         executor: Box<dyn ModelExecutor>,
@@ -101,7 +110,7 @@ impl EngineCore {
             return Err(BuildError::VocabSize { model: model.vocab_size, runner: executor.vocab_size() });
         }
         let CacheBudget::Blocks(pool_blocks) = config.kv_cache else {
-            let expected = "a number of blocks: only the builder of a device can settle bytes or `auto`".to_owned();
+            let expected = "a number of blocks, since only a builder can resolve bytes or `auto`".to_owned();
             return Err(ParamError::new("kv_cache", format!("{:?}", config.kv_cache), expected).into());
         };
         let block_size = config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE);
@@ -176,7 +185,9 @@ impl EngineCore {
 
     caller_methods!();
 
-    /// Whether no work is left: no request is queued or runs and no step is in flight, or the engine has failed.
+    /// Returns whether there is no work, or the engine has failed.
+    ///
+    /// There is no work while no request waits or runs and no step is in flight.
     pub fn is_idle(&self) -> bool {
         self.failed.is_some()
             || (self.requests.is_empty()
@@ -184,10 +195,11 @@ impl EngineCore {
                 && !self.shared.admission.doorbell().has_notification())
     }
 
-    /// Plans and launches steps up to the pipeline depth, and completes the oldest.
+    /// Plans and launches as many steps as may be in flight, and completes the oldest one.
     ///
     /// # Errors
-    /// An error ends the engine: each open handle has received it, and each further call returns it again.
+    /// The [`EngineError`] that ended the engine. Each open handle has then received it, and each further call returns
+    /// it again.
     pub fn step(&mut self) -> Result<StepReport, EngineError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -195,10 +207,10 @@ impl EngineCore {
         self.run_step().inspect_err(|error| self.fail(error))
     }
 
-    /// Checks all invariants of the engine and its parts, for tests.
+    /// Checks every invariant of the engine and of its parts; for tests.
     ///
     /// # Errors
-    /// The first violated invariant.
+    /// A description of the first violated invariant.
     pub fn check(&self) -> Result<(), String> {
         self.blocks.check()?;
         self.scheduler.check(&self.blocks)?;
@@ -206,7 +218,7 @@ impl EngineCore {
         let scheduled = self.scheduler.running() + self.scheduler.waiting();
         let expected = self.requests.choices() - self.requests.unscheduled();
         if self.failed.is_none() && scheduled != expected {
-            return Err(format!("{scheduled} sequences are scheduled, {expected} should be"));
+            return Err(format!("{scheduled} sequences are scheduled, expected {expected}"));
         }
         Ok(())
     }
@@ -225,7 +237,7 @@ impl EngineCore {
         Ok(report)
     }
 
-    /// Processes new requests, cancellations and deadlines.
+    /// Processes submissions and cancellations since the last step, and expired deadlines.
     fn poll_requests(&mut self, now: Tick) {
         if self.shared.admission.doorbell().take_notification() {
             let mut arrivals = std::mem::take(&mut self.admitted);
@@ -250,7 +262,7 @@ impl EngineCore {
             max_tokens: admitted.max_tokens,
             priority: admitted.priority,
             salt: admitted.salt.clone(),
-            // Cached rows have no logits.
+            // Rows from the prefix cache have no logits.
             read_prefix_cache: admitted.params.prompt_logprobs.is_none(),
             prompt_logits: admitted.params.prompt_logprobs.is_some(),
             allow_async_schedule: self.requests.is_argmax_only(&admitted),
@@ -259,8 +271,8 @@ impl EngineCore {
             (admitted.params.n > 1).then(|| meta.clone().with_read_prefix_cache(true).with_prompt_logits(false));
         let seq = self.requests.admit(admitted, sibling);
         if let Err(error) = self.scheduler.add(seq, meta, now, &self.blocks) {
-            // Submission has checked the same limits; if the scheduler refuses the sequence nevertheless, the request
-            // fails.
+            // The scheduler rejected a request that passed the checks at submission. Fail the request, so that its
+            // handle does not wait forever.
             self.requests.fail(request, RequestError::Schedule(error));
             self.shared.admission.leave_queue();
             self.remove_failed();
@@ -275,7 +287,7 @@ impl EngineCore {
                 Fork::Shared { parent, child, token } => {
                     self.scheduler.fork(parent, child, token, &mut self.blocks).map_err(|error| (child, error))
                 }
-                Fork::Alone { request } => self.requests.take_unforked(request).map_or(Ok(()), |(choices, meta)| {
+                Fork::Unshared { request } => self.requests.take_unforked(request).map_or(Ok(()), |(choices, meta)| {
                     choices.into_iter().try_for_each(|seq| {
                         self.scheduler.add(seq, meta.clone(), now, &self.blocks).map_err(|error| (seq, error))
                     })
@@ -287,7 +299,7 @@ impl EngineCore {
         }
     }
 
-    /// Ends a request with all its choices for a reason other than its tokens, and frees their blocks.
+    /// Ends a request for a reason other than its output: all its choices end, and their blocks are freed.
     fn finish_request(&mut self, request: RequestId, reason: &FinishReason, now: Tick) {
         let (open, queued) = self.requests.open_choices(request);
         if queued {
@@ -299,7 +311,7 @@ impl EngineCore {
         }
     }
 
-    /// Plans and launches a step; returns false if there is no work.
+    /// Plans a step and launches it; returns false if there is nothing to compute.
     fn launch(&mut self, planned: &mut PlanCounts) -> Result<bool, EngineError> {
         let now = self.shared.clock.now();
         self.scheduler.schedule(now, &mut self.blocks);
@@ -382,8 +394,8 @@ impl EngineCore {
         }
     }
 
-    /// A plan may be empty once, if the step only ended or preempted sequences; twice in a row with work left is a
-    /// stall.
+    /// Returns an error after two consecutive empty plans with work to do. One empty plan is normal: the scheduler
+    /// may only have ended or preempted sequences in it.
     fn detect_stall(&mut self, moved: bool) -> Result<(), EngineError> {
         let idle = self.scheduler.is_idle();
         self.empty_plans = if moved || idle { 0 } else { self.empty_plans + 1 };
@@ -410,7 +422,7 @@ impl EngineCore {
         counters.set_utilization(self.utilization);
     }
 
-    /// Ends the engine: it accepts no more requests, and each open handle receives the error.
+    /// Ends the engine: it rejects further requests, and each open handle receives the error.
     pub(crate) fn fail(&mut self, error: &EngineError) {
         self.failed = Some(error.clone());
         self.shared.admission.advance(Lifecycle::Ended(Some(error.clone())));
@@ -434,7 +446,7 @@ impl EngineCore {
     }
 }
 
-/// Open handles receive an error, since the engine ends.
+/// Sends [`RequestError::Closed`] to the handles that are still open.
 impl Drop for EngineCore {
     fn drop(&mut self) {
         self.shared.admission.advance(Lifecycle::Ended(None));
@@ -453,7 +465,7 @@ impl std::fmt::Debug for EngineCore {
     }
 }
 
-/// Checks the configuration and resolves the values that depend on the model.
+/// Checks the configuration and sets the fields that depend on the model.
 fn resolve_config(
     mut config: EngineConfig,
     model: &ModelLimits,
@@ -461,25 +473,26 @@ fn resolve_config(
 ) -> Result<EngineConfig, BuildError> {
     config.validate()?;
     if model.max_logit_rows == 0 {
-        return Err(ParamError::new("max_logit_rows", 0, "at least 1".to_owned()).into());
+        return Err(ParamError::new("max_logit_rows", 0, "at least 1 row".to_owned()).into());
     }
     config.resolve_max_model_len(model.max_model_len)?;
     let depth = *config.pipeline_depth.get_or_insert(1);
     if depth > max_in_flight {
-        let expected = format!("at most {max_in_flight}, the batches that the model's runner can have in flight");
+        let expected =
+            format!("at most {max_in_flight}, the maximum number of in-flight batches of the model's runner");
         return Err(ParamError::new("pipeline_depth", depth, expected).into());
     }
     config.block_size = Some(config.block_size.unwrap_or(DEFAULT_BLOCK_SIZE));
     Ok(config)
 }
 
-fn check_shape(logits: &LogitRows<'_>, wanted: usize) -> Result<(), EngineError> {
+fn check_shape(logits: &LogitRows<'_>, rows: usize) -> Result<(), EngineError> {
     let bad = |what, got, expected| Err(EngineError::BadAnswer { what, got, expected });
-    if logits.status.len() != wanted {
-        return bad("status bytes", logits.status.len(), wanted);
+    if logits.status.len() != rows {
+        return bad("status bytes", logits.status.len(), rows);
     }
-    if logits.logits.len() != wanted * logits.vocab {
-        return bad("logits", logits.logits.len(), wanted * logits.vocab);
+    if logits.logits.len() != rows * logits.vocab {
+        return bad("logits", logits.logits.len(), rows * logits.vocab);
     }
     Ok(())
 }

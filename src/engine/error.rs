@@ -1,8 +1,8 @@
-//! Errors: one enum per operation of the caller (build, submit, read a request, run the engine).
+//! Error types, one for each thing that a caller does: build, submit, read a request, run the engine.
 //!
-//! `Display` is a whole sentence that includes the causes; `source()` returns an error of the system or of another
-//! crate, if one is the cause. [`ErrorKind`] classifies all errors for hosts that map them to responses, such as
-//! HTTP's.
+//! `Display` writes the whole sentence, causes included. `source()` returns a further cause if an error of the
+//! operating system or of another crate caused the error. [`ErrorKind`] classifies all errors, for hosts that map them
+//! to responses of their own, such as HTTP status codes.
 //!
 //! A failure of a request is a [`RequestError`] and never ends the engine. An [`EngineError`] ends the engine, and each
 //! open handle receives it as [`RequestError::Engine`].
@@ -17,7 +17,7 @@ use crate::weights::WeightError;
 
 use super::request::Request;
 
-/// Kind of an error, for hosts that map errors to responses.
+/// Kind of an error, for hosts that map errors to responses of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -26,42 +26,42 @@ pub enum ErrorKind {
     InvalidRequest,
     /// The prompt is longer than the engine can serve.
     PromptTooLong,
-    /// The queue is full; the same request may pass later.
+    /// The queue is full; the same request may succeed later.
     QueueFull,
     /// The engine is shutting down or has stopped.
     ShuttingDown,
-    /// The model's arithmetic overflowed or gave values that are not finite.
+    /// The model's arithmetic overflowed or produced values that are not finite.
     Numeric,
     /// A custom operation of the host failed.
     CustomOp,
-    /// A device failed.
+    /// The device failed.
     Device,
     /// A setting of the engine is out of range or contradicts another.
     InvalidConfig,
     /// The model's files cannot be used.
     InvalidModel,
-    /// Memory does not suffice.
+    /// The host or the device has too little memory.
     OutOfMemory,
-    /// A defect of the engine or of code that the host gave it.
+    /// A defect of the engine, or of code that the host supplied.
     Internal,
 }
 
 impl ErrorKind {
-    /// Whether the caller must change the request: submitting it again unchanged fails again.
+    /// Returns whether the caller has to change the request: sent again unchanged, it fails again.
     #[must_use]
     pub const fn is_client_error(self) -> bool {
         matches!(self, Self::InvalidRequest | Self::PromptTooLong)
     }
 
-    /// Whether the same request may pass later.
+    /// Returns whether the same request may succeed later.
     #[must_use]
     pub const fn is_retryable(self) -> bool {
         matches!(self, Self::QueueFull | Self::ShuttingDown)
     }
 
-    /// HTTP status for this kind.
+    /// Returns the HTTP status that fits the error.
     ///
-    /// 400 for errors of the client, 429 for a full queue, 503 for an engine that shuts down, 500 otherwise.
+    /// 400 for errors of the client, 429 for a full queue, 503 for an engine that is shutting down, 500 for all others.
     #[must_use]
     pub const fn http_status(self) -> u16 {
         match self {
@@ -72,7 +72,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind as one word, as in its serialized form.
+    /// Returns the kind as one word, the same as its serialized form.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -104,51 +104,52 @@ impl std::fmt::Display for ErrorKind {
     }
 }
 
-/// Why an engine could not be built.
+/// Reason why an engine could not be built.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
-    /// A field of the configuration is out of its range or contradicts another.
+    /// A field of the configuration is out of range or contradicts another field.
     #[error("configuration: {0}")]
     Config(ParamError),
-    /// Model and runner disagree on the width of a row of logits.
-    #[error("the model has a vocabulary of {model}, but its runner gives rows of {runner} logits")]
+    /// The vocabulary size of the model differs from the width of the runner's logit rows.
+    #[error("the model has a vocabulary of {model} tokens, but its runner returns rows of {runner} logits")]
     VocabSize {
-        /// Entries of the model's vocabulary.
+        /// Vocabulary size of the model.
         model: u32,
-        /// Width of the runner's rows.
+        /// Width of a logit row, as the runner reports it.
         runner: usize,
     },
-    /// The memory budget leaves too little for keys and values.
+    /// The memory budget leaves too little memory for the KV cache.
     #[error(
-        "the KV cache does not fit: the budget is {budget_bytes} bytes, weights and buffers take {taken_bytes}, one block \
-         takes {block_bytes}, and at least {needed_bytes} bytes of blocks are needed; {fitting_tokens} tokens would fit"
+        "the KV cache does not fit: the budget is {budget_bytes} bytes, weights and buffers use {taken_bytes} bytes, one \
+         block has {block_bytes} bytes, and the blocks need at least {needed_bytes} bytes; the budget would hold \
+         {fitting_tokens} tokens"
     )]
     CacheDoesNotFit {
-        /// Bytes that may be used for it: by the configuration, or by the device's free memory when the pool was allocated.
+        /// Memory budget in bytes: the configured one, or the device's free memory when the pool was allocated.
         budget_bytes: u64,
-        /// Bytes that weights and programs use.
+        /// Number of bytes that weights and plans use in addition.
         taken_bytes: u64,
-        /// Bytes of one KV block.
+        /// Size of one KV block in bytes.
         block_bytes: u64,
-        /// Bytes of the requested pool, or of the smallest usable one.
+        /// Number of bytes of the requested pool, or of the smallest possible pool.
         needed_bytes: u64,
-        /// Tokens that the blocks within the budget hold: with one sequence the longest `max_model_len`.
+        /// Number of tokens that fit in the budget; with one sequence, this is the longest possible `max_model_len`.
         fitting_tokens: u64,
     },
     /// The model's weight files cannot be used.
     #[error(transparent)]
     Weights(#[from] WeightError),
-    /// The model cannot be run.
+    /// The model is not supported, or its configuration is invalid.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// The model's tokenizer or chat template cannot be used.
     #[error("tokenizer or chat template: {0}")]
     Text(TextError),
-    /// The plan could not be made.
+    /// The model cannot be compiled to plans.
     #[error("cannot compile the model: {0}")]
     Compile(CompileError),
-    /// The scheduler refused its configuration.
+    /// The scheduler rejected its configuration.
     #[error("scheduler: {0}")]
     Schedule(ScheduleError),
     /// The device failed.
@@ -160,7 +161,7 @@ pub enum BuildError {
 }
 
 impl BuildError {
-    /// The kind of trouble.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Config(_) | Self::Schedule(_) | Self::Compile(CompileError::Option { .. }) => {
@@ -174,58 +175,58 @@ impl BuildError {
     }
 }
 
-/// Reason why a request was refused. A refused request leaves nothing in the engine.
+/// Reason why a request was rejected. The engine keeps no part of a rejected request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubmitError {
-    /// A field of the request is out of its range.
+    /// A field of the request is out of range.
     #[error(transparent)]
     Param(#[from] ParamError),
-    /// The prompt leaves no space for one token of output.
-    #[error("the prompt has {prompt_tokens} tokens, expected at most {limit_tokens}, so that a token of output fits")]
+    /// The prompt leaves no space for one output token.
+    #[error("the prompt has {prompt_tokens} tokens, expected at most {limit_tokens}, so that an output token fits")]
     TooLong {
-        /// Tokens of the prompt.
+        /// Number of tokens of the prompt.
         prompt_tokens: usize,
-        /// The longest prompt that the engine accepts.
+        /// Maximum number of prompt tokens in this engine.
         limit_tokens: u32,
     },
     /// The whole pool of KV blocks is too small for the prompt.
     #[error(
-        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} KV blocks of {block_size} tokens, the whole pool \
-         has {pool_blocks}"
+        "the prompt has {prompt_tokens} tokens and needs {needed_blocks} KV blocks of {block_size} tokens, but the whole \
+         pool has {pool_blocks}"
     )]
     NeverFits {
-        /// Tokens of the prompt.
+        /// Number of tokens of the prompt.
         prompt_tokens: u32,
-        /// Blocks that it needs.
+        /// Number of blocks that the prompt needs.
         needed_blocks: u32,
-        /// Blocks in the pool.
+        /// Number of blocks in the pool.
         pool_blocks: u32,
-        /// Tokens a block.
+        /// Number of tokens per block.
         block_size: u32,
     },
-    /// The tokenizer refused the prompt.
+    /// The tokenizer rejected the prompt.
     #[error("cannot encode the prompt: {reason}")]
     Encode {
-        /// The tokenizer's own words.
+        /// Message of the tokenizer.
         reason: String,
     },
-    /// The chat template refused the messages.
+    /// The chat template rejected the messages.
     #[error("cannot render the chat: {reason}")]
     Render {
-        /// The template's own words.
+        /// Message of the template.
         reason: String,
     },
-    /// The queue is full. The error returns the request for a later attempt.
+    /// The queue is full. The error contains the request, so that it can be submitted later.
     #[error("the queue is full")]
     QueueFull(Box<Request>),
-    /// The engine is shut down. The error returns the request.
+    /// The engine is shutting down or was shut down. The error contains the request.
     #[error("the engine is shut down")]
     Closed(Box<Request>),
-    /// The engine has failed. The error returns the request.
+    /// The engine has failed.
     #[error("the engine has failed: {cause}")]
     Failed {
-        /// The request.
+        /// The rejected request.
         request: Box<Request>,
         /// The error that ended the engine.
         cause: EngineError,
@@ -233,7 +234,7 @@ pub enum SubmitError {
 }
 
 impl SubmitError {
-    /// The kind of trouble.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Param(_) | Self::Encode { .. } | Self::Render { .. } => ErrorKind::InvalidRequest,
@@ -244,12 +245,12 @@ impl SubmitError {
         }
     }
 
-    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
+    /// Returns whether the caller has to change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }
 
-    /// The request, if the error returns it.
+    /// Returns the rejected request if the error contains it.
     pub fn into_request(self) -> Option<Request> {
         match self {
             Self::QueueFull(request) | Self::Closed(request) | Self::Failed { request, .. } => Some(*request),
@@ -262,23 +263,25 @@ impl SubmitError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// A row of the request has infinite or NaN values in the last layer's sums or in its logits.
+    /// A row of this request has values that are infinite or NaN.
     ///
-    /// The model's arithmetic overflowed, also in the f32 fallback if the policy asks for one.
+    /// The values are sums of the last layer or logits.
+    ///
+    /// The model's arithmetic overflowed, also with f32 activations if the overflow policy is to retry with them.
     #[error("values at position {position} are not finite: the model overflowed in this numeric mode")]
     NonFinite {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
-        /// Position in the sequence of the first token whose row is bad.
+        /// Position in the sequence of the first token with such a row.
         position: u32,
     },
-    /// A value was too large for its type, and the policy is to end the request.
+    /// A value was too large for the type in which it is stored, and the overflow policy is `error`.
     #[error(
-        "a value of the token at position {position} is too large for the type it is stored in; the overflow policies \
-         `clamp` and `retry_f32` would go on"
+        "a value of the token at position {position} is too large for the type it is stored in; with the overflow policy \
+         `clamp` or `retry_f32` the request would continue"
     )]
     Overflow {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
         /// Position in the sequence of the first token that overflowed.
         position: u32,
@@ -286,45 +289,45 @@ pub enum RequestError {
     /// A custom operation failed for this request.
     #[error("custom operation {name} failed in choice {choice} from position {position} on: {reason}")]
     CustomOp {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
-        /// Position in the sequence of the first row of the call.
+        /// Position in the sequence of the first row of the failed call.
         position: u32,
-        /// The operation.
+        /// Name of the operation.
         name: String,
-        /// The message of its error or panic.
+        /// Message of the error or panic of the operation.
         reason: String,
     },
-    /// No token could be sampled.
+    /// The sampler could not sample a token.
     #[error("cannot sample token {generated_tokens} of choice {choice}: {cause}")]
     Sample {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
-        /// Tokens the choice had generated before.
+        /// Number of tokens that the choice had generated before.
         generated_tokens: u32,
-        /// The sampler's error.
+        /// Error of the sampler.
         cause: SampleError,
     },
-    /// The scheduler refused the request.
+    /// The scheduler rejected the request.
     #[error("cannot schedule the request: {0}")]
     Schedule(ScheduleError),
     /// The engine failed.
     #[error("the engine failed: {0}")]
     Engine(EngineError),
-    /// The engine was shut down or dropped before the request was done.
-    #[error("the engine was shut down before the request was done")]
+    /// The engine was shut down or dropped before the request ended.
+    #[error("the engine was shut down before the request ended")]
     Closed,
 }
 
 impl RequestError {
-    /// The kind of trouble.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NonFinite { .. }
             | Self::Overflow { .. }
             | Self::Sample { cause: SampleError::NonFinite { .. }, .. } => ErrorKind::Numeric,
             Self::CustomOp { .. } => ErrorKind::CustomOp,
-            // Bias, allowed ids and bad words can exclude every token of a row.
+            // Logit bias, allowed ids and bad words can forbid every token of a row.
             Self::Sample { .. } => ErrorKind::InvalidRequest,
             Self::Schedule(_) => ErrorKind::Internal,
             Self::Engine(error) => error.kind(),
@@ -332,47 +335,49 @@ impl RequestError {
         }
     }
 
-    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
+    /// Returns whether the caller has to change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }
 }
 
-/// The failure that ended an engine.
+/// Failure that ended an engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The device failed in a step, so the contents of its memory are unreliable.
+    /// The device failed in a step; the content of its memory is no longer reliable.
     #[error("device: {0}")]
     Device(DeviceError),
-    /// The result of the runner does not have the requested shape.
-    #[error("the runner gave {got} {what}, expected {expected}")]
+    /// The results of the runner do not have the requested shape.
+    #[error("the runner returned {got} {what}, expected {expected}")]
     BadAnswer {
-        /// The counted items.
+        /// Name of the counted results.
         what: &'static str,
-        /// How many came.
+        /// Number of results that the runner returned.
         got: usize,
-        /// The requested number.
+        /// Number of requested results.
         expected: usize,
     },
-    /// There is work, but the scheduler plans none of it.
-    #[error("no progress: {waiting} sequences wait, {running} run, and nothing was planned")]
+    /// Sequences are waiting or running, but the scheduler plans no rows.
+    #[error(
+        "no progress: {waiting} sequences are waiting and {running} are running, but the scheduler planned no rows"
+    )]
     Stalled {
-        /// Sequences that wait.
+        /// Number of waiting sequences.
         waiting: usize,
-        /// Sequences that run.
+        /// Number of running sequences.
         running: usize,
     },
-    /// The step panicked (a runner, vocabulary or clock of the host's, or a defect of the engine).
+    /// A step panicked: a runner, vocabulary or clock of the host, or a defect of the engine.
     #[error("a step panicked: {message}")]
     Panicked {
-        /// The panic's message.
+        /// Message of the panic.
         message: String,
     },
 }
 
 impl EngineError {
-    /// The kind of trouble.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Device(error) => ErrorKind::of_device(error),
@@ -381,11 +386,11 @@ impl EngineError {
     }
 }
 
-/// Why [`Engine::generate`](super::Engine::generate) or [`chat`](super::Engine::chat) gave no text.
+/// Reason why [`Engine::generate`](super::Engine::generate) or [`chat`](super::Engine::chat) returned no text.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GenerateError {
-    /// The request was refused.
+    /// The request was rejected.
     #[error(transparent)]
     Submit(#[from] SubmitError),
     /// The request failed.
@@ -394,7 +399,7 @@ pub enum GenerateError {
 }
 
 impl GenerateError {
-    /// The kind of trouble.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Submit(error) => error.kind(),
@@ -402,7 +407,7 @@ impl GenerateError {
         }
     }
 
-    /// Whether the caller must change the request; see [`ErrorKind::is_client_error`].
+    /// Returns whether the caller has to change the request; see [`ErrorKind::is_client_error`].
     pub fn is_client_error(&self) -> bool {
         self.kind().is_client_error()
     }

@@ -1,4 +1,4 @@
-//! Facts about an engine: model, device and limits, health, and the report of a step.
+//! Descriptions that an engine returns: its model, device, limits, health, loading progress and steps.
 
 use serde::Serialize;
 
@@ -12,73 +12,80 @@ use crate::weights::DType;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadProgress {
-    /// Bytes of weights read so far.
+    /// Number of bytes of weights read so far.
     pub done_bytes: u64,
-    /// Bytes of all weights, once for each rank: each rank reads all weights and keeps its shard.
+    /// Number of bytes to read: the size of all weights times the number of ranks.
+    ///
+    /// Each rank reads all weights and keeps its shard.
     pub total_bytes: u64,
-    /// Buckets that have run their warm-up step.
+    /// Number of buckets that have run their warm-up step, if the engine is warmed up.
     pub warm_buckets: u32,
-    /// Buckets to run during warm-up.
+    /// Number of buckets to warm up.
     pub total_buckets: u32,
 }
 
-/// The model, the device and the sizes in force.
+/// Description of the model, the device and the sizes in force.
 ///
-/// For an [`EngineCore`](super::EngineCore) made of parts, facts that only a builder knows are `None`, 0 or empty.
+/// Fields that only a builder can fill are `None`, 0 or empty for an [`EngineCore`](super::EngineCore) that was
+/// assembled from parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineInfo {
     /// Version of this crate.
     pub version: &'static str,
-    /// Commit of the crate: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
+    /// Commit that the crate was built from: 12 digits, then `-dirty` if files differed from it. `None` if unknown.
     pub commit: Option<&'static str>,
-    /// Family of the model.
+    /// Architecture of the model.
     pub architecture: Option<Architecture>,
-    /// Parameters of the model.
+    /// Number of parameters of the model.
     pub parameters: u64,
-    /// Type that most elements of its matrices are stored in.
+    /// Data type in which most elements of the model's matrices are stored.
     pub weight_dtype: Option<DType>,
-    /// Number of token ids of the model.
+    /// Size of the model's vocabulary.
     pub vocab_size: u32,
-    /// Longest sequence, prompt and output together.
+    /// Maximum length of a sequence, prompt and output together.
     pub max_model_len: u32,
     /// Short name of the device (`cpu`, `ascend`).
     pub device: Option<&'static str>,
-    /// Description of the device for people: processor, instruction set, threads.
+    /// Description of the device for humans: processor, instruction set, threads.
     pub device_description: String,
-    /// Sizes that are smaller than configured because the device ran out of memory, with the reason. The device's own
-    /// notes are in [`Engine::device_notes`](super::Engine::device_notes).
+    /// Notes of the engine: changes to what the configuration requests, with the reasons.
+    ///
+    /// They contain parts of the model that were left out, and sizes that were reduced because the device ran out of
+    /// memory.
+    ///
+    /// [`Engine::device_notes`](super::Engine::device_notes) returns the notes of the device.
     pub notes: Vec<String>,
     /// Arithmetic of the device.
     pub numerics: Option<Numerics>,
-    /// Tokens a KV block.
+    /// Number of tokens per KV block.
     pub block_size: u32,
-    /// Type of stored keys and values.
+    /// Data type of stored keys and values.
     pub kv_dtype: Option<KvDType>,
     /// Policy for rows that overflow.
     pub overflow: Option<OverflowPolicy>,
-    /// Blocks in the KV pool.
+    /// Number of blocks in the KV pool.
     pub pool_blocks: u32,
-    /// Tokens the KV pool holds.
+    /// Number of tokens that fit in the KV pool.
     pub pool_tokens: u64,
-    /// Bytes of the KV pool, on each card if the device has several.
+    /// Size of the KV pool in bytes, on each card if the device has several cards.
     pub pool_bytes: u64,
-    /// Bytes of all plans' arenas.
+    /// Total size of the arenas of all plans, in bytes.
     pub arena_bytes: u64,
-    /// Number of steps of the plan for the largest batches, which is the number of launches per batch.
+    /// Number of steps of the plan for the largest batches; a batch needs one launch per step.
     pub plan_steps: u32,
-    /// Number of groups of steps that may run concurrently, which is the number of barriers per batch.
+    /// Number of groups of steps that may run in parallel; a batch passes one barrier per group.
     pub plan_groups: u32,
-    /// Cost of one token of one sequence of `max_model_len` tokens.
+    /// Cost of one decode token of a sequence of `max_model_len` tokens.
     pub decode_cost: Cost,
-    /// Cost of `max_num_batched_tokens` prompt tokens in one step, in as few sequences as possible.
+    /// Cost of a step of `max_num_batched_tokens` prompt tokens, in the fewest sequences that hold them.
     pub prefill_cost: Cost,
-    /// The plans by the rows they are made for, ascending.
+    /// Plans of all buckets, by ascending number of rows.
     pub buckets: Vec<BucketInfo>,
 }
 
 impl EngineInfo {
-    /// Facts of an engine that was made of parts.
+    /// Returns the description of an engine that was assembled from parts.
     pub(super) fn without_device(vocab_size: u32, max_model_len: u32, block_size: u32, pool_blocks: u32) -> Self {
         Self {
             version: VERSION,
@@ -93,28 +100,30 @@ impl EngineInfo {
     }
 }
 
-/// The plan for batches of some numbers of rows.
+/// Bucket: the plan for batches of `fewest_rows` to `rows` rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BucketInfo {
-    /// Maximum number of rows. A device with fixed shapes computes this many for each batch.
+    /// Maximum number of rows. A device with fixed shapes pads every batch to this number.
     pub rows: u32,
-    /// Smallest number of rows that uses this bucket: one more than the bucket before it holds.
+    /// Minimum number of rows: one more than `rows` of the next smaller bucket.
     pub fewest_rows: u32,
-    /// Steps, of all ranks.
+    /// Number of steps of the plans of all ranks.
     pub launches: u32,
-    /// Groups of steps that may run side by side.
+    /// Number of groups of steps that may run in parallel.
     pub groups: u32,
-    /// Bytes of the arenas of all ranks.
+    /// Total size of the arenas of all ranks, in bytes.
     pub arena_bytes: u64,
-    /// Cost of `rows` prompt tokens, in as few sequences as possible.
+    /// Cost of `rows` prompt tokens, in the fewest sequences that hold them.
     pub cost: Cost,
-    /// Cost of `fewest_rows` prompt tokens. On a device with fixed shapes, the difference to `cost` is the cost of
-    /// padding.
+    /// Cost of `fewest_rows` prompt tokens. A device with fixed shapes pads them to `rows` rows: the difference to
+    /// `cost` is the cost of the padding.
     pub fewest_rows_cost: Cost,
 }
 
-/// Cost of a step that has only prompt rows, each prompt from its beginning, in as few sequences as possible.
+/// Computes the cost of a step of `rows` prompt tokens, in the fewest sequences that hold them.
+///
+/// All rows belong to prefills that start at position 0.
 pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: &KvGeometry) -> Cost {
     let mut lens = Vec::new();
     let mut left = rows;
@@ -126,58 +135,59 @@ pub(super) fn prompt_cost(plan: &Plan, rows: u32, max_model_len: u32, geometry: 
     costs.into_iter().sum()
 }
 
-/// Facts about the model of a [`ModelExecutor`](crate::runner::ModelExecutor) that the engine needs.
+/// Properties of the model that an engine needs in addition to its [`ModelExecutor`](crate::runner::ModelExecutor).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelLimits {
-    /// Number of token ids of the model.
+    /// Size of the model's vocabulary.
     pub vocab_size: u32,
-    /// Maximum length of a sequence in tokens.
+    /// Maximum length of a sequence that the model supports.
     pub max_model_len: u32,
-    /// Ids that end a sequence unless a request sets `ignore_eos`.
+    /// Ids that end a sequence, unless a request sets `ignore_eos`.
     pub eos_ids: Vec<u32>,
-    /// Fingerprint of the model and of everything else that determines the contents of a KV block. It is part of each
-    /// key of the prefix cache.
+    /// Fingerprint of the model and of everything else that changes the content of a KV block.
+    ///
+    /// Keys of the prefix cache begin with it.
     pub fingerprint: u128,
-    /// Maximum number of rows of logits in one step; a prompt that needs more is split over several steps.
+    /// Maximum number of logit rows per step. A chunk that requests more is split over several steps.
     pub max_logit_rows: u32,
 }
 
 impl ModelLimits {
-    /// Limits of a model without end-of-sequence ids, with no limit on the rows of logits.
+    /// Creates the limits of a model without end-of-sequence ids, whose runner supports any number of logit rows.
     #[must_use]
     pub fn new(vocab_size: u32, max_model_len: u32) -> Self {
         Self { vocab_size, max_model_len, eos_ids: Vec::new(), fingerprint: 0, max_logit_rows: u32::MAX }
     }
 }
 
-/// Whether an engine runs and accepts requests.
+/// Availability of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Health {
-    /// The engine runs and accepts requests.
+    /// The engine is running and accepts requests.
     Ready,
-    /// The engine runs but accepts no requests at the moment: the queue is full, or it is shutting down.
+    /// The engine is running but accepts no requests now: the queue is full, or the engine is shutting down.
     NotAccepting,
-    /// It was shut down.
+    /// The engine was shut down.
     Stopped,
-    /// It failed and does not run any more.
+    /// The engine failed and no longer runs.
     Failed,
 }
 
-/// Report of one step.
+/// Summary of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepReport {
-    /// Sequences that had rows in the step; 0 if there was nothing to compute.
+    /// Number of sequences with rows in the step; 0 if there was nothing to compute.
     pub sequences: u32,
-    /// Rows computed.
+    /// Number of computed rows.
     pub rows: u32,
-    /// Sampled tokens.
+    /// Number of sampled tokens.
     pub sampled_tokens: u32,
-    /// Choices that ended on the step's own results.
+    /// Number of choices that ended on the results of this step.
     pub finished: u32,
-    /// Sequences that lost their blocks and will be computed again.
+    /// Number of preempted sequences: their blocks were freed, and they will be computed again.
     pub preempted: u32,
 }

@@ -1,22 +1,25 @@
-//! The engine: requests in, tokens out.
+//! The engine: accepts requests, runs steps and publishes tokens.
 //!
-//! [`Engine`] suits most programs: it runs on its own thread, may be cloned and shared, and accepts [`Request`]s from
-//! any thread. [`EngineCore`] is the same engine without the thread, for hosts that drive each step. Hosts with their
-//! own loop use [`ModelExecutor`](crate::runner::ModelExecutor) and [`Sampler`](crate::sampler::Sampler) directly.
+//! Most programs use [`Engine`]. It runs on a thread of its own, may be cloned and shared, and accepts [`Request`]s
+//! from any thread. [`EngineCore`] is the same engine without the thread, for hosts that call every step themselves.
+//! Hosts with a loop of their own use the layer below directly: [`ModelExecutor`](crate::runner::ModelExecutor) and
+//! [`Sampler`](crate::sampler::Sampler).
 //!
 //! # Layout
-//! - `request`: the caller's side ([`Request`], [`RequestHandle`], [`Output`]) and the admission that checks requests;
-//! - `core`: [`EngineCore::step`], the loop; `step`: the state of one step;
-//! - `thread`: the engine's thread; `shared`: the part that callers share with the loop;
-//! - `build`: [`EngineBuilder`], from a path to an engine; `metrics`: counters and utilization.
+//! - `request`: the caller's types ([`Request`], [`RequestHandle`], [`Output`]) and the admission, which checks
+//!   requests;
+//! - `core`: [`EngineCore::step`], the loop body; `step`: the state of one step;
+//! - `thread`: the engine's thread; `shared`: the state that callers share with the loop;
+//! - `build`: [`EngineBuilder`], which builds an engine from a path; `metrics`: counters and utilization.
 //!
-//! # Life of a request
-//! `submit` checks a request on the caller's thread and queues it, or returns a [`SubmitError`]. Each step schedules
-//! rows, runs the model, samples, and merges new output into the mailbox of the [`RequestHandle`]; the last [`Delta`]
-//! of a choice holds its finish reason. Dropping the handle cancels the request before the next step.
+//! # Lifecycle of a request
+//! `submit` checks the request on the caller's thread and queues it, or returns a [`SubmitError`]. Each step schedules
+//! rows, runs the model, samples tokens, and merges the new output into the mailbox of the [`RequestHandle`]. The last
+//! [`Delta`] of a choice contains its finish reason. Dropping the handle removes the request before the next step.
 //!
-//! A request without a seed gets one derived from the engine's seed and its place in the order of submission: runs that
-//! submit in the same order are repeatable, and two equal requests in one engine still differ.
+//! A request without a seed gets a seed derived from the engine's seed and the request's number in the order of
+//! submission. Two runs that submit requests in the same order therefore produce the same output, and two equal
+//! requests in one engine still differ.
 
 #![forbid(unsafe_code)]
 
@@ -61,10 +64,11 @@ use request::admission::Lifecycle;
 use shared::{Shared, caller_methods};
 use thread::EngineThread;
 
-/// An engine on its own thread; clones refer to the same engine.
+/// Engine on a thread of its own; clones share the same engine.
 ///
-/// Dropping the last clone ends the engine after the current step, without waiting for it: open handles end with
-/// [`RequestError::Closed`]. [`shutdown`](Self::shutdown) lets requests finish first and waits.
+/// Dropping the last clone stops the engine after the current step, without waiting for the thread. Open handles then
+/// end with [`RequestError::Closed`]. [`shutdown`](Self::shutdown) instead lets requests finish and waits for the
+/// thread.
 #[derive(Clone, Debug)]
 pub struct Engine {
     inner: Arc<Inner>,
@@ -79,60 +83,67 @@ struct Inner {
 impl Engine {
     caller_methods!();
 
-    /// Moves a core to a thread of its own.
+    /// Starts a thread that runs `core`.
     ///
     /// # Errors
-    /// [`BuildError::Thread`] if the system starts no thread.
+    /// [`BuildError::Thread`] if the operating system cannot start the thread.
     pub fn spawn(core: EngineCore) -> Result<Self, BuildError> {
         let shared = Arc::clone(core.shared_arc());
         let thread = EngineThread::spawn(core).map_err(BuildError::Thread)?;
         Ok(Self { inner: Arc::new(Inner { shared, thread }) })
     }
 
-    /// Completes a text and waits for the whole answer. For one answer: `n` must be 1.
+    /// Continues a prompt and waits for the whole text. `n` must be 1.
     ///
     /// # Errors
-    /// [`GenerateError::Submit`] if the request is refused, [`GenerateError::Request`] if it fails.
+    /// [`GenerateError::Submit`] if the request is rejected, also because `n` is not 1; [`GenerateError::Request`] if
+    /// it fails.
     pub fn generate(&self, prompt: impl Into<Prompt>, params: &SamplingParams) -> Result<String, GenerateError> {
         if params.n != 1 {
-            let error = ParamError::new("n", params.n, "1: submit the request to get several answers");
+            let error = ParamError::new("n", params.n, "1; use `submit` for several choices");
             return Err(SubmitError::Param(error).into());
         }
         let output = self.submit(Request::new(prompt).with_sampling(params.clone()))?.collect_output()?;
         Ok(output.choices.into_iter().next().map(|choice| choice.text).unwrap_or_default())
     }
 
-    /// Answers a conversation and waits for the whole answer. For one answer: `n` must be 1.
+    /// Answers the last message of a conversation and waits for the whole text. `n` must be 1.
     ///
     /// # Errors
-    /// As [`generate`](Self::generate).
+    /// The same as [`generate`](Self::generate).
     pub fn chat(&self, chat: impl Into<ChatPrompt>, params: &SamplingParams) -> Result<String, GenerateError> {
         self.generate(Prompt::Chat(chat.into()), params)
     }
 
-    /// Stops admission and returns at once; accepted requests run to their ends, then the thread ends.
+    /// Stops accepting requests and returns at once.
+    ///
+    /// Accepted requests run to their end; then the engine's thread ends.
     pub fn close(&self) {
         self.inner.shared.admission.advance(Lifecycle::Draining(None));
     }
 
-    /// Stops admission, lets accepted requests finish for at most `grace` by the engine's clock, ends the others with
-    /// [`RequestError::Closed`], and waits for the thread. Other clones then refuse requests.
+    /// Stops accepting requests, lets accepted ones finish within `grace`, and waits for the thread.
     ///
-    /// This call blocks; async code uses [`shutdown_async`](Self::shutdown_async).
+    /// The engine's clock measures `grace`. Requests that are still open after `grace` end with
+    /// [`RequestError::Closed`]. Other clones of the engine then reject requests.
+    ///
+    /// This method blocks; async code uses [`shutdown_async`](Self::shutdown_async).
     ///
     /// # Errors
-    /// The error that ended the engine, if it failed.
+    /// The [`EngineError`] that ended the engine, if it failed.
     pub fn shutdown(self, grace: Duration) -> Result<(), EngineError> {
         self.drain(grace);
         self.inner.thread.join();
         self.outcome()
     }
 
-    /// [`shutdown`](Self::shutdown) without blocking the executor. It begins with the call; the future only waits, and
-    /// dropping it changes nothing.
+    /// Does the same as [`shutdown`](Self::shutdown), without blocking the executor.
+    ///
+    /// The shutdown starts when this method is called. The future only waits for the thread; dropping it changes
+    /// nothing.
     ///
     /// # Errors
-    /// The error that ended the engine, if it failed.
+    /// The [`EngineError`] that ended the engine, if it failed.
     #[cfg(feature = "async")]
     pub fn shutdown_async(self, grace: Duration) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         self.drain(grace);

@@ -1,4 +1,4 @@
-//! State of an engine that callers share with its loop, and the methods that need only this state.
+//! State that callers share with the engine's loop, and the methods that need no other state.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::metrics::{Counters, Stats};
 use super::request::admission::{Admission, Lifecycle};
 use crate::device::{Device, PeakRates, Telemetry};
 
-/// Shared by the loop and every clone of the engine.
+/// State shared by the loop and all clones of the engine.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub config: EngineConfig,
@@ -17,7 +17,7 @@ pub(crate) struct Shared {
     pub admission: Admission,
     pub counters: Arc<Counters>,
     pub clock: Arc<dyn Clock>,
-    /// The model's device, where a builder made the engine.
+    /// Device of the model, if a builder built the engine.
     pub device: Option<Arc<dyn Device>>,
 }
 
@@ -52,37 +52,45 @@ impl Shared {
     }
 }
 
-/// The calls that an [`Engine`](super::Engine) and an [`EngineCore`](super::EngineCore) have in common, written once; the
-/// type has a method `shared`.
+/// Methods that [`Engine`](super::Engine) and [`EngineCore`](super::EngineCore) have in common. The type must have a
+/// method `shared`.
 macro_rules! caller_methods {
     () => {
-        /// Checks a request, queues it and returns at once, without waiting for the device. A text or chat prompt is
-        /// encoded on the caller's thread.
+        /// Checks a request, queues it and returns at once, without waiting for the device.
+        ///
+        /// The caller's thread encodes a text or chat prompt.
         ///
         /// # Errors
-        /// [`SubmitError`] names the field that is out of range, or reports a full queue or an engine that is shut
-        /// down.
+        /// [`SubmitError`] if a field is out of range, the prompt is too long or cannot be encoded, the queue is full,
+        /// or the engine is shut down or has failed.
         pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
             self.shared().admission.submit(request)
         }
 
-        /// Encodes a text. `add_special` adds the tokens that the tokenizer puts around a prompt (BOS, for example).
+        /// Returns the token ids of a text.
+        ///
+        /// `add_special` adds the special tokens that the tokenizer puts around a prompt (BOS, for example).
         ///
         /// # Errors
-        /// [`SubmitError::Param`] without a vocabulary, [`SubmitError::Encode`] if the vocabulary refuses the text.
+        /// [`SubmitError::Param`] if the engine has no vocabulary; [`SubmitError::Encode`] if the vocabulary rejects
+        /// the text.
         pub fn tokenize(&self, text: &str, add_special: bool) -> Result<Vec<u32>, SubmitError> {
             self.shared().admission.encoder().tokenize(text, add_special)
         }
 
-        /// Decodes token ids. `skip_special` omits control tokens. Bytes that are not UTF-8 become U+FFFD.
+        /// Returns the text of token ids.
+        ///
+        /// `skip_special` omits control tokens. Bytes that do not form a character become U+FFFD.
         ///
         /// # Errors
-        /// [`SubmitError::Param`] without a vocabulary.
+        /// [`SubmitError::Param`] if the engine has no vocabulary.
         pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String, SubmitError> {
             self.shared().admission.encoder().detokenize(ids, skip_special)
         }
 
-        /// Tokens of a prompt as the model would see it: text with its special tokens, a conversation as rendered.
+        /// Returns the number of tokens of a prompt as the model receives it.
+        ///
+        /// A text counts with its special tokens, a conversation as rendered by the chat template.
         ///
         /// # Errors
         /// [`SubmitError`] if the prompt cannot be encoded.
@@ -90,23 +98,25 @@ macro_rules! caller_methods {
             Ok(self.shared().admission.encoder().encode(&prompt.into())?.len())
         }
 
-        /// Renders a conversation with the chat template.
+        /// Renders a conversation to text with the chat template.
         ///
         /// # Errors
-        /// [`SubmitError::Param`] without a chat template, [`SubmitError::Render`] if the template refuses the
-        /// conversation.
+        /// [`SubmitError::Param`] if the engine has no chat template; [`SubmitError::Render`] if the template rejects
+        /// the conversation.
         pub fn render_chat(&self, chat: impl Into<ChatPrompt>) -> Result<String, SubmitError> {
             self.shared().admission.encoder().render(&chat.into())
         }
 
-        /// A snapshot of the counters.
+        /// Returns a snapshot of the counters.
         pub fn stats(&self) -> Stats {
             self.shared().stats()
         }
 
-        /// Peak rates of the device, if known; with [`Stats::utilization`] they show how well it is used.
+        /// Returns the device's peak rates, if they are known.
         ///
-        /// The first call may measure for some tens of milliseconds, and should be made while the engine is idle; see
+        /// [`Stats::utilization`] computes from them how well the device is used.
+        ///
+        /// The first call may measure for some tens of milliseconds; call it while no request is running. See
         /// [`Telemetry::peak_rates`](crate::device::Telemetry::peak_rates).
         ///
         /// ```
@@ -127,10 +137,11 @@ macro_rules! caller_methods {
             self.shared().peak_rates()
         }
 
-        /// Energy that the device has used since the first call, in microjoules, if it has a readable meter.
+        /// Returns the energy used since the first call, in microjoules, if the device has a readable meter.
         ///
-        /// The difference of two calls, with the tokens of the same interval in [`stats`](Self::stats), gives joules
-        /// per token. See [`Telemetry::energy_uj`](crate::device::Telemetry::energy_uj).
+        /// Only differences between two calls are meaningful. Divided by the tokens that [`stats`](Self::stats) counted
+        /// in the same time, they are the joules per token. See
+        /// [`Telemetry::energy_uj`](crate::device::Telemetry::energy_uj).
         ///
         /// ```
         /// # use ascend_llm::{Engine, SamplingParams};
@@ -141,7 +152,7 @@ macro_rules! caller_methods {
         /// engine.generate("Once upon a time", &SamplingParams::greedy())?;
         /// if let (Some(before_uj), Some(after_uj)) = (before_uj, engine.energy_uj()) {
         ///     let tokens = engine.stats().generated_tokens - before.generated_tokens;
-        ///     println!("{:.3} J a token", (after_uj - before_uj) as f64 / 1e6 / tokens as f64);
+        ///     println!("{:.3} J per token", (after_uj - before_uj) as f64 / 1e6 / tokens as f64);
         /// }
         /// # Ok(())
         /// # }
@@ -150,23 +161,24 @@ macro_rules! caller_methods {
             self.shared().energy_uj()
         }
 
-        /// Notes of the device, such as why a fallback is in use; see
-        /// [`Telemetry::notes`](crate::device::Telemetry::notes).
+        /// Returns the device's current notes, for example why a fallback is in use.
+        ///
+        /// See [`Telemetry::notes`](crate::device::Telemetry::notes).
         pub fn device_notes(&self) -> Vec<String> {
             self.shared().device_notes()
         }
 
-        /// Whether the engine runs and takes requests.
+        /// Returns whether the engine runs and accepts requests.
         pub fn health(&self) -> Health {
             self.shared().health()
         }
 
-        /// The model, the device and the sizes in force.
+        /// Returns the description of the model, the device and the sizes in force.
         pub fn info(&self) -> &EngineInfo {
             &self.shared().info
         }
 
-        /// The configuration in force: every field that may be left open is set.
+        /// Returns the configuration in force: every optional field that the engine resolves is set.
         pub fn config(&self) -> &EngineConfig {
             &self.shared().config
         }

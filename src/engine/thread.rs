@@ -1,7 +1,7 @@
 //! The engine's thread: steps a core while there is work, and sleeps otherwise.
 //!
-//! Only this thread touches the core. The thread ends on request, after a drain, or when the engine fails; in each case
-//! the core is dropped and each open handle receives an error.
+//! Only this thread accesses the core. The thread ends on request, after a drain, or when the engine fails. In each
+//! case it drops the core, and each open handle receives an error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::core::EngineCore;
 use super::error::EngineError;
 use super::request::admission::Lifecycle;
 
-/// Wakers of the futures that wait for the end of the thread.
+/// State shared with the futures that wait for the end of the thread.
 #[cfg(feature = "async")]
 #[derive(Debug, Default)]
 struct Finished {
@@ -36,7 +36,7 @@ impl Drop for FinishOnDrop {
             std::mem::take(&mut finished.wakers)
         };
         for waker in wakers {
-            // A waker is code of the host; its panic must not end the engine.
+            // A waker is code of the host: its panic must not affect the engine.
             let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
     }
@@ -70,19 +70,21 @@ impl EngineThread {
         })
     }
 
-    /// Waits for the thread. Returns at once if called from the thread itself (by a waker or vocabulary that held the
-    /// last engine).
+    /// Waits for the thread to end.
+    ///
+    /// If the engine's thread itself calls this method (a waker or vocabulary that held the last engine), it returns at
+    /// once.
     pub fn join(&self) {
         if std::thread::current().id() == self.id {
             return;
         }
         if let Some(thread) = self.thread.lock().take() {
-            // A panic has been caught inside and given to every handle.
+            // The thread has caught each panic and sent it to every handle.
             let _ = thread.join();
         }
     }
 
-    /// Ready once the thread has dropped everything it owned; until then the waker is stored.
+    /// Returns ready once the thread has dropped everything it owned; until then, stores the waker.
     #[cfg(feature = "async")]
     pub fn poll_finished(&self, context: &std::task::Context<'_>) -> std::task::Poll<()> {
         let mut finished = self.finished.lock();

@@ -1,91 +1,91 @@
-//! Why a model could not be understood.
+//! Errors of a model's configuration and tensors.
 
 use super::Architecture;
 use crate::graph::CustomSite;
 use crate::weights::WeightError;
 
-/// Errors of a model's description or its tensors.
+/// Error of a model's configuration or of its tensors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The architecture is not implemented.
-    #[error("model architecture {name:?} is not supported; supported are {}", supported())]
+    /// The architecture is not supported.
+    #[error("model architecture {name:?} is not supported; expected one of {}", supported())]
     UnsupportedArchitecture {
-        /// Its name in the model's own files.
+        /// Name of the architecture in the model's files.
         name: String,
     },
-    /// A feature that would change the model's numbers is not implemented.
+    /// A feature that would change the model's results is not supported.
     #[error("{field} = {value} is not supported; {expected}")]
     UnsupportedFeature {
-        /// Field of the description.
+        /// Field of the configuration.
         field: String,
         /// Its value.
         value: String,
-        /// The supported values.
+        /// Description of the supported values.
         expected: String,
     },
-    /// A field has a value that cannot be.
+    /// A field has an invalid value.
     #[error("{field} = {value} is invalid; expected {expected}")]
     InvalidField {
-        /// Field of the description.
+        /// Field of the configuration.
         field: String,
         /// Its value.
         value: String,
-        /// The accepted values.
+        /// Description of the valid values.
         expected: String,
     },
-    /// A required field is absent.
+    /// A required field is missing.
     #[error("{field} is missing")]
     MissingField {
-        /// Field of the description.
+        /// Field of the configuration.
         field: String,
     },
-    /// The description is not JSON.
-    #[error("{file} is no valid JSON: {reason}")]
+    /// The configuration is not valid JSON.
+    #[error("{file} is not valid JSON: {reason}")]
     Json {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// Message of the parser.
+        /// Error message of the parser.
         reason: String,
     },
-    /// A tensor the model needs is not in its files.
+    /// The model's files do not contain a required tensor.
     #[error("tensor {name} is missing")]
     MissingTensor {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
     },
-    /// A tensor the model needs is there, but cannot be used.
+    /// The model's files contain a required tensor, but it cannot be used.
     #[error("tensor {name} cannot be used: {reason}")]
     UnusableTensor {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// The entry in its file.
+        /// Error message of the weight source.
         reason: String,
     },
-    /// A custom operation has no place in the model.
-    #[error("custom operation {name} cannot stand {site}: the model has layers 0 to {}", .layers.saturating_sub(1))]
+    /// The model has no layer after which the custom operation could run.
+    #[error("custom operation {name} cannot run {site}: the model has layers 0 to {}", .layers.saturating_sub(1))]
     Custom {
-        /// The operation.
+        /// Name of the operation.
         name: String,
-        /// The requested site.
+        /// Requested site of the operation.
         site: CustomSite,
-        /// Layers of the model.
+        /// Number of layers of the model.
         layers: usize,
     },
-    /// The shape of a tensor differs from the description.
+    /// The shape of a tensor differs from the one that the configuration requires.
     #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
     TensorShape {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// Shape in the file.
         got: Vec<usize>,
-        /// Shape by the description.
+        /// Shape that the configuration requires.
         expected: Vec<usize>,
     },
 }
 
 impl ModelError {
-    /// Converts the error of a weight source.
+    /// Converts the error of a weight source that could not return a tensor.
     pub(super) fn from_tensor(name: &str, error: &WeightError) -> Self {
         match error {
             WeightError::MissingTensor { .. } => Self::MissingTensor { name: name.to_owned() },
@@ -94,7 +94,7 @@ impl ModelError {
     }
 }
 
-/// Names of all families.
+/// Returns the names of all supported families.
 fn supported() -> String {
     Architecture::ALL.iter().map(|architecture| architecture.name()).collect::<Vec<_>>().join(", ")
 }

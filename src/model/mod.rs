@@ -1,12 +1,13 @@
-//! Models: from a description (`config.json` or GGUF metadata) to a graph.
+//! Builds the graph of a model from its configuration (`config.json` or GGUF metadata).
 //!
 //! ```text
 //! config.json ─► config/hub  ─┐                                             ┌─ transformer
 //!                             ├─► families/NAME: describe ─► ModelConfig ─► decoder_graph ─► Graph
 //! GGUF ────────► config/gguf ─┘                              (layers as data)
 //! ```
-//! [`ModelConfig`] is the common form of all descriptions; [`decoder_graph`] turns it into operations over named
-//! weights. An unsupported model, or an unsupported feature that would change the results, is refused by name.
+//! Every configuration is converted to a [`ModelConfig`]; [`decoder_graph`] builds a graph of operations over named
+//! weights from it. An unsupported model, or an unsupported feature that would change the model's results, causes an
+//! error with its name.
 
 #![forbid(unsafe_code)]
 

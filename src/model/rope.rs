@@ -1,7 +1,8 @@
-//! Rotary frequencies of a model, with the scalings that stretch a context.
+//! Rotary frequencies of a model, with the scalings that extend a context.
 //!
-//! The formulas are those of the public reference (transformers, `modeling_rope_utils`), computed in f64 and rounded once.
-//! Position enters on the device; scalings whose frequencies change with the sequence's length are not here.
+//! The formulas are those of the public reference (Transformers, `modeling_rope_utils`), computed in f64 and rounded
+//! once. The device multiplies the frequencies by the positions. Scalings whose frequencies depend on the length of the
+//! sequence are not supported.
 
 #![forbid(unsafe_code)]
 
@@ -10,56 +11,56 @@ use std::f64::consts::TAU;
 use super::ModelError;
 use super::error::invalid;
 
-/// How the frequencies are changed from `theta^(-2i / width)`.
+/// Scaling of the rotary frequencies, which are `theta^(-2i / width)` without scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     #[default]
     Default,
-    /// All divided by `factor`.
+    /// All frequencies are divided by `factor`.
     Linear {
         /// Factor by which the context is extended.
         factor: f64,
     },
-    /// Llama 3: divides low frequencies by `factor`, keeps high ones, with a ramp between.
+    /// Llama 3: low frequencies are divided by `factor`, high ones are kept, and a ramp interpolates between them.
     Llama3 {
         /// Factor by which the context is extended.
         factor: f64,
-        /// Wavelengths above `original / low_freq_factor` are stretched.
+        /// Frequencies with wavelengths above `original / low_freq_factor` are divided by `factor`.
         low_freq_factor: f64,
-        /// Wavelengths below `original / high_freq_factor` are unchanged.
+        /// Frequencies with wavelengths below `original / high_freq_factor` are kept.
         high_freq_factor: f64,
-        /// Context the model was first trained with.
+        /// Context length of the original training.
         original_max_position_embeddings: u32,
     },
-    /// `YaRN`: a ramp over dimensions by the number of rotations in the original context, and a factor on cosines and
-    /// sines.
+    /// `YaRN`: a ramp over the dimensions by their number of rotations in the original context, and a factor on cosines
+    /// and sines.
     Yarn {
         /// Factor by which the context is extended.
         factor: f64,
-        /// Context the model was first trained with.
+        /// Context length of the original training.
         original_max_position_embeddings: u32,
-        /// Dimensions with more rotations than this are unchanged; usually 32.
+        /// Dimensions with more rotations than this are kept; usually 32.
         beta_fast: f64,
-        /// Dimensions with fewer rotations than this are fully interpolated; usually 1.
+        /// Dimensions with fewer rotations than this are divided by `factor`; usually 1.
         beta_slow: f64,
-        /// Factor on cosines and sines; without it, it follows from `factor` and the two below.
+        /// Factor on cosines and sines; if it is `None`, it is derived from `factor` and the two fields below.
         attention_factor: Option<f64>,
-        /// Numerator's coefficient of the factor (used only with `mscale_all_dim`).
+        /// Coefficient in the numerator of the derived factor (used only with `mscale_all_dim`).
         mscale: Option<f64>,
-        /// Denominator's coefficient of the factor (used only with `mscale`).
+        /// Coefficient in the denominator of the derived factor (used only with `mscale`).
         mscale_all_dim: Option<f64>,
-        /// Whether the ramp's ends are rounded to whole dimensions; usually true.
+        /// Whether the ends of the ramp are rounded to whole dimensions; usually true.
         truncate: bool,
     },
 }
 
 impl RopeScaling {
-    /// Checks the parameters.
+    /// Checks the parameters of the scaling.
     ///
     /// # Errors
-    /// [`ModelError`] names a parameter that the formulas do not allow.
+    /// [`ModelError::InvalidField`] for a parameter that is not a finite number in its valid range.
     pub fn validate(&self) -> Result<(), ModelError> {
         let factor_of = |factor: f64| {
             let sound = factor >= 1.0 && factor.is_finite();
@@ -98,7 +99,8 @@ impl RopeScaling {
         }
     }
 
-    /// Frequency of each pair of a rotary width of `head_dim`, and the factor on cosines and sines.
+    /// Returns the frequency of each pair of a head with `head_dim` rotary elements, and the factor on cosines and
+    /// sines.
     #[allow(clippy::cast_possible_truncation)]
     pub fn inv_freq(&self, head_dim: usize, theta: f64) -> (Vec<f32>, f32) {
         let width = head_dim as f64;
@@ -132,7 +134,7 @@ impl RopeScaling {
                 truncate,
             } => {
                 let original = f64::from(original_max_position_embeddings);
-                // The dimension with `turns` rotations in the original context.
+                // Dimension with `turns` rotations in the original context.
                 let dimension = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
                 let (mut low, mut high) = (dimension(beta_fast), dimension(beta_slow));
                 if truncate {

@@ -1,4 +1,4 @@
-//! Builds a model's graph from its description, layer by layer. Works on kinds of layers, without rules for families.
+//! Builds a model's graph from its configuration, layer by layer, without any code for a single family.
 
 use super::config::{
     AttentionConfig, GatedMlp, GroupedQueryAttention, LayerConfig, MlpConfig, NormConfig, NormPlacement, OutputHead,
@@ -13,18 +13,22 @@ use crate::graph::{
 use crate::num::to_u32;
 use crate::weights::WeightSource;
 
-/// Builds the graph of one step, with the hub's names of the weights and the types of the source.
+/// Builds the graph of one step.
+///
+/// The weights have their hub names, and their types are those of the source.
 ///
 /// # Errors
-/// [`ModelError::MissingTensor`] and [`ModelError::TensorShape`] for tensors that are absent or of another shape.
+/// [`ModelError::InvalidField`] if the configuration is invalid; [`ModelError::MissingTensor`],
+/// [`ModelError::UnusableTensor`] or [`ModelError::TensorShape`] if a tensor is missing, cannot be used, or has another
+/// shape.
 pub fn decoder_graph(config: &ModelConfig, source: &dyn WeightSource) -> Result<Graph, ModelError> {
     decoder_graph_with(config, source, &[])
 }
 
-/// The same with operations of the user's own in their places.
+/// Builds the graph of one step with custom operations at their sites.
 ///
 /// # Errors
-/// Also [`ModelError::Custom`] for a place that the model has not.
+/// The errors of [`decoder_graph`]; [`ModelError::Custom`] if the model does not have the site of an operation.
 pub fn decoder_graph_with(
     config: &ModelConfig,
     source: &dyn WeightSource,
@@ -72,7 +76,7 @@ impl TransformerBuilder<'_> {
         let rows = self.graph.gather_rows(x, "wanted");
         let mut h = self.norm(c.tensors.final_norm, c.final_norm, rows, c.hidden_size, "final")?;
         if let Some(factor) = c.logit_scale {
-            // The head is linear, and its input is narrower than its output.
+            // The head is linear, so its input is scaled instead of its output, because the input is narrower.
             h = self.graph.scale(h, factor, "final_scaled");
         }
         let head = match c.head {
@@ -108,7 +112,7 @@ impl TransformerBuilder<'_> {
         Ok(self.graph.add(x_mid, m, "x_out"))
     }
 
-    /// x after the user's operations of this place.
+    /// Appends the custom operations of a site to `x`.
     fn customs_at(&mut self, site: CustomSite, x: ValueId) -> ValueId {
         let here = self.customs.iter().filter(|custom| custom.site == site).enumerate();
         here.fold(x, |x, (index, custom)| self.graph.custom(x, custom.clone(), &format!("custom{index}")))
@@ -180,7 +184,7 @@ impl TransformerBuilder<'_> {
         Ok(LinearPart { weight, bias })
     }
 
-    /// The norm of `x` over groups of `group` elements.
+    /// Adds the norm of `x` over groups of `group` elements.
     fn norm(
         &mut self,
         name: &str,

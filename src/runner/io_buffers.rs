@@ -1,4 +1,4 @@
-//! Device buffers and host state of one batch in flight.
+//! Device buffers and host state of one in-flight batch.
 //!
 //! ```text
 //!   prepare stream ─ write ids, positions, tables ─┐ staged
@@ -7,11 +7,12 @@
 //!   host           ────────────────────────────────────────────────────────────────────────────────────────── read ─┘
 //! ```
 //! The buffers belong to their batch from its launch until it is collected. By then the host has waited for `done`, so
-//! each operation that uses them has ended, with one exception: copies of sampled tokens for later batches read
-//! `argmax`. Those copies precede their own launches on the compute stream, and so does the next launch that writes
-//! these buffers.
+//! every operation that uses them has ended, with one exception: copies of sampled tokens for later batches read
+//! `argmax`. These copies are queued on the compute stream, and so is the next launch that writes the buffers, after
+//! them.
 //!
-//! On devices with unified memory there is no copy to the host: results are read in place once `launched` is reached.
+//! On devices with unified memory, nothing is copied to the host: the host reads results in place once `launched` is
+//! reached.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use crate::device::{
 };
 use crate::graph::Bucket;
 
-/// The streams of a runner.
+/// Streams of a runner.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Streams {
     pub prepare: StreamId,
@@ -47,7 +48,7 @@ impl Streams {
     }
 }
 
-/// Host memory that results are copied to after the launch.
+/// Host buffers that receive the results of a launch.
 #[derive(Debug)]
 struct HostResults {
     logits: OwnedBuffer,
@@ -55,17 +56,17 @@ struct HostResults {
     row_status: OwnedBuffer,
 }
 
-/// Where a launch leaves its results, and when.
+/// Results of a launch: their locations, and the events after which they can be read.
 #[derive(Clone, Copy, Debug)]
 struct LaunchedBatch {
     io: Bindings,
-    /// Status, argmax and logits as the host reads them once `done` is reached.
+    /// Status, argmax and logits, in the buffers that the host reads after `done_event`.
     results: [Span; 3],
     launched_event: EventId,
     done_event: EventId,
 }
 
-/// Buffers of one batch in flight; the module's head shows the order of their use.
+/// Buffers of one in-flight batch; the diagram in the module documentation shows the order of their use.
 #[derive(Debug)]
 pub(crate) struct BatchBuffers {
     token_ids: OwnedBuffer,
@@ -76,19 +77,21 @@ pub(crate) struct BatchBuffers {
     argmax: OwnedBuffer,
     row_status: OwnedBuffer,
     host_results: Option<HostResults>,
-    /// The batch in flight that owns the buffers.
+    /// Id of the in-flight batch that owns the buffers.
     pub batch_id: Option<BatchId>,
-    /// That batch.
+    /// Input of that batch.
     pub input: ForwardInput,
-    /// The rows of it that were launched; the others run in the f32 fallback plan when the batch is collected.
+    /// Rows of that batch that were launched.
+    ///
+    /// The others run in the f32 fallback plan when the batch is collected.
     pub launched_rows: SubBatch,
-    /// Custom operations that failed in the launch, by local row.
+    /// Custom operations that failed in the launch, with their local rows.
     pub custom_failures: Vec<CustomFailure>,
     /// `None` if no row was launched.
     launched: Option<LaunchedBatch>,
 }
 
-/// Index lists of one launch in the form of the device, reused by each launch.
+/// Lists of one launch in the layout that the device expects; all launches reuse them.
 #[derive(Debug)]
 pub(crate) struct HostStaging {
     tokens: Vec<u32>,
@@ -172,14 +175,16 @@ impl BatchBuffers {
         })
     }
 
-    /// Takes a batch without launching it.
+    /// Stores a batch of which no row is launched yet.
     pub fn begin(&mut self, input: ForwardInput) {
         self.input = input;
         self.custom_failures.clear();
         self.launched = None;
     }
 
-    /// Writes the selected rows of a batch to the device; later work on the compute stream waits for the write.
+    /// Writes the selected rows of a batch to the device.
+    ///
+    /// Later work on the compute stream waits for these writes.
     pub fn stage(
         &self,
         device: &dyn Device,
@@ -241,7 +246,9 @@ impl BatchBuffers {
         Ok(())
     }
 
-    /// Launched rows whose whole logits are requested: runs of local logit rows, each with its first logit row in the batch.
+    /// Returns the launched rows whose complete logits are requested, as runs of consecutive rows.
+    ///
+    /// Each run is a range of local logit rows, with the batch's index of its first logit row.
     pub fn logit_runs(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let rows = self.launched_rows.logit_rows.as_slice();
         let requested = |row: usize| !self.input.argmax_only.get(row).is_some_and(|only| *only);
@@ -255,38 +262,38 @@ impl BatchBuffers {
         })
     }
 
-    /// The argmax of each launched logit row, on the device.
+    /// Returns the argmax of all launched logit rows, on the device.
     pub fn argmax(&self) -> Option<Span> {
         self.launched.map(|launched| launched.io.argmax)
     }
 
-    /// Whether any row was launched.
+    /// Returns whether any row was launched.
     pub fn has_results(&self) -> bool {
         self.launched.is_some()
     }
 
-    /// Reads the status of local rows, from `first` on.
+    /// Reads the status of local rows, starting at `first`.
     pub fn read_status(&self, device: &dyn Device, first: usize, into: &mut [u8]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: first as u64, bytes: into.len() as u64, ..launched.results[0] };
         device.read(span, into, Some(launched.done_event))
     }
 
-    /// Reads the argmax of local logit rows, from `first` on.
+    /// Reads the argmax of local logit rows, starting at `first`.
     pub fn read_argmax(&self, device: &dyn Device, first: usize, into: &mut [u32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[1] };
         device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
-    /// Reads logits that were copied to the host, from element `first` on.
+    /// Reads logits that were copied to the host, starting at element `first`.
     pub fn read_logits(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.results[2] };
         device.read(span, bytemuck::cast_slice_mut(into), Some(launched.done_event))
     }
 
-    /// Reads logits that were not copied to the host, from element `first` on.
+    /// Reads logits that were not copied to the host, starting at element `first`.
     pub fn read_logits_in_place(&self, device: &dyn Device, first: usize, into: &mut [f32]) -> Result<(), DeviceError> {
         let Some(launched) = &self.launched else { return Ok(()) };
         let span = Span { offset: 4 * first as u64, bytes: 4 * into.len() as u64, ..launched.io.logits };
@@ -294,7 +301,7 @@ impl BatchBuffers {
     }
 }
 
-/// Rows of a span of logits.
+/// Returns the part of a span of logits that holds `rows`.
 fn row_span(span: Span, rows: &Range<usize>, vocab_size: usize) -> Span {
     let bytes = |rows: usize| (4 * rows * vocab_size) as u64;
     Span { offset: span.offset + bytes(rows.start), bytes: bytes(rows.len()), ..span }

@@ -1,11 +1,11 @@
 //! Interface between the engine's loop and the device: a batch of rows in, logits out.
 //!
-//! Hosts with their own loop call this module and the [`Sampler`](crate::sampler) directly. The engine's tests drive
-//! the loop with a scripted model that implements the same trait.
+//! Hosts with a loop of their own call a [`ModelExecutor`] and the [`Sampler`](crate::sampler::Sampler) directly. The
+//! engine's tests run the loop with a scripted model that implements the same trait.
 //!
-//! A batch has two phases: [`ModelExecutor::launch`] takes its rows, [`ModelExecutor::collect`] returns its results.
-//! Between the two, the batch is *in flight*, and further batches may be launched: they run in the order of their
-//! launches, as if each had ended before the next began. [`ModelExecutor::forward`] combines both phases.
+//! A batch has two phases: [`ModelExecutor::launch`] starts it, and [`ModelExecutor::collect`] returns its results.
+//! Between the two calls the batch is *in flight*, and further batches may be launched. Batches run in the order of
+//! their launches, as if each batch ended before the next one starts. [`ModelExecutor::forward`] performs both phases.
 
 mod io_buffers;
 mod model_runner;
@@ -23,60 +23,68 @@ use crate::kv_cache::BlockId;
 pub use crate::sampler::LogitRows;
 use crate::settings::with_methods;
 
-/// Batch of one step: the rows of all sequences, concatenated by sequence.
+/// Batch of one step: the rows of all sequences, concatenated.
 ///
 /// ```text
 /// tokens      [ s0 s0 s0 | s1 | s2 s2 ]      one row per token
-/// q_lens      [ 3          1    2     ]      rows of each sequence in this step
-/// kv_lens     [ 3          40   18    ]      tokens in its cache after this step, including its own rows
+/// q_lens      [ 3          1    2     ]      number of rows of each sequence in this step
+/// kv_lens     [ 3          40   18    ]      tokens of each sequence in the KV cache after this step, its rows included
 /// tables      [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks per sequence, concatenated
 /// logit_rows  [ 2, 3, 5 ]                    rows whose logits are requested, ascending
-/// f32_from    [ -, -, 9 ]                    first position that runs with f32 activations (or empty: none)
-/// argmax_only [ f, t, f ]                    rows of logits of which only the argmax is needed (or empty: none)
-/// deferred    [ (3, batch 7, 0) ]            rows whose token is the argmax of a row of logits of a batch in flight
+/// f32_from    [ -, -, 9 ]                    position from which a sequence runs with f32 activations (or empty: none)
+/// argmax_only [ f, t, f ]                    logit rows of which only the argmax is requested (or empty: none)
+/// deferred    [ (3, batch 7, 0) ]            rows whose token is the argmax of a logit row of an in-flight batch
 /// ```
-/// Row `r` of sequence `s` has position `kv_lens[s] - q_lens[s] + r`.
+/// Row `r` of sequence `s` has the position `kv_lens[s] - q_lens[s] + r`.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ForwardInput {
     /// Token ids of all rows.
     pub tokens: Vec<u32>,
-    /// Rows each sequence brings, at least 1.
+    /// Number of rows of each sequence, at least 1.
     pub q_lens: Vec<u32>,
-    /// Visible length of each sequence after this step.
+    /// Length of each sequence in the KV cache after this step, including its rows of this step.
     pub kv_lens: Vec<u32>,
-    /// Block tables, concatenated.
+    /// Block tables of all sequences, concatenated.
     pub tables: Vec<BlockId>,
     /// Rows whose logits are requested, ascending.
     pub logit_rows: Vec<u32>,
-    /// For each sequence the position from which on it runs with f32 activations: that of an earlier
-    /// [`RowOutcome::Retried`], at most the position of its first row here. Empty if no sequence has one.
+    /// For each sequence: position from which on it runs with f32 activations, or `None`.
+    ///
+    /// This is the position of an earlier [`RowOutcome::Retried`], at most the position of the sequence's first row in
+    /// this batch. The list may be empty if it would contain only `None`.
     pub f32_from: Vec<Option<u32>>,
-    /// Rows of `logit_rows` of which only the argmax is needed; the model may leave their logits unset. Empty if all
-    /// logits are needed.
+    /// For each of `logit_rows`: whether only the argmax is requested.
+    ///
+    /// The executor may leave the logits of such a row unchanged. The list may be empty if all logits are requested.
     pub argmax_only: Vec<bool>,
-    /// Rows whose token is not known yet, by ascending row; `tokens` has any id of the vocabulary in their place.
+    /// Deferred tokens, by ascending row; `tokens` contains an arbitrary valid id for these rows.
     pub deferred: Vec<DeferredToken>,
 }
 
-/// Deferred token: a row takes its token id from a batch in flight.
+/// Deferred token: its id is not known at the launch; the device copies it from an in-flight batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeferredToken {
-    /// The row.
+    /// Row whose token is deferred.
     pub row: u32,
-    /// A batch in flight.
+    /// In-flight batch that samples the token.
     pub batch_id: BatchId,
-    /// Row of logits of that batch. The token is its argmax, the lowest id of equals. If a logit is not finite, the
-    /// row's result is undefined and must be ignored.
+    /// Index of the logit row in that batch: the token is its argmax, the lowest id of equals.
+    ///
+    /// If that row has a logit that is not finite, the result of the deferred token's row is undefined and must be
+    /// ignored.
     pub logit_row: u32,
 }
 
-/// Id of a launched batch; the ids of a model ascend.
+/// Id of a launched batch; the ids of one executor ascend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BatchId(pub u64);
 
 impl ForwardInput {
-    /// A batch without requested logits: rows of all sequences, rows and visible length of each, and their block tables.
+    /// Creates a batch without requested logits.
+    ///
+    /// The lists are the token ids of all rows, the number of rows and the length of each sequence, and the block
+    /// tables.
     pub fn new(tokens: Vec<u32>, q_lens: Vec<u32>, kv_lens: Vec<u32>, tables: Vec<BlockId>) -> Self {
         Self { tokens, q_lens, kv_lens, tables, ..Self::default() }
     }
@@ -90,7 +98,7 @@ impl ForwardInput {
         }
     }
 
-    /// An empty batch with capacity for these numbers of rows, sequences, table entries and rows of logits.
+    /// Creates an empty batch with capacity for this number of rows, sequences, block table entries and logit rows.
     pub(crate) fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
             tokens: Vec::with_capacity(tokens),
@@ -104,7 +112,7 @@ impl ForwardInput {
         }
     }
 
-    /// Empties all lists and keeps their capacity.
+    /// Empties all lists, keeping their capacity.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.q_lens.clear();
@@ -117,36 +125,38 @@ impl ForwardInput {
     }
 }
 
-/// Outcome of a sequence, in addition to its logits.
+/// Outcome of a sequence with bad rows, in addition to its logits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RowOutcome {
-    /// A row overflowed; it and the rows after it ran again with f32 activations and are valid. Further rows of the
-    /// sequence must be listed in [`ForwardInput::f32_from`].
+    /// A row overflowed or was not finite. This row and the later rows of the sequence ran again with f32 activations.
+    ///
+    /// Later batches must pass the position of the row in [`ForwardInput::f32_from`]. If a row is still bad, an outcome
+    /// [`Failed`](Self::Failed) follows.
     Retried,
-    /// A row and all rows after it are invalid.
+    /// A row and all later rows of the sequence are unusable.
     Failed {
-        /// Why.
+        /// Status of the row.
         status: RowStatus,
-        /// Details, if a custom operation failed.
+        /// The custom operation that failed, if a custom operation is the cause.
         custom: Option<CustomFailure>,
     },
 }
 
-/// An [`RowOutcome`] with its place.
+/// [`RowOutcome`] of a sequence, with its position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SequenceOutcome {
     /// Index of the sequence in the batch.
     pub sequence: usize,
-    /// Position of its first bad row.
+    /// Position in the sequence of its first bad row.
     pub position: u32,
-    /// The outcome.
+    /// Outcome of the sequence.
     pub outcome: RowOutcome,
 }
 
 impl SequenceOutcome {
-    /// Outcome of the sequence with this index in the batch; `position` is that of its first bad row.
+    /// Creates the outcome of the sequence with this index in the batch, whose first bad row has this `position`.
     pub const fn new(sequence: usize, position: u32, outcome: RowOutcome) -> Self {
         Self { sequence, position, outcome }
     }
@@ -158,72 +168,83 @@ impl SequenceOutcome {
 pub struct ForwardOutput<'a> {
     /// The requested logits.
     pub logits: LogitRows<'a>,
-    /// Sequences with bad rows, requested or not: at most one outcome of each kind a sequence, the retry first.
+    /// Outcomes of sequences with bad rows, whether or not the rows' logits are requested.
+    ///
+    /// A sequence has at most one outcome of each kind; `Retried` comes first.
     pub outcomes: &'a [SequenceOutcome],
-    /// The batch as it was launched, for reuse of its lists.
+    /// The input of the batch, so that its lists can be reused.
     pub input: ForwardInput,
 }
 
 impl<'a> ForwardOutput<'a> {
-    /// Results of a batch without bad rows.
+    /// Creates the results of a batch without bad rows.
     pub fn new(logits: LogitRows<'a>, input: ForwardInput) -> Self {
         Self { logits, outcomes: &[], input }
     }
 
-    /// The same with outcomes of bad rows.
+    /// Sets the outcomes of sequences with bad rows.
     #[must_use]
     pub fn with_outcomes(self, outcomes: &'a [SequenceOutcome]) -> Self {
         Self { outcomes, ..self }
     }
 }
 
-/// Runs the model over batches: writes the keys and values of a batch's rows and computes the requested logits.
+/// Executor of a model: writes the keys and values of a batch's rows and computes the requested logits.
 pub trait ModelExecutor: Send {
-    /// Launches a batch after the batches launched before. A refused batch is not in flight, and its lists are dropped.
+    /// Launches a batch, which runs after all batches launched before.
+    ///
+    /// After an error, the batch is not in flight, and its lists are dropped.
     ///
     /// # Errors
-    /// [`DeviceError::Invalid`] for inconsistent lists, more rows or batches than the executor has capacity for, or
-    /// unknown ids; otherwise the error of the device.
+    /// [`DeviceError::Invalid`] if lists contradict each other, an id does not exist, or the number of rows or
+    /// in-flight batches exceeds the executor's limits. Any other [`DeviceError`] if the device fails.
     fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError>;
-    /// Waits for a batch in flight, but for none launched after it. The results borrow buffers that the next call
-    /// overwrites.
+    /// Waits for an in-flight batch, but not for batches launched after it, and returns its results.
     ///
-    /// `stale` marks sequences of the batch whose results are no longer needed (empty: none). Their rows are not
-    /// retried in f32, because their blocks may belong to other sequences of later batches by now.
+    /// The results borrow buffers that the next call overwrites.
+    ///
+    /// `stale` marks sequences of the batch whose results are no longer needed (empty: none). They are not computed
+    /// again in f32: later batches may already use their blocks for other sequences.
     ///
     /// # Errors
-    /// [`DeviceError::Invalid`] if the batch is not in flight, otherwise the error of the device; after an error the
-    /// batch is no longer in flight.
+    /// [`DeviceError::Invalid`] if the batch is not in flight; any other [`DeviceError`] if the device fails. After an
+    /// error, the batch is no longer in flight.
     fn collect(&mut self, batch_id: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError>;
     /// Launches a batch and waits for it.
     ///
     /// # Errors
-    /// Those of [`launch`](Self::launch) and [`collect`](Self::collect).
+    /// The same as [`launch`](Self::launch) and [`collect`](Self::collect).
     fn forward(&mut self, input: ForwardInput) -> Result<ForwardOutput<'_>, DeviceError> {
         let batch_id = self.launch(input)?;
         self.collect(batch_id, &[])
     }
-    /// Most batches in flight.
+    /// Returns the maximum number of in-flight batches.
     fn max_in_flight(&self) -> u32 {
         1
     }
-    /// Copies whole KV blocks `(from, to)` after the batches in flight and before the next one (copy on write).
+    /// Queues copies of whole KV blocks, as `(from, to)` pairs (copy on write).
+    ///
+    /// The copies run after the in-flight batches and before the next batch.
     ///
     /// # Errors
-    /// The error of the device.
+    /// [`DeviceError`] if the device rejects the copies or fails.
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError>;
-    /// Width of a row of logits.
+    /// Returns the width of a logit row.
     fn vocab_size(&self) -> usize;
-    /// Elements that were clamped so far because they were too large for the type they are stored in, by operation.
+    /// Returns the number of elements clamped so far, by operation.
+    ///
+    /// An element is clamped if it is too large for the type that it is stored in.
     fn overflows(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
     }
-    /// Rows computed so far only to fill batches up to a bucket.
+    /// Returns the number of padding rows computed so far, which fill batches up to their bucket.
     fn padded_rows(&self) -> u64 {
         0
     }
-    /// Cost of this batch, without rows that run a second time after an overflow; zero if the model does not know it.
-    /// Called before each batch, so it must be cheap.
+    /// Returns the cost of a batch, or zero if the executor cannot estimate it.
+    ///
+    /// Rows that run a second time after an overflow are not included. The engine calls this method before each batch,
+    /// so it must be cheap.
     fn cost(&self, input: &ForwardInput) -> Cost {
         let _ = input;
         Cost::default()

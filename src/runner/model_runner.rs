@@ -1,11 +1,14 @@
-//! Runs a model on a device: stages the buffers of a batch, launches the program and reads the results back.
+//! [`ModelExecutor`] for a model on a device: stages the buffers of a batch, launches the program, reads the results.
 //!
-//! Each batch in flight has its own [`BatchBuffers`]. All work that computes (copies of blocks, copies, launches) is
-//! queued on one stream, so batches run in the order of their launches, and the new owner of a block writes it after
-//! everything that its old owner had in flight. Rows that run a second time after an overflow, and rows of sequences
-//! that did so before, run when their batch is collected, after batches launched since. This is limited to sequences
-//! that still hold their blocks, so [`ModelExecutor::collect`] receives the stale ones. Dropping the runner waits for
-//! the work in flight before it frees any buffer.
+//! Each in-flight batch has [`BatchBuffers`] of its own. All work that computes (copies of blocks, copies of sampled
+//! tokens, launches) is queued on one stream, so batches run in the order of their launches. When a block changes its
+//! owner, the new owner's writes therefore run after all in-flight work of the old owner.
+//!
+//! Some rows run only when their batch is collected, after batches that were launched since: rows that run a second
+//! time after an overflow, and rows of sequences that did so before. This is correct only for sequences that still hold
+//! their blocks, so [`ModelExecutor::collect`] receives the other sequences as stale.
+//!
+//! Dropping the runner waits for all in-flight work before any buffer is freed.
 
 use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
@@ -22,23 +25,25 @@ use crate::graph::{Bucket, Cost, CostRates, RowStatus};
 use crate::kv_cache::BlockId;
 use crate::settings::with_methods;
 
-/// The programs of one model.
+/// Programs of one model.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Programs {
-    /// One a bucket, ascending in its rows; the last has [`RunnerShape::bucket`].
+    /// One program per bucket, by ascending number of rows; the last bucket is [`RunnerShape::bucket`].
     pub by_bucket: Vec<(Bucket, OwnedProgram)>,
-    /// The same model with f32 activations, for sequences that overflowed; `None` if it is the same program or not
-    /// requested.
+    /// Program with f32 activations for sequences that overflowed; `None` if the f32 fallback is not needed or not
+    /// enabled.
     pub f32: Option<OwnedProgram>,
-    /// Cost of a batch, one entry per rank.
+    /// Cost rates of a batch, one per rank.
     pub rates: Vec<CostRates>,
-    /// Whether custom operations are in it.
+    /// Whether the programs contain custom operations.
     pub custom_ops: bool,
 }
 
 impl Programs {
-    /// Programs by bucket, ascending in their rows, without an f32 fallback and custom operations.
+    /// Creates programs without an f32 fallback and without custom operations.
+    ///
+    /// The buckets must ascend in their rows.
     pub fn new(by_bucket: Vec<(Bucket, OwnedProgram)>, rates: Vec<CostRates>) -> Self {
         Self { by_bucket, f32: None, rates, custom_ops: false }
     }
@@ -49,7 +54,7 @@ impl Programs {
     }
 }
 
-/// Runs batches of one model on one device.
+/// [`ModelExecutor`] that runs the batches of one model on one device.
 #[derive(Debug)]
 pub struct ModelRunner {
     device: Arc<dyn Device>,
@@ -58,20 +63,20 @@ pub struct ModelRunner {
     layout: KvLayout,
     shape: RunnerShape,
     padded_rows: u64,
-    /// Batches launched so far; the id of the next one.
+    /// Number of batches launched so far; the id of the next batch.
     launched_batches: u64,
     pool: OwnedBuffer,
-    /// A batch is in the buffers with the index of its id modulo their number.
+    /// Buffers of the in-flight batches; a batch uses the buffers at its id modulo the number of buffers.
     batches: Vec<BatchBuffers>,
     staging: HostStaging,
-    /// Deferred tokens to copy from one set of buffers, as `(to, from)`.
+    /// Deferred tokens to copy from one batch, as `(to, from)`.
     copies: Vec<(u32, u32)>,
-    /// Results of the batch in its own order, whichever program computed them.
+    /// Results of the batch in its own order, independent of the programs that ran its parts.
     host: HostRows,
     outcomes: Vec<SequenceOutcome>,
-    /// Custom operations that failed in the batch, by its own rows.
+    /// Custom operations that failed in the batch, with its own rows.
     custom_failures: Vec<CustomFailure>,
-    /// Rows of the batch that run with f32 activations.
+    /// Rows of the batch that run in the f32 fallback plan.
     retry: SubBatch,
 }
 
@@ -80,14 +85,18 @@ pub struct ModelRunner {
 struct HostRows {
     logits: Vec<f32>,
     argmax: Vec<u32>,
-    /// Status of each row of logits.
+    /// Status of each logit row.
     logit_status: Vec<u8>,
     /// Status of each row of the batch.
     row_status: Vec<u8>,
 }
 
 impl ModelRunner {
-    /// Reserves every buffer a batch may need.
+    /// Creates a runner and allocates every buffer that a batch may need.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] if the last program is not one for [`RunnerShape::bucket`] or `max_in_flight` is 0; any
+    /// other [`DeviceError`] if the device cannot allocate the buffers or create the streams.
     pub fn new(
         device: Arc<dyn Device>,
         programs: Programs,
@@ -96,7 +105,8 @@ impl ModelRunner {
     ) -> Result<Self, DeviceError> {
         let Bucket { tokens, logit_rows, .. } = shape.bucket;
         if !programs.by_bucket.last().is_some_and(|(bucket, _)| *bucket == shape.bucket) {
-            return Err(DeviceError::Invalid { what: "no program for the runner's largest batch".into() });
+            let what = "the last program is not one for the bucket of the runner's shape".into();
+            return Err(DeviceError::Invalid { what });
         }
         if shape.max_in_flight == 0 {
             return Err(DeviceError::Invalid { what: "max_in_flight is 0, expected at least 1".into() });
@@ -126,17 +136,17 @@ impl ModelRunner {
         })
     }
 
-    /// The sizes it was made for.
+    /// Returns the sizes for which the runner was created.
     pub const fn shape(&self) -> &RunnerShape {
         &self.shape
     }
 
-    /// The program of its largest batches, as its device names it.
+    /// Returns the device's id of the program for the largest batches.
     pub fn program(&self) -> ProgramId {
         self.program_of(self.shape.bucket.tokens).0
     }
 
-    /// The program that runs this many rows, and the rows it runs them as.
+    /// Returns the program for this number of rows, and the number of rows of its bucket.
     fn program_of(&self, rows: usize) -> (ProgramId, usize) {
         let largest = self.shape.bucket.tokens;
         let fits = |(bucket, _): &&(Bucket, OwnedProgram)| bucket.tokens >= rows;
@@ -148,7 +158,9 @@ impl ModelRunner {
         usize::try_from(batch_id.0 % self.batches.len() as u64).unwrap_or(0)
     }
 
-    /// Launches the selected rows of the batch in these buffers and queues the copies of its results to the host.
+    /// Launches the selected rows of the batch in these buffers.
+    ///
+    /// Also queues the copies of the results to the host.
     fn launch_batch(&mut self, index: usize) -> Result<(), DeviceError> {
         let rows = self.batches[index].launched_rows.rows.len();
         if rows == 0 {
@@ -165,8 +177,8 @@ impl ModelRunner {
             {
                 let to = buffers.launched_rows.local_row(deferred.row);
                 let from = source.launched_rows.local_logit_row(deferred.logit_row);
-                // Rows of the f32 fallback run when their batch is collected, too late for a deferred token to or from
-                // them.
+                // Rows of the f32 fallback run when their batch is collected. Then it is too late to copy a deferred
+                // token to or from them.
                 let (Some(to), Some(from)) = (to, from) else { return Err(deferred_and_f32(deferred.row)) };
                 copies.push((to, from));
             }
@@ -181,14 +193,15 @@ impl ModelRunner {
         }
         let buffers = &mut batches[index];
         buffers.copy_results_to_host(device, streams, io, shape.vocab_size)?;
-        // A device reports failures of a program's last launch only, and that may be a later batch when this is collected.
+        // A device reports the failures of a program's last launch only. When this batch is collected, that may be a
+        // later launch.
         if self.programs.custom_ops && self.shape.max_in_flight > 1 {
             buffers.custom_failures.extend(device.custom_failures(program));
         }
         Ok(())
     }
 
-    /// Waits for the launched rows of a batch and stores their results in the order of the batch.
+    /// Waits for the launched rows of a batch, and stores their results in the order of the batch.
     fn read_results(&mut self, index: usize) -> Result<(), DeviceError> {
         let device = self.device.as_ref();
         let (buffers, host, vocab) = (&self.batches[index], &mut self.host, self.shape.vocab_size);
@@ -206,7 +219,7 @@ impl ModelRunner {
             let into = &mut host.logits[first * vocab..(first + local.len()) * vocab];
             buffers.read_logits(device, local.start * vocab, into)?;
         }
-        // A row without an argmax has a logit that is not finite: the sampler reports which.
+        // A row without an argmax has a logit that is not finite. The sampler needs the logits to report which one.
         for (at, only) in buffers.input.argmax_only.iter().enumerate() {
             let undefined = *only && host.argmax[at] == NO_TOKEN;
             if let (true, Some(local)) = (undefined, buffers.launched_rows.local_logit_row(to_u32(at))) {
@@ -251,7 +264,7 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Waits for a launched batch, runs the rows that need the f32 fallback plan, and collects outcomes and results.
+    /// Waits for a launched batch, runs its f32 fallback rows, and determines its outcomes and results.
     fn complete(&mut self, index: usize, stale: &[bool]) -> Result<(), DeviceError> {
         self.outcomes.clear();
         self.custom_failures.clear();
@@ -275,7 +288,7 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// Collects which custom operations failed in the launch of a batch.
+    /// Collects the custom operations that failed in the launch of a batch.
     fn collect_custom_failures(&mut self, index: usize) {
         if self.shape.max_in_flight == 1 {
             let program = self.program_of(self.batches[index].launched_rows.rows.len()).0;
@@ -285,7 +298,9 @@ impl ModelRunner {
         self.custom_failures.extend(to_batch_rows(custom_failures.drain(..), &launched_rows.rows));
     }
 
-    /// Selects the rows for the f32 fallback plan: sequences that overflowed earlier, and others from their first bad
+    /// Selects the rows for the f32 fallback plan.
+    ///
+    /// These are all rows of sequences that overflowed earlier, and the rows of other sequences from their first bad
     /// row on.
     fn select_retry_rows(&mut self, index: usize, stale: &[bool]) {
         let Self { retry, outcomes, host, batches, .. } = self;
@@ -312,7 +327,7 @@ impl ModelRunner {
         });
     }
 
-    /// Reports the first row of each sequence that is still bad.
+    /// Reports the first bad row of each sequence that has one after the fallback.
     fn report_failures(&mut self, index: usize, stale: &[bool]) {
         let batch = &self.batches[index].input;
         let mut first_row = 0;
@@ -331,49 +346,49 @@ impl ModelRunner {
         }
     }
 
-    /// Details of the custom operation that failed at this row of the batch.
+    /// Returns the device's report on the custom operation that failed at this row of the batch.
     fn custom_failure(&self, row: usize) -> Option<CustomFailure> {
         self.custom_failures.iter().find(|failure| failure.rows.contains(&row)).cloned()
     }
 
-    /// Lists that belong together agree, so that staging them cannot go wrong; ids and blocks are the device's to check.
+    /// Checks that the lists of a batch agree, so that staging cannot fail. The device itself checks ids and blocks.
     fn check(&self, input: &ForwardInput) -> Result<(), DeviceError> {
         let lens = || input.q_lens.iter().zip(&input.kv_lens);
         let longest = self.shape.max_blocks_per_seq;
         let starts = || lens().map(|(q, kv)| kv.saturating_sub(*q)).zip(&input.f32_from);
         let rules = [
-            ("every sequence has both its lengths", input.q_lens.len() == input.kv_lens.len()),
-            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| (1..=*kv).contains(q))),
-            ("a sequence fits its line of blocks", lens().all(|(_, kv)| self.blocks_of(*kv) <= longest)),
+            ("q_lens and kv_lens have one entry per sequence", input.q_lens.len() == input.kv_lens.len()),
+            ("each sequence has 1 to kv_len rows", lens().all(|(q, kv)| (1..=*kv).contains(q))),
+            ("each sequence fits into max_blocks_per_seq blocks", lens().all(|(_, kv)| self.blocks_of(*kv) <= longest)),
             ("q_lens add up to the tokens", lens().map(|(q, _)| *q as usize).sum::<usize>() == input.tokens.len()),
             (
-                "tables hold ceil(kv_len / block_size) blocks a sequence",
+                "tables has ceil(kv_len / block_size) blocks per sequence",
                 lens().map(|(_, kv)| self.blocks_of(*kv)).sum::<usize>() == input.tables.len(),
             ),
-            ("logit rows ascend", input.logit_rows.is_sorted_by(|a, b| a < b)),
+            ("logit_rows ascend", input.logit_rows.is_sorted_by(|a, b| a < b)),
             (
-                "logit rows are rows of the batch",
+                "logit_rows are rows of the batch",
                 input.logit_rows.last().is_none_or(|&row| (row as usize) < input.tokens.len()),
             ),
             (
-                "argmax_only has nothing or a flag a row of logits",
+                "argmax_only is empty or has one flag per logit row",
                 input.argmax_only.is_empty() || input.argmax_only.len() == input.logit_rows.len(),
             ),
             (
-                "fed rows ascend, are rows of the batch, and take their tokens from rows of logits in flight",
+                "deferred tokens have ascending rows of the batch and refer to launched logit rows of in-flight batches",
                 input.deferred.is_sorted_by(|a, b| a.row < b.row)
                     && input.deferred.last().is_none_or(|deferred| (deferred.row as usize) < input.tokens.len())
                     && input.deferred.iter().all(|deferred| self.has_logit_row(deferred.batch_id, deferred.logit_row)),
             ),
             (
-                "f32_from has nothing or a position a sequence, none behind its first row",
+                "f32_from is empty or has one position per sequence, at most the position of its first row",
                 input.f32_from.is_empty()
                     || (input.f32_from.len() == input.q_lens.len()
                         && starts().all(|(start, from)| from.is_none_or(|from| from <= start))),
             ),
         ];
         match rules.iter().find(|(_, holds)| !holds) {
-            Some((rule, _)) => Err(DeviceError::Invalid { what: format!("batch: broken rule: {rule}") }),
+            Some((rule, _)) => Err(DeviceError::Invalid { what: format!("the batch violates the rule: {rule}") }),
             None => Ok(()),
         }
     }
@@ -382,14 +397,16 @@ impl ModelRunner {
         (kv_len as usize).div_ceil(self.shape.block_size)
     }
 
-    /// Whether a batch in flight has this row of logits.
+    /// Returns whether an in-flight batch has launched this logit row.
     fn has_logit_row(&self, batch_id: BatchId, logit_row: u32) -> bool {
         let buffers = self.batches.iter().find(|buffers| buffers.batch_id == Some(batch_id));
         buffers.is_some_and(|buffers| buffers.launched_rows.local_logit_row(logit_row).is_some())
     }
 }
 
-/// Maps failures to the rows of the whole batch. A call has the rows of one sequence, which are adjacent there as well.
+/// Converts failures from rows of the launch to rows of the batch.
+///
+/// A call has the rows of one sequence, which are consecutive in the batch too.
 fn to_batch_rows(
     failures: impl IntoIterator<Item = CustomFailure>,
     rows: &[usize],
@@ -406,11 +423,14 @@ fn is_set(flags: &[bool], index: usize) -> bool {
 
 fn deferred_and_f32(row: u32) -> DeviceError {
     DeviceError::Invalid {
-        what: format!("batch: row {row} is fed and runs with f32 activations, or is fed by one that does"),
+        what: format!(
+            "row {row} of the batch has a deferred token, but this row or the row that samples the token runs in the f32 \
+             fallback plan"
+        ),
     }
 }
 
-/// Queued work uses the buffers: they are freed after it has run.
+/// Waits for all queued work, which uses the buffers, before they are freed.
 impl Drop for ModelRunner {
     fn drop(&mut self) {
         self.streams.drain(self.device.as_ref());
@@ -425,14 +445,15 @@ impl ModelExecutor for ModelRunner {
             let got =
                 format!("{} rows, {rows} of them with logits, {} sequences", input.tokens.len(), input.q_lens.len());
             let most = format!("{tokens} rows, {logit_rows} with logits, {} sequences", self.shape.max_seqs);
-            return Err(DeviceError::Invalid { what: format!("batch of {got}; the runner was made for {most}") });
+            return Err(DeviceError::Invalid { what: format!("the batch has {got}, expected at most {most}") });
         }
         self.check(&input)?;
         let batch_id = BatchId(self.launched_batches);
         let index = self.buffer_index(batch_id);
         let buffers = &mut self.batches[index];
         if buffers.batch_id.is_some() {
-            let what = format!("{} batches are in flight, the runner was made for no more", self.shape.max_in_flight);
+            let max_in_flight = self.shape.max_in_flight;
+            let what = format!("{max_in_flight} batches are in flight already, which is the maximum of the runner");
             return Err(DeviceError::Invalid { what });
         }
         let has_fallback = self.programs.f32.is_some();
@@ -440,7 +461,7 @@ impl ModelExecutor for ModelRunner {
         buffers.launched_rows.select(&input, |sequence| (!needs_fallback(sequence)).then_some(0));
         buffers.begin(input);
         if let Err(error) = self.launch_batch(index) {
-            // Queued work may name these buffers, which the next batch is staged in.
+            // Queued work may use these buffers, and the next batch is staged in them.
             self.streams.drain(self.device.as_ref());
             return Err(error);
         }

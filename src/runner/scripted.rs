@@ -1,11 +1,11 @@
-//! A model defined by arithmetic, for tests and benches of the loop: no weights, no device.
+//! Scripted model for tests and benchmarks of the loop: it needs neither weights nor a device.
 //!
-//! The model keeps its own KV pool in which each slot holds the token written there, and computes logits from the
-//! history that it *finds through the block table*. A wrong table, position, length or copy, or a block given to two
-//! sequences, changes the output; reading a slot that was never written is an error.
+//! The model has a KV pool of its own, in which each slot contains the token that was written there. It computes logits
+//! from the history that it *reads through the block table*. A wrong block table, position, length or copy, or a block
+//! allocated to two sequences, therefore changes the output. Reading a slot before it is written is an error.
 //!
-//! Several batches may be in flight. They run at launch or, if [deferred](ScriptedForward::deferred), when their
-//! results are collected: as late as a device may, in the order of the launches.
+//! Several batches may be in flight. They run at their launch or, with [`deferred`](ScriptedForward::deferred), only
+//! when they are collected: as late as a device is allowed to run them, in the order of their launches.
 
 use crate::graph::NO_TOKEN;
 use crate::num::to_u32;
@@ -19,12 +19,12 @@ use crate::text::Vocabulary;
 
 use super::{BatchId, ForwardInput, ForwardOutput, LogitRows, ModelExecutor};
 
-/// Computes a row of logits from the tokens so far.
+/// Function that computes a logit row from the tokens so far.
 pub type Model = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
-/// Inspects each call before it runs, and may refuse it.
+/// Function that receives each batch before it runs, and may reject it with an error.
 pub type Watch = Box<dyn FnMut(&ForwardInput) -> Result<(), DeviceError> + Send>;
 
-/// See the head of this file.
+/// Scripted [`ModelExecutor`]; see the module documentation.
 pub struct ScriptedForward {
     vocab_size: usize,
     block_size: usize,
@@ -35,43 +35,45 @@ pub struct ScriptedForward {
     batches: [Batch; KEPT],
     launched: u64,
     deferred: bool,
-    /// Queued calls, oldest first.
+    /// Launches and copies that have not run yet, oldest first.
     queue: VecDeque<Work>,
 }
 
-/// Batches in flight at most.
+/// Maximum number of in-flight batches.
 const MAX_IN_FLIGHT: usize = 3;
 
-/// Number of remembered batches: the last batch to run may take a deferred token from one that was the oldest in flight
-/// when it was collected, with others launched since.
+/// Number of batches whose results are kept. The last batch to run may have a deferred token from a batch that was
+/// collected as the oldest in-flight batch, with other batches launched since.
 const KEPT: usize = 2 * MAX_IN_FLIGHT - 1;
 
-/// A batch in flight with its results.
+/// In-flight batch and its results.
 #[derive(Default)]
 struct Batch {
-    ticket: Option<BatchId>,
+    batch_id: Option<BatchId>,
     in_flight: bool,
     input: ForwardInput,
     logits: Vec<f32>,
-    best: Vec<u32>,
+    argmax: Vec<u32>,
     status: Vec<u8>,
-    /// That it did not run, and why.
+    /// Error of the batch, if it failed.
     failed: Option<DeviceError>,
 }
 
 enum Work {
-    /// The batch in this place.
+    /// Runs the batch at this index.
     Run(usize),
     Copy(Vec<(BlockId, BlockId)>),
 }
 
 impl ScriptedForward {
-    /// A model whose logits are a hash of the whole history: any change of it changes all of them.
+    /// Creates a model whose logits are a hash of the whole history.
+    ///
+    /// Any change of the history changes all logits.
     pub fn hashed(vocab_size: u32, blocks: u32, block_size: u32) -> Self {
         Self::new(vocab_size, blocks, block_size, Box::new(hashed_logits))
     }
 
-    /// A model of its own rule.
+    /// Creates a model that computes its logits with `model`.
     pub fn new(vocab_size: u32, blocks: u32, block_size: u32, model: Model) -> Self {
         Self {
             vocab_size: vocab_size as usize,
@@ -87,36 +89,37 @@ impl ScriptedForward {
         }
     }
 
-    /// Defers all work until the results are collected.
+    /// Defers each batch until its results are collected.
     #[must_use]
     pub fn deferred(self) -> Self {
         Self { deferred: true, ..self }
     }
 
-    /// Adds a watch that inspects each call.
+    /// Calls `watch` with each batch before it runs.
     #[must_use]
     pub fn watched(self, watch: Watch) -> Self {
         Self { watch, ..self }
     }
 
     fn slot(&self, table: &[BlockId], position: usize) -> Result<usize, DeviceError> {
-        let block = table.get(position / self.block_size).ok_or_else(|| invalid(&"position behind the table"))?;
+        let block =
+            table.get(position / self.block_size).ok_or_else(|| invalid(&"a position is beyond the block table"))?;
         let slot = block.0 as usize * self.block_size + position % self.block_size;
-        if slot < self.slots.len() { Ok(slot) } else { Err(invalid(&format_args!("no such block: {block:?}"))) }
+        if slot < self.slots.len() { Ok(slot) } else { Err(invalid(&format_args!("{block:?} is not in the pool"))) }
     }
 }
 
 impl ScriptedForward {
-    /// Runs the queue up to and including the batch at this index.
+    /// Runs all queued work up to and including the batch at index `last`.
     fn run_up_to(&mut self, last: usize) {
         while let Some(work) = self.queue.pop_front() {
             match work {
                 Work::Copy(pairs) => self.copy(&pairs),
-                Work::Run(place) => {
-                    let mut batch = std::mem::take(&mut self.batches[place]);
+                Work::Run(index) => {
+                    let mut batch = std::mem::take(&mut self.batches[index]);
                     batch.failed = self.run(&mut batch).err();
-                    self.batches[place] = batch;
-                    if place == last {
+                    self.batches[index] = batch;
+                    if index == last {
                         return;
                     }
                 }
@@ -133,33 +136,34 @@ impl ScriptedForward {
         }
     }
 
-    /// The token that a batch in flight samples for a row.
-    fn drawn(&self, ticket: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
-        let batch = self.batches.iter().find(|batch| batch.ticket == Some(ticket));
-        let best = batch.and_then(|batch| batch.best.get(logit_row as usize)).copied();
-        best.ok_or_else(|| invalid(&"a row is fed by a batch that has not run"))
+    /// Returns the token that an in-flight batch samples from a logit row.
+    fn sampled_token(&self, batch_id: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
+        let batch = self.batches.iter().find(|batch| batch.batch_id == Some(batch_id));
+        let argmax = batch.and_then(|batch| batch.argmax.get(logit_row as usize)).copied();
+        argmax.ok_or_else(|| invalid(&"a deferred token refers to a batch that has not run"))
     }
 
     fn run(&mut self, batch: &mut Batch) -> Result<(), DeviceError> {
-        let Batch { input, logits, best, status, .. } = batch;
+        let Batch { input, logits, argmax, status, .. } = batch;
         (self.watch)(input)?;
         logits.clear();
-        best.clear();
+        argmax.clear();
         status.clear();
-        for fed in &input.deferred {
-            let token = self.drawn(fed.batch_id, fed.logit_row)?;
-            *input.tokens.get_mut(fed.row as usize).ok_or_else(|| invalid(&"a fed row is none"))? = token;
+        for deferred in &input.deferred {
+            let token = self.sampled_token(deferred.batch_id, deferred.logit_row)?;
+            let no_row = || invalid(&"the row of a deferred token is not a row of the batch");
+            *input.tokens.get_mut(deferred.row as usize).ok_or_else(no_row)? = token;
         }
         if input.q_lens.len() != input.kv_lens.len() {
             return Err(invalid(&"q_lens and kv_lens differ in length"));
         }
-        // Written first for all sequences, as a device would: a slot shared by mistake shows.
+        // Write the tokens of all sequences first, as a device does: this exposes a slot shared by mistake.
         let (mut row, mut at) = (0, 0);
         for (&q_len, &kv_len) in input.q_lens.iter().zip(&input.kv_lens) {
             let blocks = (kv_len as usize).div_ceil(self.block_size);
-            let table = input.tables.get(at..at + blocks).ok_or_else(|| invalid(&"tables are too short"))?;
+            let table = input.tables.get(at..at + blocks).ok_or_else(|| invalid(&"the block tables are too short"))?;
             for offset in 0..q_len {
-                let token = *input.tokens.get(row).ok_or_else(|| invalid(&"tokens are too few"))?;
+                let token = *input.tokens.get(row).ok_or_else(|| invalid(&"the batch has too few tokens"))?;
                 let slot = self.slot(table, (kv_len - q_len + offset) as usize)?;
                 self.slots[slot] = Some(token);
                 row += 1;
@@ -167,30 +171,30 @@ impl ScriptedForward {
             at += blocks;
         }
         if row != input.tokens.len() || at != input.tables.len() || row == 0 {
-            return Err(invalid(&"lists do not add up"));
+            return Err(invalid(&"the lists of the batch do not add up"));
         }
-        let mut wanted = input.logit_rows.iter().map(|&row| row as usize).peekable();
+        let mut logit_rows = input.logit_rows.iter().map(|&row| row as usize).peekable();
         let (mut row, mut at) = (0, 0);
         for (&q_len, &kv_len) in input.q_lens.iter().zip(&input.kv_lens) {
             let blocks = (kv_len as usize).div_ceil(self.block_size);
             let table = &input.tables[at..at + blocks];
-            while let Some(want) = wanted.next_if(|&want| want < row + q_len as usize) {
-                let visible = (kv_len - q_len) as usize + (want - row) + 1;
+            while let Some(logit_row) = logit_rows.next_if(|&logit_row| logit_row < row + q_len as usize) {
+                let visible = (kv_len - q_len) as usize + (logit_row - row) + 1;
                 self.history.clear();
                 for position in 0..visible {
                     let token = self.slots[self.slot(table, position)?];
-                    self.history.push(token.ok_or_else(|| invalid(&"a slot is read that nobody wrote"))?);
+                    self.history.push(token.ok_or_else(|| invalid(&"a slot is read before it is written"))?);
                 }
                 let start = logits.len();
                 logits.resize(start + self.vocab_size, 0.0);
                 (self.model)(&self.history, &mut logits[start..]);
-                best.push(largest(&logits[start..]));
+                argmax.push(largest(&logits[start..]));
                 status.push(u8::from(!logits[start..].iter().all(|logit| logit.is_finite())));
             }
             row += q_len as usize;
             at += blocks;
         }
-        if wanted.next().is_some() {
+        if logit_rows.next().is_some() {
             return Err(invalid(&"logit_rows are not ascending rows of the batch"));
         }
         Ok(())
@@ -199,32 +203,33 @@ impl ScriptedForward {
 
 impl ModelExecutor for ScriptedForward {
     fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
-        let ticket = BatchId(self.launched);
-        let place = usize::try_from(ticket.0 % self.batches.len() as u64).unwrap_or(0);
+        let batch_id = BatchId(self.launched);
+        let index = usize::try_from(batch_id.0 % self.batches.len() as u64).unwrap_or(0);
         if self.batches.iter().filter(|batch| batch.in_flight).count() == MAX_IN_FLIGHT {
-            return Err(invalid(&"more batches are in flight than there may be"));
+            return Err(invalid(&format_args!("{MAX_IN_FLIGHT} batches are in flight already, which is the maximum")));
         }
-        self.batches[place].input = input;
-        self.queue.push_back(Work::Run(place));
+        self.batches[index].input = input;
+        self.queue.push_back(Work::Run(index));
         if !self.deferred {
-            self.run_up_to(place);
-            if let Some(error) = self.batches[place].failed.take() {
+            self.run_up_to(index);
+            if let Some(error) = self.batches[index].failed.take() {
                 return Err(error);
             }
         }
-        (self.batches[place].ticket, self.batches[place].in_flight) = (Some(ticket), true);
+        (self.batches[index].batch_id, self.batches[index].in_flight) = (Some(batch_id), true);
         self.launched += 1;
-        Ok(ticket)
+        Ok(batch_id)
     }
 
-    fn collect(&mut self, ticket: BatchId, _void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
-        let Some(place) = self.batches.iter().position(|batch| batch.in_flight && batch.ticket == Some(ticket)) else {
-            return Err(invalid(&"a batch is collected that is not in flight"));
+    fn collect(&mut self, batch_id: BatchId, _stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
+        let Some(index) = self.batches.iter().position(|batch| batch.in_flight && batch.batch_id == Some(batch_id))
+        else {
+            return Err(invalid(&"the collected batch is not in flight"));
         };
-        if self.queue.iter().any(|work| matches!(work, Work::Run(queued) if *queued == place)) {
-            self.run_up_to(place);
+        if self.queue.iter().any(|work| matches!(work, Work::Run(queued) if *queued == index)) {
+            self.run_up_to(index);
         }
-        let batch = &mut self.batches[place];
+        let batch = &mut self.batches[index];
         batch.in_flight = false;
         if let Some(error) = batch.failed.take() {
             return Err(error);
@@ -257,7 +262,7 @@ impl fmt::Debug for ScriptedForward {
     }
 }
 
-/// Logits in -4..4, a pure function of the history.
+/// Computes logits in -4..4, as a pure function of the history.
 pub fn hashed_logits(history: &[u32], logits: &mut [f32]) {
     let seed = history.iter().fold(0x243f_6a88_85a3_08d3, |state, &token| mix(state ^ u64::from(token)));
     for (id, logit) in logits.iter_mut().enumerate() {
@@ -266,18 +271,18 @@ pub fn hashed_logits(history: &[u32], logits: &mut [f32]) {
     }
 }
 
-/// Lowest id of the largest logit; [`NO_TOKEN`] if one is not finite.
+/// Returns the argmax, the lowest id of equals, or [`NO_TOKEN`] if a logit is not finite.
 fn largest(logits: &[f32]) -> u32 {
-    let mut best = 0;
+    let mut argmax = 0;
     for (id, logit) in logits.iter().enumerate() {
         if !logit.is_finite() {
             return NO_TOKEN;
         }
-        if *logit > logits[best] {
-            best = id;
+        if *logit > logits[argmax] {
+            argmax = id;
         }
     }
-    to_u32(best)
+    to_u32(argmax)
 }
 
 fn mix(mut bits: u64) -> u64 {
@@ -287,11 +292,11 @@ fn mix(mut bits: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// A model that outputs `script` after a prompt of `prompt_tokens` tokens, then repeats its last token.
+/// Returns a model that outputs `script` after a prompt of `prompt_tokens` tokens, and then repeats its last token.
 pub fn reciting(prompt_tokens: usize, script: Vec<u32>) -> Model {
     Box::new(move |history, logits| {
-        let said = history.len() - prompt_tokens;
-        let next = script.get(said).or(script.last()).copied().unwrap_or(0);
+        let generated = history.len() - prompt_tokens;
+        let next = script.get(generated).or(script.last()).copied().unwrap_or(0);
         logits.fill(0.0);
         logits[next as usize] = 50.0;
     })
@@ -301,7 +306,7 @@ fn invalid(what: &dyn fmt::Display) -> DeviceError {
     DeviceError::Invalid { what: what.to_string() }
 }
 
-/// A vocabulary of listed strings; a text is encoded greedily by the longest string.
+/// Vocabulary of listed pieces; it encodes a text with the longest matching pieces, from left to right.
 #[derive(Clone, Debug, Default)]
 pub struct Pieces {
     by_id: Vec<Vec<u8>>,
@@ -310,7 +315,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// A vocabulary of these strings, by id.
+    /// Creates a vocabulary from its pieces, ordered by id.
     pub fn new<P: AsRef<[u8]>>(pieces: impl IntoIterator<Item = P>) -> Self {
         Self { by_id: pieces.into_iter().map(|piece| piece.as_ref().to_vec()).collect(), ..Self::default() }
     }
@@ -322,14 +327,14 @@ impl Pieces {
         self
     }
 
-    /// Adds a token before each encoded prompt.
+    /// Sets the token that precedes each encoded prompt.
     #[must_use]
     pub fn with_bos(mut self, id: u32) -> Self {
         self.bos = Some(id);
         self
     }
 
-    /// For an engine.
+    /// Wraps the vocabulary in an [`Arc`], as an engine needs it.
     pub fn shared(self) -> Arc<dyn Vocabulary> {
         Arc::new(self)
     }

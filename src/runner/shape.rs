@@ -1,30 +1,30 @@
-//! The sizes that a runner is built for.
+//! Shape of a runner: the sizes for which its buffers are allocated.
 
 use crate::graph::Bucket;
 use crate::settings::with_methods;
 
-/// Sizes that fix a runner's buffers.
+/// Sizes of a runner, which determine the sizes of its buffers.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RunnerShape {
     /// Upper bounds of one batch.
     pub bucket: Bucket,
-    /// Most sequences a batch has.
+    /// Maximum number of sequences per batch.
     pub max_seqs: usize,
-    /// Most blocks a sequence has.
+    /// Maximum number of blocks per sequence.
     pub max_blocks_per_seq: usize,
-    /// Tokens a block.
+    /// Number of tokens per block.
     pub block_size: usize,
-    /// Blocks in the pool.
+    /// Number of blocks in the pool.
     pub pool_blocks: usize,
-    /// Width of a row of logits.
+    /// Width of a logit row: the size of the model's vocabulary.
     pub vocab_size: usize,
-    /// Most batches in flight, at least 1; each has buffers of its own.
+    /// Maximum number of in-flight batches, at least 1; each has buffers of its own.
     pub max_in_flight: usize,
 }
 
 impl RunnerShape {
-    /// A runner for batches up to `bucket`, with one batch in flight.
+    /// Creates the shape of a runner for batches up to `bucket`, with one in-flight batch.
     pub fn new(bucket: Bucket, block_size: usize, pool_blocks: usize, vocab_size: usize) -> Self {
         Self {
             bucket,

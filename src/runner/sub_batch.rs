@@ -1,11 +1,13 @@
-//! Which rows of a batch one launch computes: all of them, or only those of some sequences.
+//! Sub-batch: the rows of a batch that one launch computes, which are all rows or those of some sequences.
 
 use std::ops::Range;
 
 use super::ForwardInput;
 use crate::num::to_u32;
 
-/// Sequences of a batch that one launch computes, with the positions of their rows in the batch.
+/// Sequences of a batch that one launch computes.
+///
+/// Maps the local rows of the launch to the rows of the batch.
 ///
 /// ```text
 /// batch rows    0 1 2 | 3 | 4 5        sequences 0, 1, 2
@@ -14,7 +16,7 @@ use crate::num::to_u32;
 /// ```
 #[derive(Debug, Default)]
 pub(crate) struct SubBatch {
-    /// Index in the batch of each sequence, and how many of its first rows are left out.
+    /// Index of each sequence in the batch, and the number of its first rows that are skipped.
     pub sequences: Vec<(usize, u32)>,
     /// Batch row of each local row, ascending.
     pub rows: Vec<usize>,
@@ -31,8 +33,9 @@ impl SubBatch {
         }
     }
 
-    /// Selects the sequences for which `skipped_rows` returns the number of leading rows to omit. It is called once per
-    /// sequence, in order.
+    /// Selects the sequences for which `skipped_rows` returns `Some`: the number of their first rows to skip.
+    ///
+    /// `skipped_rows` is called once per sequence, in order.
     pub fn select(&mut self, batch: &ForwardInput, mut skipped_rows: impl FnMut(usize) -> Option<u32>) {
         self.sequences.clear();
         self.rows.clear();
@@ -56,12 +59,12 @@ impl SubBatch {
         self.rows.is_empty()
     }
 
-    /// The local row of a batch row, if it is selected.
+    /// Returns the local row of a batch row, or `None` if it is not selected.
     pub fn local_row(&self, batch_row: u32) -> Option<u32> {
         index_of(&self.rows, batch_row)
     }
 
-    /// The local logit row of a logit row of the batch, if it is selected.
+    /// Returns the local logit row of a logit row of the batch, or `None` if it is not selected.
     pub fn local_logit_row(&self, batch_logit_row: u32) -> Option<u32> {
         index_of(&self.logit_rows, batch_logit_row)
     }
@@ -71,7 +74,7 @@ fn index_of(ascending: &[usize], value: u32) -> Option<u32> {
     ascending.binary_search(&(value as usize)).ok().map(to_u32)
 }
 
-/// Ranges of indexes whose values are consecutive, each with its first value.
+/// Returns the ranges of indexes whose values are consecutive, each with its first value.
 pub(crate) fn consecutive_runs(values: &[usize]) -> impl Iterator<Item = (Range<usize>, usize)> {
     let mut start = 0;
     std::iter::from_fn(move || {
@@ -105,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_cut_where_values_jump() {
+    fn runs_end_where_values_jump() {
         let runs: Vec<_> = consecutive_runs(&[1, 2, 4, 5, 6, 9]).collect();
         assert_eq!(runs, [(0..2, 1), (2..5, 4), (5..6, 9)]);
         assert_eq!(consecutive_runs(&[]).count(), 0);

@@ -1,7 +1,8 @@
 //! Sampling parameters of a request, and the rules that they must satisfy.
 //!
-//! Names and defaults are vLLM's. A field has an effect or is refused: values are never clamped, rounded or silently
-//! ignored. [`SamplingParams::validate`] names the field, its value and the accepted values; it never panics.
+//! Names and defaults are those of vLLM. Each field either has its full effect or causes an error: no value is silently
+//! clamped, rounded or ignored. [`SamplingParams::validate`] returns an error with the field, its value and the
+//! expected value; it never panics.
 
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -9,25 +10,25 @@ use std::fmt::{self, Display};
 
 use crate::settings::{deserialize_settings, with_methods};
 
-/// Below this a temperature means greedy, as in vLLM.
+/// Temperatures below this value mean greedy, as in vLLM.
 pub const GREEDY_EPSILON: f32 = 1e-5;
 
-/// Maximum number of choices of a request: vLLM's default limit.
+/// Largest number of choices of a request: vLLM's default limit.
 pub const MAX_N: u32 = 16_384;
 
-/// Sampling and stop conditions of one request.
+/// Sampling parameters and stop conditions of a request.
 ///
-/// A step applies this order to each row, on each path: non-finite check → `allowed_token_ids` → bad words →
-/// `min_tokens` → `logit_bias` → repetition, frequency, presence penalty → greedy, or temperature → `min_p` → `top_k` →
-/// `top_p` → sampling → log-probabilities. The temperature comes *before* the filters (vLLM's order; llama.cpp applies
-/// it last by default), each filter works on the result of the one before, and `top_p` on the renormalized
-/// distribution.
+/// The sampler applies them in this order, for every row and in every code path: non-finite check → `allowed_token_ids`
+/// → bad words → `min_tokens` → `logit_bias` → repetition, frequency, presence penalty → greedy, or temperature →
+/// `min_p` → `top_k` → `top_p` → sampling → log-probabilities. The temperature comes *before* the filters (vLLM's
+/// order; llama.cpp applies it last by default). Each filter works on the tokens that the previous one kept, and
+/// `top_p` works on their distribution, renormalized to a sum of 1.
 ///
-/// Equal logits are ordered by id: greedy takes the lowest id, and `top_k` keeps exactly `top_k` tokens, lowest ids
+/// Equal logits are ordered by id: greedy selects the lowest id, and `top_k` keeps exactly `top_k` tokens, lowest ids
 /// first.
 ///
-/// JSON uses the names of the fields; absent fields keep their defaults, and unknown keys are refused, also if the
-/// struct is flattened into a host's own (`#[serde(flatten)]`, once per struct):
+/// In JSON, the fields have the same names. Absent fields keep their defaults, and unknown keys are an error, even if
+/// the struct is flattened into a struct of the application (`#[serde(flatten)]`, at most once per struct):
 ///
 /// ```
 /// # use ascend_llm::SamplingParams;
@@ -45,88 +46,87 @@ pub const MAX_N: u32 = 16_384;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SamplingParams {
-    /// Temperature, `0..=2`. Below [`GREEDY_EPSILON`], sampling is greedy and `top_k`, `top_p`, `min_p` and `seed` have
-    /// no effect.
+    /// Temperature, `0..=2`; below [`GREEDY_EPSILON`] the argmax is selected, and `top_k`, `top_p`, `min_p` and `seed`
+    /// have no effect.
     pub temperature: f32,
     /// Keeps the `top_k` most likely tokens; 0 and −1 mean off.
     pub top_k: i32,
-    /// Keeps the smallest set of most likely tokens whose probabilities add up to at least `top_p`; above 0, 1 means
-    /// off.
+    /// Keeps the most likely tokens until their probabilities sum to `top_p`; above 0 and up to 1, 1 means off.
     pub top_p: f32,
-    /// Keeps tokens at least `min_p` times as likely as the most likely one; `0..=1`, 0 means off.
+    /// Keeps the tokens that are at least `min_p` times as likely as the most likely one; `0..=1`, 0 means off.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens in prompt or output, once per id; above 0, 1 means
-    /// off.
+    /// Divides positive and multiplies negative logits of tokens in the prompt or the output, once per id; above 0, 1
+    /// means off.
     pub repetition_penalty: f32,
-    /// Subtracted from the logit of each token in the output; `-2..=2`.
+    /// Subtracted from the logit of each token that occurs in the output; `-2..=2`.
     pub presence_penalty: f32,
-    /// Subtracted from the logit of a token for each occurrence in the output; `-2..=2`.
+    /// Subtracted from the logit of a token once per occurrence in the output; `-2..=2`.
     pub frequency_penalty: f32,
-    /// Seed that makes sampling repeatable; `None` = derived by the engine.
+    /// Seed that makes sampling reproducible; if it is `None`, the engine chooses one.
     pub seed: Option<u64>,
-    /// Number of choices; must be 1 if sampling is greedy, since greedy choices are equal.
+    /// Number of choices; must be 1 if the request is greedy, because greedy choices are all equal.
     pub n: u32,
-    /// Maximum number of output tokens; `None` means up to the model's length.
+    /// Largest number of output tokens; `None` means up to the model's length limit.
     pub max_tokens: Option<u32>,
-    /// Minimum number of output tokens: until then end-of-sequence ids and `stop_token_ids` are excluded.
+    /// Smallest number of output tokens: until it is reached, end-of-sequence ids and `stop_token_ids` are masked.
     pub min_tokens: u32,
-    /// Strings that end the output.
+    /// Stop strings: texts that end the output.
     pub stop: Vec<String>,
-    /// Whether the matched stop string stays in the output.
+    /// Whether the stop string is part of the output.
     pub include_stop_str_in_output: bool,
-    /// Ids that end the output, in addition to the model's own.
+    /// Token ids that end the output, in addition to the model's end-of-sequence ids.
     pub stop_token_ids: Vec<u32>,
-    /// Whether to ignore the model's end-of-sequence ids.
+    /// Whether the model's end-of-sequence ids do not end the output.
     pub ignore_eos: bool,
-    /// Number of most likely tokens to report for each output token, in addition to the token itself; `None` reports no
-    /// log-probabilities.
+    /// Requests log-probabilities for each output token: of the token itself, and of this number of most likely tokens.
     pub logprobs: Option<u32>,
-    /// The same for the tokens of the prompt.
+    /// Requests the same log-probabilities for each token of the prompt.
     pub prompt_logprobs: Option<u32>,
-    /// Of which distribution `logprobs` speaks.
+    /// Distribution from which `logprobs` are computed.
     pub logprobs_mode: LogprobsMode,
-    /// Added to the logits of ids, each `-100..=100`, an id at most once. JSON: a list of pairs or an object.
+    /// Numbers added to the logits of ids, each in `-100..=100`, at most one per id. JSON: a list of pairs or an
+    /// object.
     pub logit_bias: Vec<(u32, f32)>,
-    /// The only ids that may be sampled.
+    /// The only ids that can be sampled; all other ids are masked.
     pub allowed_token_ids: Option<Vec<u32>>,
-    /// Texts that must not be generated: the last token of a text is masked if the tokens before it have just been
-    /// generated.
+    /// Texts that must not be generated: the last token of such a text is masked when the output ends with the tokens
+    /// before it.
     pub bad_words: Vec<String>,
-    /// Whether special tokens stay out of the text.
+    /// Whether special tokens are left out of the output text.
     pub skip_special_tokens: bool,
 }
 
-/// Of which distribution log-probabilities speak.
+/// Distribution from which log-probabilities are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum LogprobsMode {
-    /// The model's own: log-softmax of the untouched logits.
+    /// The model's distribution: log-softmax of the unmodified logits.
     #[default]
     #[serde(alias = "raw_logprobs")]
     Raw,
-    /// The final distribution: after masks, bias, penalties, temperature and filters; if greedy, after masks, bias and
-    /// penalties only.
+    /// The sampled distribution: after masks, bias, penalties, temperature and filters. For a greedy request, after
+    /// masks, bias and penalties only.
     #[serde(alias = "processed_logprobs")]
     Processed,
 }
 
-/// Limits of the engine; [`SamplingParams::validate`] checks against them.
+/// Limits of the engine against which [`SamplingParams::validate`] checks a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ParamLimits {
-    /// Number of token ids of the model.
+    /// Number of ids in the model's vocabulary.
     pub vocab_size: u32,
-    /// Longest sequence, prompt and output.
+    /// Largest length of a sequence in tokens, prompt and output together.
     pub max_model_len: u32,
-    /// Maximum number of log-probabilities per token.
+    /// Largest number of log-probabilities per token.
     pub max_logprobs: u32,
-    /// Whether text can be turned into tokens and back.
+    /// Whether the engine has a tokenizer, which converts text to tokens and back.
     pub has_vocabulary: bool,
 }
 
 impl ParamLimits {
-    /// Limits of an engine without a vocabulary and without log-probabilities.
+    /// Creates the limits of an engine without a tokenizer and without log-probabilities.
     pub const fn new(vocab_size: u32, max_model_len: u32) -> Self {
         Self { vocab_size, max_model_len, max_logprobs: 0, has_vocabulary: false }
     }
@@ -141,21 +141,21 @@ impl ParamLimits {
     }
 }
 
-/// A parameter that breaks a rule.
+/// Parameter that violates a rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: got {value}, expected {expected}")]
 #[non_exhaustive]
 pub struct ParamError {
-    /// The field, as spelled in [`SamplingParams`].
+    /// Name of the field, as in [`SamplingParams`].
     pub field: &'static str,
-    /// Its value.
+    /// Value of the field.
     pub value: String,
-    /// The accepted values.
+    /// Description of the valid values.
     pub expected: String,
 }
 
 impl ParamError {
-    /// An error for `field`, whose `value` is not among the `expected` ones.
+    /// Creates an error for the value of `field`; `expected` describes the valid values.
     pub fn new(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
         Self { field, value: value.to_string(), expected: expected.into() }
     }
@@ -224,39 +224,42 @@ impl SamplingParams {
         }
     }
 
-    /// Greedy sampling; all other fields have their defaults.
+    /// Creates parameters that select the argmax at each step; all other fields have their defaults.
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
     }
 
-    /// Whether the argmax is used instead of sampling.
+    /// Returns whether the request is greedy: the argmax is selected, no token is sampled.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_EPSILON
     }
 
-    /// Checks every rule; the first broken one is returned.
+    /// Checks every rule against the limits of an engine.
+    ///
+    /// # Errors
+    /// A [`ParamError`] for the first rule that a field violates.
     pub fn validate(&self, limits: &ParamLimits) -> Result<(), ParamError> {
         self.check_numbers()?;
         self.check_lengths(limits)?;
         self.check_ids(limits)?;
         self.check_texts(limits)?;
         let most = limits.max_logprobs.min(limits.vocab_size);
-        for (field, asked) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
-            if let Some(asked) = asked {
-                require(asked <= most, field, asked, || format!("at most {most}"))?;
+        for (field, requested) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
+            if let Some(requested) = requested {
+                require(requested <= most, field, requested, || format!("at most {most}"))?;
             }
         }
         Ok(())
     }
 
-    /// Checks the rules that do not depend on the engine; cheap enough for each step.
+    /// Checks the rules that do not depend on the engine; cheap enough for every step.
     pub(super) fn check_numbers(&self) -> Result<(), ParamError> {
         for &(id, bias) in &self.logit_bias {
             require((-100.0..=100.0).contains(&bias), "logit_bias", format_args!("{bias} for id {id}"), || {
                 "finite numbers in -100..=100".into()
             })?;
         }
-        // A NaN is in no range, so each of these refuses it.
+        // A range contains no NaN, so each of these checks rejects NaN.
         for (field, value, low, high) in [
             ("temperature", self.temperature, 0.0, 2.0),
             ("min_p", self.min_p, 0.0, 1.0),
@@ -266,7 +269,7 @@ impl SamplingParams {
             require((low..=high).contains(&value), field, value, || format!("a finite number in {low}..={high}"))?;
         }
         require(self.top_p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, || {
-            "a number above 0 and up to 1 (1 means off; for the best token alone set temperature to 0)".into()
+            "a number above 0 and up to 1 (1 means off; to select the argmax, set temperature to 0)".into()
         })?;
         require(self.top_k >= -1, "top_k", self.top_k, || "-1 or 0 (off), or the number of tokens to keep".into())?;
         let repetition = self.repetition_penalty;
@@ -278,18 +281,18 @@ impl SamplingParams {
     fn check_lengths(&self, limits: &ParamLimits) -> Result<(), ParamError> {
         require((1..=MAX_N).contains(&self.n), "n", self.n, || format!("1..={MAX_N}"))?;
         require(self.n == 1 || !self.is_greedy(), "n", self.n, || {
-            "1 when the temperature is 0 (greedy answers are all equal)".into()
+            "1 when the temperature is 0 (greedy choices are all equal)".into()
         })?;
         if let Some(max) = self.max_tokens {
             require(max >= 1, "max_tokens", max, || {
-                "at least 1 (leave it out for as many as the model has room)".into()
+                "at least 1 (leave it out to generate up to the model's length limit)".into()
             })?;
             require(self.min_tokens <= max, "min_tokens", self.min_tokens, || format!("at most max_tokens, {max}"))?;
         }
         // A prompt has at least one token.
         let capacity = limits.max_model_len.saturating_sub(1);
         require(self.min_tokens <= capacity, "min_tokens", self.min_tokens, || {
-            format!("at most {capacity}, the room the model has for output")
+            format!("at most {capacity}, the largest number of output tokens under max_model_len")
         })
     }
 
@@ -323,7 +326,7 @@ impl SamplingParams {
         for (field, texts) in [("stop", &self.stop), ("bad_words", &self.bad_words)] {
             let Some(first) = texts.first() else { continue };
             require(limits.has_vocabulary, field, format_args!("{first:?}"), || {
-                "no texts: the engine has no tokenizer (use token ids, or give it one)".into()
+                "no texts: the engine has no tokenizer (use token ids, or configure a tokenizer)".into()
             })?;
             require(texts.iter().all(|text| !text.is_empty()), field, "\"\"", || "texts that are not empty".into())?;
         }
@@ -340,7 +343,7 @@ fn require(
     if holds { Ok(()) } else { Err(ParamError::new(field, value, expected())) }
 }
 
-/// Reads `[[id, bias], …]` or, as the `OpenAI` API writes it, `{"id": bias, …}`.
+/// Deserializes `[[id, bias], …]` or, as in the `OpenAI` API, `{"id": bias, …}`.
 struct PairsOrMap(Vec<(u32, f32)>);
 
 impl<'de> Deserialize<'de> for PairsOrMap {
@@ -349,7 +352,7 @@ impl<'de> Deserialize<'de> for PairsOrMap {
     }
 }
 
-/// A key of the object: JSON writes ids as texts.
+/// Key of the object: a token id, which JSON writes as a string.
 struct IdKey(u32);
 
 impl<'de> Deserialize<'de> for IdKey {

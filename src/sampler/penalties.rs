@@ -1,19 +1,20 @@
-//! Edits of a row of logits by ids and history: allowed ids, bad words, `min_tokens`, bias, penalties.
+//! Edits of a row of logits that depend on ids and history: allowed ids, bad words, `min_tokens`, bias, penalties.
 //!
-//! The edits run in this order, before the temperature. Masked entries become `-inf` and stay so through later edits;
-//! all other entries stay finite, however large a penalty is. Ids of the history beyond the vocabulary are skipped.
-//! Counting uses tables of the vocabulary's size that each call leaves zeroed, so rows do not affect each other.
+//! The edits are applied in this order, before the temperature. Masked entries become `-inf` and keep this value in
+//! every later edit. All other entries stay finite, however large a penalty is. Ids of the history that are outside the
+//! vocabulary are ignored. The counting tables have the vocabulary's size, and each call leaves them zeroed, so the
+//! history of one row never affects another row.
 
 use super::{SampleRow, SamplingParams};
 
 const MASKED: f32 = f32::NEG_INFINITY;
 
-/// Tables for counting a history without sorting or allocating.
+/// Tables that count a history without sorting or allocating.
 #[derive(Debug)]
 pub(super) struct Penalties {
-    /// Number of occurrences of an id in the output; all zero between calls.
+    /// Number of occurrences of each id in the output; all zero between calls.
     counts: Vec<u32>,
-    /// Whether an id occurs in prompt or output; all false between calls.
+    /// Whether an id occurs in the prompt or the output; all false between calls.
     seen: Vec<bool>,
 }
 
@@ -22,7 +23,7 @@ impl Penalties {
         Self { counts: vec![0; vocab_size], seen: vec![false; vocab_size] }
     }
 
-    /// Whether [`apply`](Self::apply) would change anything.
+    /// Returns whether [`apply`](Self::apply) would change the row.
     pub(super) fn is_needed(row: &SampleRow<'_>) -> bool {
         let p = row.params;
         p.allowed_token_ids.is_some()
@@ -34,7 +35,7 @@ impl Penalties {
             || p.frequency_penalty != 0.0
     }
 
-    /// Whether no row of such a request is edited, whatever the output.
+    /// Returns whether no row of such a request is ever edited, for any output.
     pub(super) fn never_needed(p: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {
         let holds_back = p.min_tokens > 0 && !(eos_ids.is_empty() && p.stop_token_ids.is_empty());
         p.allowed_token_ids.is_none()
@@ -115,15 +116,15 @@ impl Penalties {
         }
     }
 
-    /// Every table is zeroed between calls.
+    /// Checks that every table is zeroed.
     #[cfg(test)]
     fn check(&self) -> Result<(), String> {
         let clean = self.counts.iter().all(|&n| n == 0) && self.seen.iter().all(|&seen| !seen);
-        if clean { Ok(()) } else { Err("a row's history was left in the tables".into()) }
+        if clean { Ok(()) } else { Err("the tables still contain a row's history".into()) }
     }
 }
 
-/// Ids that are excluded before `min_tokens`: those that end the sequence.
+/// Returns the ids that are masked until the output has `min_tokens` tokens: end-of-sequence ids and `stop_token_ids`.
 fn held_back<'a>(row: &SampleRow<'a>) -> impl Iterator<Item = u32> + 'a {
     let early = row.output.len() < row.params.min_tokens as usize;
     let ids: [&[u32]; 2] = if early { [row.eos_ids, &row.params.stop_token_ids] } else { [&[], &[]] };
@@ -136,7 +137,7 @@ fn mask(to: &mut [f32], id: u32) {
     }
 }
 
-/// Changes an entry that is not masked, and keeps it finite.
+/// Changes an entry that is not masked and clamps it to finite values.
 fn edit(to: &mut [f32], id: u32, change: impl FnOnce(f32) -> f32) {
     if let Some(logit) = to.get_mut(id as usize)
         && *logit != MASKED
@@ -169,7 +170,7 @@ mod tests {
         let words = [vec![3], vec![1, 2], vec![1, 2, 4], vec![], vec![9]];
         let cases: [(&[u32], &[usize]); 4] = [(&[], &[3]), (&[1], &[2, 3]), (&[0, 1, 2], &[3, 4]), (&[2, 1, 0], &[3])];
         for (output, masked) in cases {
-            // The prompt ends with the start of the word, but only generated tokens count.
+            // The prompt ends with the first tokens of a bad word: only tokens of the output count.
             let row = SampleRow { bad_words: &words, ..row(&params, &[0, 1], output) };
             assert!(Penalties::is_needed(&row));
             let to = edited(&row, &[1.0; 5]);
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_wanted_by_default() {
+    fn a_default_request_needs_no_edit() {
         let params = SamplingParams { min_tokens: 2, ..SamplingParams::default() };
         let eos = SampleRow { eos_ids: &[1], ..row(&params, &[], &[0]) };
         assert!(Penalties::is_needed(&eos));
@@ -210,7 +211,7 @@ mod tests {
     }
 
     proptest! {
-        /// Reference: counts by searching the history for each id.
+        /// Reference implementation: counts by searching the history for each id.
         #[test]
         fn penalties_equal_counting_by_hand(
             raw in prop::collection::vec(-8.0f32..8.0, 12),

@@ -1,7 +1,8 @@
-//! Conversations: messages, the options of a chat template, and the trait that renders both to text.
+//! Chat conversations: messages, options of a chat template, and the trait that renders them to text.
 //!
-//! A message is a JSON object, and the template sees all its fields. JSON enters through serde (`impl Serialize`, or
-//! text with [`ChatMessage::from_json`]) and leaves through the types' own `Serialize`.
+//! A message is a JSON object, and the template receives all its fields. Values are converted from and to JSON with
+//! serde: from any `impl Serialize` or from JSON text ([`ChatMessage::from_json`]), and to JSON with the types' own
+//! `Serialize`.
 
 #![forbid(unsafe_code)]
 
@@ -11,34 +12,35 @@ use serde_json::{Map, Value};
 
 use super::TextError;
 
-/// A message: a role, a content, and any other field that the template uses (`tool_calls`, `name`,
-/// `reasoning_content`).
+/// Message of a chat.
+///
+/// It has a role, a content, and any other field that the template uses (`tool_calls`, `name`, `reasoning_content`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatMessage(Map<String, Value>);
 
 impl ChatMessage {
-    /// A message of plain text.
+    /// Creates a message with a text as content.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         let pairs = [("role", role.into()), ("content", content.into())];
         Self(pairs.map(|(key, value)| (key.to_owned(), Value::String(value))).into_iter().collect())
     }
 
-    /// A message with the role `system`.
+    /// Creates a message with the role `system`.
     pub fn system(content: impl Into<String>) -> Self {
         Self::new("system", content)
     }
 
-    /// A message with the role `user`.
+    /// Creates a message with the role `user`.
     pub fn user(content: impl Into<String>) -> Self {
         Self::new("user", content)
     }
 
-    /// A message with the role `assistant`.
+    /// Creates a message with the role `assistant`.
     pub fn assistant(content: impl Into<String>) -> Self {
         Self::new("assistant", content)
     }
 
-    /// A message with the role `tool`: the result of a tool call.
+    /// Creates a message with the role `tool`: the result of a tool call.
     pub fn tool(content: impl Into<String>) -> Self {
         Self::new("tool", content)
     }
@@ -68,22 +70,21 @@ impl ChatMessage {
         }
     }
 
-    /// Sets a further field, such as `tool_calls`.
+    /// Sets a further field, e.g. `tool_calls`.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the value has no JSON form (a map whose keys are not strings, a number that is not
-    /// finite).
+    /// [`TextError::Json`] if the value cannot be represented in JSON (a map whose keys are not strings).
     pub fn with(mut self, field: impl Into<String>, value: impl Serialize) -> Result<Self, TextError> {
         self.0.insert(field.into(), to_json("message", value)?);
         Ok(self)
     }
 
-    /// The role: `system`, `user`, `assistant`, `tool` or one of the model's own.
+    /// Returns the role: `system`, `user`, `assistant`, `tool` or a role of the model.
     pub fn role(&self) -> &str {
         self.0.get("role").and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// The content, if it is plain text.
+    /// Returns the content if it is a text.
     pub fn content(&self) -> Option<&str> {
         self.0.get("content").and_then(Value::as_str)
     }
@@ -110,7 +111,7 @@ impl<'de> Deserialize<'de> for ChatMessage {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ChatOptions {
-    /// Whether the text ends at the start of the assistant's answer (true by default).
+    /// Whether the text ends with the start of an assistant message, which the model continues (true by default).
     pub add_generation_prompt: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     tools: Option<Value>,
@@ -118,7 +119,7 @@ pub struct ChatOptions {
     documents: Option<Value>,
     #[serde(skip_serializing_if = "Map::is_empty")]
     variables: Map<String, Value>,
-    /// Time for `strftime_now`, in seconds since 1970 (UTC); `None` = the system's clock.
+    /// Time for `strftime_now`, in seconds since 1970 (UTC); `None` means the system clock.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub now_unix_s: Option<i64>,
 }
@@ -130,20 +131,22 @@ impl Default for ChatOptions {
 }
 
 impl ChatOptions {
-    /// Variables with a place of their own among the options.
+    /// Names of variables that are set through other fields or methods.
     const RESERVED: [&'static str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-    /// Sets whether the text ends at the start of the assistant's answer.
+    /// Sets whether the text ends with the start of an assistant message.
     #[must_use]
     pub fn with_generation_prompt(mut self, add: bool) -> Self {
         self.add_generation_prompt = add;
         self
     }
 
-    /// Sets the tools that the model may call: a list of JSON schemas in the form that the model was trained on.
+    /// Sets the tools that the model may call.
+    ///
+    /// The value is a list of JSON schemas in the form with which the model was trained.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the value has no JSON form.
+    /// [`TextError::Json`] if the value cannot be represented in JSON.
     pub fn with_tools(mut self, tools: impl Serialize) -> Result<Self, TextError> {
         self.tools = Some(to_json("tools", tools)?);
         Ok(self)
@@ -152,20 +155,21 @@ impl ChatOptions {
     /// Sets the documents of a template for retrieval-augmented generation.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the value has no JSON form.
+    /// [`TextError::Json`] if the value cannot be represented in JSON.
     pub fn with_documents(mut self, documents: impl Serialize) -> Result<Self, TextError> {
         self.documents = Some(to_json("documents", documents)?);
         Ok(self)
     }
 
-    /// Sets a further variable of the template, such as `enable_thinking`.
+    /// Sets a further variable of the template, e.g. `enable_thinking`.
     ///
     /// # Errors
-    /// [`TextError::Json`] if the value has no JSON form; [`TextError::Unsupported`] for a variable that is set otherwise.
+    /// [`TextError::Json`] if the value cannot be represented in JSON; [`TextError::Unsupported`] for a variable that
+    /// has its own field or method.
     pub fn with_variable(mut self, name: impl Into<String>, value: impl Serialize) -> Result<Self, TextError> {
         let name = name.into();
         if Self::RESERVED.contains(&name.as_str()) {
-            let expected = "a variable that has no setting of its own".to_owned();
+            let expected = "a variable that has no field or method of its own".to_owned();
             return Err(TextError::Unsupported { field: "variable", got: format!("{name:?}"), expected });
         }
         self.variables.insert(name, to_json("variable", value)?);
@@ -195,23 +199,23 @@ impl ChatOptions {
     }
 }
 
-/// A conversation with the options of its template.
+/// Conversation with the options of its template.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ChatPrompt {
-    /// The messages, oldest first.
+    /// Messages, oldest first.
     pub messages: Vec<ChatMessage>,
-    /// The template's options.
+    /// Options of the template.
     pub options: ChatOptions,
 }
 
 impl ChatPrompt {
-    /// A conversation with default options: the text ends at the start of the assistant's answer.
+    /// Creates a conversation with default options: the model generates an assistant message.
     pub fn new(messages: impl Into<Vec<ChatMessage>>) -> Self {
         Self { messages: messages.into(), options: ChatOptions::default() }
     }
 
-    /// Sets the template's options.
+    /// Sets the options of the template.
     #[must_use]
     pub fn with_options(mut self, options: ChatOptions) -> Self {
         self.options = options;
@@ -243,13 +247,16 @@ impl<const N: usize> From<[ChatMessage; N]> for ChatPrompt {
     }
 }
 
-/// Renders a conversation as the text that a model was trained on. The feature `text` implements it for Jinja
-/// templates.
+/// Renders a conversation to the text format of the model's training.
+///
+/// The feature `text` provides an implementation for Jinja templates.
 pub trait ChatRenderer: Send + Sync + std::fmt::Debug {
-    /// Renders the conversation. The text ends at the start of the assistant's answer if the options ask for that.
+    /// Renders the conversation to text.
+    ///
+    /// If the options request it, the text ends with the start of an assistant message.
     ///
     /// # Errors
-    /// The reason why the conversation cannot be rendered, for the caller of the engine.
+    /// A description of the reason why the conversation cannot be rendered; the engine passes it on to its caller.
     fn render(&self, chat: &ChatPrompt) -> Result<String, String>;
 }
 

@@ -1,33 +1,36 @@
-//! Streaming detokenizer: bytes of tokens in, whole characters out.
+//! Streaming detokenizer: converts the bytes of tokens to complete characters.
 //!
-//! The detokenizer keeps only the bytes of an incomplete character. A character is sent in the delta in which its last
-//! byte arrives, a U+FFFD that the model wrote is sent at once, and sent text never changes. Bytes that cannot become a
-//! character turn into U+FFFD exactly as with [`String::from_utf8_lossy`], so the joined deltas (with the final flush)
-//! equal the lossy decoding of all bytes, however they were split.
+//! Its only state is the bytes of an incomplete character. A character is part of the delta in which its last byte
+//! arrives. A U+FFFD that the model itself generated is emitted at once. Emitted text is never changed, cleaned up or
+//! retracted. Bytes that cannot become a character are replaced by U+FFFD exactly as in [`String::from_utf8_lossy`]. So
+//! the joined deltas (with the final flush) equal the lossy decoding of all bytes, however the bytes were split into
+//! tokens.
 
 use super::Vocabulary;
 
-/// Initial capacity for the bytes of one token; longer tokens (runs of spaces or dashes) grow the buffer once.
-const TOKEN_ROOM_BYTES: usize = 256;
+/// Initial capacity of the buffer; a longer token (a run of spaces or dashes) makes the buffer grow once.
+const TOKEN_CAPACITY_BYTES: usize = 256;
 
 /// Converts a stream of token ids to a stream of text.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
-    /// Between calls: an incomplete character, at most three bytes.
+    /// Bytes of an incomplete character; at most three between calls.
     carry: Vec<u8>,
     skip_special: bool,
-    /// The next token is the first of the text.
+    /// Whether the next token is the first of the text.
     first: bool,
 }
 
 impl Detokenizer {
-    /// A detokenizer for the beginning of a text: a vocabulary that adds a space before the first word omits it here.
-    /// `skip_special` omits control tokens.
+    /// Creates a detokenizer for the start of a text.
+    ///
+    /// A vocabulary that adds a space before the first word strips it from the first token. With `skip_special`,
+    /// control tokens are left out of the text.
     pub fn new(skip_special: bool) -> Self {
-        Self { carry: Vec::with_capacity(TOKEN_ROOM_BYTES), skip_special, first: true }
+        Self { carry: Vec::with_capacity(TOKEN_CAPACITY_BYTES), skip_special, first: true }
     }
 
-    /// A detokenizer for tokens that continue a text (a prompt): a leading space is kept.
+    /// Creates a detokenizer for tokens that continue a text (a prompt): no leading space is stripped.
     pub fn continuing(skip_special: bool) -> Self {
         Self { first: false, ..Self::new(skip_special) }
     }
@@ -57,19 +60,19 @@ impl Detokenizer {
         }
     }
 
-    /// Bytes of an incomplete character (0 to 3).
+    /// Returns the number of bytes of the incomplete character (0 to 3).
     pub fn held_bytes(&self) -> usize {
         self.carry.len()
     }
 
-    /// Moves every complete character out of the carry.
+    /// Moves every complete character from `carry` to `out`.
     fn drain(&mut self, out: &mut String) {
         let mut done = 0;
         for chunk in self.carry.utf8_chunks() {
             out.push_str(chunk.valid());
             done += chunk.valid().len();
             let broken = chunk.invalid();
-            // Broken bytes at the very end may be the beginning of a character; elsewhere they are just broken.
+            // Invalid bytes at the very end may be the start of a character; elsewhere they are invalid.
             let at_end = done + broken.len() == self.carry.len();
             if broken.is_empty() || (at_end && is_prefix_of_char(broken)) {
                 continue;
@@ -81,7 +84,7 @@ impl Detokenizer {
     }
 }
 
-/// Whether the bytes, known not to be a character, can be completed to one.
+/// Returns whether more bytes can complete these bytes, which are not a character, to a character.
 fn is_prefix_of_char(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }

@@ -1,67 +1,67 @@
 //! Errors of tokenizer files, prompts and chat templates.
 
-/// Why a tokenizer could not be built, or a text not be encoded or rendered.
+/// Reason why a tokenizer could not be built, or a text could not be encoded or rendered.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
-    /// A file of the model folder is not valid.
+    /// A file of the model folder is invalid.
     #[error("{file}: {reason}")]
     File {
         /// Name of the file.
         file: &'static str,
-        /// The reason.
+        /// Description of the error.
         reason: String,
     },
     /// The GGUF metadata lacks a key that the tokenizer needs.
     #[error("{key}: absent from the gguf metadata, expected {expected}")]
     MissingKey {
-        /// The key.
+        /// The missing key.
         key: &'static str,
-        /// The expected content.
+        /// Description of the expected value.
         expected: &'static str,
     },
-    /// A value that this crate does not implement, or that cannot be right.
+    /// A value is invalid, or this crate does not support it.
     #[error("{field}: got {got}, expected {expected}")]
     Unsupported {
         /// Field of the file or key of the metadata.
         field: &'static str,
-        /// The value found.
+        /// The value.
         got: String,
-        /// The accepted values.
+        /// Description of the supported values.
         expected: String,
     },
-    /// A value is not JSON, or has no JSON form.
+    /// A value is not valid JSON, or cannot be represented in JSON.
     #[error("{field}: {reason}")]
     Json {
-        /// The message, option or variable.
+        /// Name of the message, option or variable.
         field: &'static str,
-        /// The reason in the words of the JSON library.
+        /// Error message of the JSON library.
         reason: String,
     },
     /// The text could not be tokenized.
     #[error("text cannot be tokenized: {reason}")]
     Encode {
-        /// Why.
+        /// Error message of the tokenizer.
         reason: String,
     },
-    /// The chat template is not valid, or failed on this conversation.
+    /// The chat template is invalid, or rendering failed.
     #[error("chat template, line {line}: {reason}")]
     Template {
-        /// Line of the template, from 1; 0 where unknown.
+        /// Line of the template, counted from 1; 0 if unknown.
         line: usize,
-        /// The reason.
+        /// Error message of the template engine.
         reason: String,
     },
-    /// The chat template itself refused the conversation (`raise_exception`).
-    #[error("chat template refused the conversation: {reason}")]
+    /// The chat template rejected the conversation with `raise_exception`.
+    #[error("the chat template rejected the conversation: {reason}")]
     Refused {
-        /// The template's own words.
+        /// Message that the template passed to `raise_exception`.
         reason: String,
     },
-    /// Rendering exceeded the steps or memory allowed for a conversation of this size.
-    #[error("chat template exceeded its budget of {budget} steps (one step is an instruction or 64 bytes of text)")]
+    /// Rendering exceeded its budget of steps and memory, which grows with the conversation.
+    #[error("the chat template exceeded its budget of {budget} steps (one step is an instruction or 64 bytes of text)")]
     Budget {
-        /// The budget that was exceeded.
+        /// Number of steps of the budget.
         budget: u64,
     },
 }

@@ -1,20 +1,20 @@
-//! Typed look-ups in the metadata of a GGUF file, as the tokenizer needs them.
+//! Typed lookups in GGUF metadata, as the tokenizer needs them.
 //!
-//! The trait keeps the tokenizer independent of `weights`: `weights::gguf::Metadata` implements it, and tests provide a
-//! plain map. A getter returns `None` for a key of another type, as for an absent one.
+//! Because of this trait, the tokenizer does not depend on `weights`: `weights::gguf::Metadata` implements it, and
+//! tests use a plain map. A lookup returns `None` if the key is absent or its value has another type.
 
-/// Metadata of a GGUF file as the tokenizer reads it.
+/// Metadata of a GGUF file, as the tokenizer reads it.
 pub trait TokenizerMetadata {
-    /// The string under `key`.
+    /// Returns the string at `key`.
     fn str(&self, key: &str) -> Option<&str>;
-    /// The unsigned number under `key`.
+    /// Returns the unsigned number at `key`.
     fn u32(&self, key: &str) -> Option<u32>;
-    /// The truth value under `key`.
+    /// Returns the boolean at `key`.
     fn bool(&self, key: &str) -> Option<bool>;
-    /// The array of strings under `key`.
+    /// Returns the array of strings at `key`.
     fn strings(&self, key: &str) -> Option<Vec<String>>;
-    /// The array of signed numbers under `key`.
+    /// Returns the array of signed numbers at `key`.
     fn i32s(&self, key: &str) -> Option<Vec<i32>>;
-    /// The array of floats under `key`.
+    /// Returns the array of floats at `key`.
     fn f32s(&self, key: &str) -> Option<Vec<f32>>;
 }

@@ -1,7 +1,7 @@
-//! Text on either side of the engine: vocabulary, tokenizer, streaming detokenizer, chat templates.
+//! Text input and output of the engine: vocabulary, tokenizer, streaming detokenizer, chat templates.
 //!
-//! The engine itself sees only [`Vocabulary`] and bytes; the feature `text` provides one from `tokenizer.json` or from
-//! GGUF metadata.
+//! The engine itself uses only [`Vocabulary`] and bytes. The feature `text` provides an implementation from
+//! `tokenizer.json` or from GGUF metadata.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
-//! Pre-tokenizers of GGUF files, by name (`tokenizer.ggml.pre`): how text is split before byte-pair merging.
+//! Pre-tokenizers of GGUF files: split text into words before byte-pair merging.
 //!
-//! Each name stands for the split patterns of the original `tokenizer.json`. The patterns run one after the other; each
-//! isolates its matches within the parts that the one before left unmatched. An unlisted name is refused, since a wrong
-//! split gives wrong ids without any other symptom.
+//! Each name (`tokenizer.ggml.pre`) selects the split patterns of the `tokenizer.json` from which the file was
+//! converted. The patterns run in order; each isolates its matches within the pieces that the previous patterns did not
+//! match. An unknown name is an error: a wrong split would yield wrong ids without any other symptom.
 
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -11,7 +11,7 @@ use tokenizers::{PreTokenizerWrapper, SplitDelimiterBehavior};
 
 use super::TextError;
 
-/// The pattern of GPT-2, also the default of the byte-level pre-tokenizer.
+/// Pattern of GPT-2, also the default of the byte-level pre-tokenizer.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const DIGIT: &str = r"\p{N}";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -29,25 +29,25 @@ const HAN_KANA: &str = r"[一-龥぀-ゟ゠-ヿ]+";
 const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
 const BLOOM: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
 
-/// Behavior of a name of `tokenizer.ggml.pre`.
+/// Pre-tokenizer that a name of `tokenizer.ggml.pre` selects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PreTokenizer {
-    /// Patterns, in order.
+    /// Split patterns, in order.
     patterns: &'static [&'static str],
-    /// The tokenizer's normalizer composes characters (NFC).
+    /// Whether the tokenizer's normalizer composes characters (NFC).
     pub(super) composes: bool,
-    /// Whether a word that is itself a token skips the merges.
-    pub(super) whole_words_first: bool,
-    /// Whether BOS precedes a prompt if the file does not specify it.
+    /// Whether a word that is a token of the vocabulary becomes that token without applying the merges.
+    pub(super) ignore_merges: bool,
+    /// Whether BOS is added before a prompt if the file does not specify it.
     pub(super) adds_bos: bool,
 }
 
 const fn plain(patterns: &'static [&'static str]) -> PreTokenizer {
-    PreTokenizer { patterns, composes: false, whole_words_first: false, adds_bos: false }
+    PreTokenizer { patterns, composes: false, ignore_merges: false, adds_bos: false }
 }
 
 impl PreTokenizer {
-    /// The pre-tokenizer of that name.
+    /// Returns the pre-tokenizer with this name.
     pub(super) fn named(name: &str) -> Result<Self, TextError> {
         Ok(match name {
             "gpt-2" | "default" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" | "granite-docling" | "exaone4"
@@ -56,7 +56,7 @@ impl PreTokenizer {
                 plain(&[DIGIT, GPT2])
             }
             "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "pixtral" | "midm-2.0" | "lfm2" => {
-                PreTokenizer { whole_words_first: true, adds_bos: true, ..plain(&[LLAMA3]) }
+                PreTokenizer { ignore_merges: true, adds_bos: true, ..plain(&[LLAMA3]) }
             }
             "dbrx" | "smaug-bpe" | "glm4" | "chatglm-bpe" => plain(&[LLAMA3]),
             "qwen2" => PreTokenizer { composes: true, ..plain(&[QWEN2]) },
@@ -66,9 +66,9 @@ impl PreTokenizer {
             }
             "seed-coder" => plain(&[SEED]),
             "bailingmoe" | "bailingmoe2" | "llada-moe" => plain(&[BAILING]),
-            "gpt-4o" | "llama4" => PreTokenizer { whole_words_first: true, ..plain(&[O200K]) },
+            "gpt-4o" | "llama4" => PreTokenizer { ignore_merges: true, ..plain(&[O200K]) },
             "minimax-m2" => plain(&[O200K]),
-            "tekken" => PreTokenizer { whole_words_first: true, adds_bos: true, ..plain(&[TEKKEN]) },
+            "tekken" => PreTokenizer { ignore_merges: true, adds_bos: true, ..plain(&[TEKKEN]) },
             "deepseek-v3" | "hunyuan-dense" => plain(&[DIGITS_1_TO_3, HAN_KANA, DEEPSEEK3]),
             "deepseek-coder" => plain(&[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT]),
             "falcon" => plain(&[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
@@ -86,7 +86,7 @@ impl PreTokenizer {
         })
     }
 
-    /// Builds the pre-tokenizer: the splits, then bytes to the byte-level alphabet.
+    /// Builds the pre-tokenizer: the splits, then the conversion of bytes to the byte-level alphabet.
     pub(super) fn build(&self) -> Result<PreTokenizerWrapper, TextError> {
         let mut steps: Vec<PreTokenizerWrapper> = Vec::with_capacity(self.patterns.len() + 1);
         for pattern in self.patterns {
@@ -107,7 +107,7 @@ mod tests {
 
     use super::*;
 
-    /// Parts of the text, as slices of the text.
+    /// Returns the pieces of the text, as slices of the text itself.
     fn split<'t>(name: &str, text: &'t str) -> Vec<&'t str> {
         let mut pieces = PreTokenizedString::from(text);
         PreTokenizer::named(name).unwrap().build().unwrap().pre_tokenize(&mut pieces).unwrap();
@@ -127,14 +127,14 @@ mod tests {
         for case in cases {
             let text = case["text"].as_str().unwrap();
             for (family, name) in [("llama3", "llama-bpe"), ("qwen2", "qwen2"), ("gpt2", "gpt-2")] {
-                let wanted: Vec<&str> = case[family].as_array().unwrap().iter().filter_map(Value::as_str).collect();
-                assert_eq!(split(name, text), wanted, "{name} on {text:?}");
+                let expected: Vec<&str> = case[family].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+                assert_eq!(split(name, text), expected, "{name} on {text:?}");
             }
         }
     }
 
     #[test]
-    fn smollm_takes_digits_one_by_one() {
+    fn smollm_splits_digits_one_by_one() {
         assert_eq!(split("smollm", "in 1984!"), ["in", " ", "1", "9", "8", "4", "!"]);
     }
 
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_refused_by_name() {
+    fn an_unknown_name_is_an_error_with_the_name() {
         let error = PreTokenizer::named("klingon-bpe").unwrap_err().to_string();
         assert!(error.contains("tokenizer.ggml.pre") && error.contains("klingon-bpe"), "{error}");
     }

@@ -1,19 +1,20 @@
-//! The exact bytes of all tokens, in one buffer.
+//! The exact bytes of every token, in one contiguous buffer.
 //!
-//! Vocabularies spell tokens in two ways. *Byte-level* ones (GPT-2 and its successors) write each byte as one printable
-//! character: `Ġ` is the space. *Sentence-piece* ones write a space as `▁` and a single byte as `<0x0A>`. Both forms
-//! are decoded once, when the vocabulary is loaded, so streaming only copies slices.
+//! Vocabularies spell tokens in two ways. *Byte-level* vocabularies (GPT-2 and its successors) write each byte as one
+//! printable character: `Ġ` is the space. *`SentencePiece`* vocabularies write a space as `▁`, and a byte that is not a
+//! character as `<0x0A>`. Both spellings are decoded once, when the vocabulary is loaded, so that streaming only copies
+//! slices.
 
-/// How a vocabulary spells the bytes of its ordinary tokens.
+/// Spelling of the ordinary tokens of a vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TokenEncoding {
-    /// One character a byte.
+    /// One character per byte.
     ByteLevel,
     /// Text with `▁` for the space and `<0x0A>` for bytes.
     SentencePiece,
 }
 
-/// Bytes of all tokens by id.
+/// Bytes of all tokens, by id.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenBytes {
     bytes: Vec<u8>,
@@ -21,12 +22,12 @@ pub(super) struct TokenBytes {
 }
 
 impl TokenBytes {
-    /// Number of ids.
+    /// Returns the number of ids.
     pub(super) fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Bytes of a token; empty for an unknown id.
+    /// Returns the bytes of a token; empty for an unknown id.
     pub(super) fn get(&self, id: u32) -> &[u8] {
         let id = id as usize;
         let Some(&end) = self.ends.get(id) else { return &[] };
@@ -34,7 +35,7 @@ impl TokenBytes {
         &self.bytes[start..end]
     }
 
-    /// Appends a token without bytes (a hole in the ids, padding of the table).
+    /// Appends a token without bytes (an unused id, padding of the vocabulary).
     pub(super) fn push_nothing(&mut self) {
         self.ends.push(self.bytes.len());
     }
@@ -59,7 +60,7 @@ impl TokenBytes {
             if let Some(byte) = byte_of_char(character) {
                 self.bytes.push(byte);
             } else {
-                // Not in the byte alphabet: an added token, whose spelling is its text.
+                // The character is not in the byte-level alphabet: this is an added token, whose spelling is its text.
                 self.bytes.truncate(start);
                 self.bytes.extend_from_slice(token.as_bytes());
                 break;
@@ -83,7 +84,7 @@ impl TokenBytes {
     }
 }
 
-/// The byte of a token of the form `<0x0A>`.
+/// Returns the byte of a token of the form `<0x0A>`.
 pub(super) fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     // `from_str_radix` would also accept a sign.
@@ -92,12 +93,12 @@ pub(super) fn byte_token(token: &str) -> Option<u8> {
         .flatten()
 }
 
-/// Whether a byte is its own character in the byte-level alphabet.
+/// Returns whether the character of a byte in the byte-level alphabet has the byte as its code.
 const fn is_printed_as_itself(byte: u8) -> bool {
     matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF)
 }
 
-/// The bytes that are not printed as themselves, in the order of their characters U+0100, U+0101, …
+/// Bytes whose character has another code, in the order of their characters U+0100, U+0101, …
 const SHIFTED: [u8; 68] = {
     let mut shifted = [0; 68];
     let (mut byte, mut count) = (0_u8, 0);
@@ -114,7 +115,7 @@ const SHIFTED: [u8; 68] = {
     shifted
 };
 
-/// The byte that a character of the byte-level alphabet encodes.
+/// Returns the byte of a character of the byte-level alphabet.
 fn byte_of_char(character: char) -> Option<u8> {
     let code = u32::from(character);
     match u8::try_from(code) {

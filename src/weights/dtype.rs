@@ -2,8 +2,10 @@
 
 #![forbid(unsafe_code)]
 
-/// Storage type of a tensor's elements. Block formats are GGML's, with blocks along the fastest dimension
-/// (source: `ggml-common.h` and the GGUF specification in ggml-org/ggml `docs/gguf.md`).
+/// Storage type of a tensor's elements.
+///
+/// The block formats are those of GGML, with blocks along the fastest dimension (source: `ggml-common.h` and the GGUF
+/// specification in ggml-org/ggml `docs/gguf.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 #[allow(missing_docs, non_camel_case_types)]
@@ -21,7 +23,7 @@ pub enum DType {
     Q6_K,
 }
 
-/// Serialized as its name.
+/// Serializes the type as its name.
 impl serde::Serialize for DType {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
@@ -29,7 +31,7 @@ impl serde::Serialize for DType {
 }
 
 impl DType {
-    /// Elements in one block: 1 for float types, 32 or 256 for quantized ones.
+    /// Returns the number of elements per block: 1 for float types, 32 or 256 for quantized ones.
     pub const fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
@@ -38,7 +40,7 @@ impl DType {
         }
     }
 
-    /// Bytes of one block.
+    /// Returns the number of bytes per block.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -54,12 +56,14 @@ impl DType {
         }
     }
 
-    /// Whether elements are integers with block scales.
+    /// Returns whether the elements are integers with block scales.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }
 
-    /// Bytes of `elements` elements, or `None` if they do not fill whole blocks or the size overflows.
+    /// Returns the number of bytes of `elements` elements.
+    ///
+    /// Returns `None` if the elements do not fill a whole number of blocks, or if the size overflows.
     pub const fn bytes_for(self, elements: usize) -> Option<usize> {
         if !elements.is_multiple_of(self.block_len()) {
             return None;
@@ -67,7 +71,7 @@ impl DType {
         (elements / self.block_len()).checked_mul(self.block_bytes())
     }
 
-    /// The name used in plans, logs and errors.
+    /// Returns the name for plans, logs and errors.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

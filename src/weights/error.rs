@@ -1,4 +1,4 @@
-//! Errors of weight files. Each variant names the file or the tensor, and the faulty part.
+//! Errors of weight files. Every variant contains the file or the tensor, and the invalid item in it.
 
 #![forbid(unsafe_code)]
 
@@ -6,82 +6,82 @@ use std::path::PathBuf;
 
 use super::DType;
 
-/// Reason why weights cannot be opened, or a tensor cannot be read.
+/// Reason why weights could not be opened, or a tensor could not be returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightError {
-    /// The operating system refused to open, map or list something.
+    /// The operating system could not open, map or list a file or folder.
     #[error("cannot read {}: {error}", path.display())]
     Io {
         /// File or folder.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the operating system.
         error: std::io::Error,
     },
-    /// The path holds no model in a form that is known here.
+    /// The path contains no model in a supported form.
     #[error("no model at {}: {looked_for}", path.display())]
     NotAModel {
-        /// File or folder that was given.
+        /// The given file or folder.
         path: PathBuf,
-        /// The files found or missing there, and the accepted forms of a model.
+        /// Description of the files that were found or not found, and of the supported forms.
         looked_for: String,
     },
-    /// The index names a file that is not there. Found before any weight is read.
-    #[error("shard {shard:?} is missing: {} says that it holds {tensor:?}", index.display())]
+    /// The index refers to a file that does not exist. This is checked before any weights are read.
+    #[error("shard {shard:?} is missing: according to {}, it contains {tensor:?}", index.display())]
     MissingShard {
         /// The index file.
         index: PathBuf,
-        /// File name in the index.
+        /// File name of the shard in the index.
         shard: String,
-        /// The first tensor that the index puts there.
+        /// The first tensor of the shard, in the order of the index.
         tensor: String,
     },
-    /// The file breaks its format's rules.
+    /// The file violates a rule of its format.
     #[error("{} is corrupt: {what}", path.display())]
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// Which rule is broken, where, with the value found.
+        /// Description of the violated rule, with the position and the value.
         what: String,
     },
-    /// The file is valid, but of a kind that is not implemented.
+    /// The file is valid, but this crate does not support its kind.
     #[error("{}: {what}", path.display())]
     Unsupported {
         /// The file.
         path: PathBuf,
-        /// The kind, and the accepted kinds.
+        /// Description of the file and of the supported kinds.
         what: String,
     },
-    /// One tensor's elements are stored in a type that is not implemented.
+    /// The elements of a tensor have a type that this crate does not support.
     #[error("tensor {tensor:?} in {} has type {type_name}{}, expected one of f32, f16, bf16, q4_0, q4_1, q5_0, \
              q5_1, q8_0, q4_k, q5_k, q6_k", path.display(), type_id.map_or(String::new(), |id| format!(" (ggml type {id})")))]
     UnsupportedType {
         /// The file.
         path: PathBuf,
-        /// Name of the tensor, as the file spells it.
+        /// Name of the tensor in the file.
         tensor: String,
         /// GGML's number of the type, for a GGUF file.
         type_id: Option<u32>,
         /// Name of the type.
         type_name: String,
     },
-    /// No tensor of that name.
-    #[error("no tensor {name:?} among the weights")]
+    /// The weights contain no tensor with this name.
+    #[error("the weights contain no tensor {name:?}")]
     MissingTensor {
         /// The requested name.
         name: String,
     },
-    /// The shape of a tensor differs from the model's configuration.
+    /// The shape of a tensor differs from the one that the model's configuration requires.
     #[error("tensor {name:?} has shape {got:?}, expected {expected:?}")]
     Shape {
         /// Name of the tensor.
         name: String,
         /// Its shape, slowest dimension first.
         got: Vec<usize>,
-        /// The shape that would be right.
+        /// The required shape.
         expected: Vec<usize>,
     },
-    /// A tensor's bytes do not match its type and shape.
+    /// The number of bytes of a tensor does not match its type and shape.
     #[error("tensor {name:?} has {got_bytes} bytes, expected {} for {dtype} of shape {shape:?}",
         expected_bytes.map_or("a size that no file can have".to_owned(), |bytes| bytes.to_string()))]
     Size {
@@ -91,13 +91,13 @@ pub enum WeightError {
         dtype: DType,
         /// Its shape, slowest dimension first.
         shape: Vec<usize>,
-        /// Bytes given.
+        /// Actual number of bytes.
         got_bytes: usize,
-        /// The expected size; `None` if rows do not fill whole blocks or the size overflows.
+        /// Required number of bytes; `None` if the rows are not a whole number of blocks or the size overflows.
         expected_bytes: Option<usize>,
     },
-    /// Two tensors of one name.
-    #[error("tensor {name:?} is given twice")]
+    /// Two tensors have the same name.
+    #[error("two tensors have the name {name:?}")]
     DuplicateTensor {
         /// The name.
         name: String,

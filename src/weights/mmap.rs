@@ -1,10 +1,11 @@
-//! The bytes of one weight file: a read-only memory map, or a buffer for tests and embedded models.
+//! Bytes of one weight file: a read-only memory map, or a buffer for tests and embedded models.
 //!
-//! This is the only file of `weights` with `unsafe`. It guarantees that the bytes do not move during the lifetime of
-//! the value, and that [`FileMap::release`] never changes them. It never writes, and reads only requested pages.
+//! This is the only file of `weights` with `unsafe` code. It guarantees that the bytes do not move during the lifetime
+//! of the value, and that [`FileMap::release`] never changes the bytes that a reader sees. It never writes, and it
+//! never reads a page that no caller requests.
 //!
-//! A map shows the file as it is *now*: truncating a weight file in place while an engine reads it ends the process
-//! with `SIGBUS`, as with every engine that maps weights. Replace such files by renaming.
+//! A map shows the *current* contents of the file: if a process truncates a weight file in place while an engine reads
+//! it, the engine's process ends with `SIGBUS`, as with every engine that maps weights. Replace such files by renaming.
 
 #![deny(unsafe_code)]
 
@@ -14,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use super::WeightError;
 
-/// A file's bytes and the path that errors name.
+/// Bytes of a file, with the path for errors.
 pub struct FileMap {
     path: PathBuf,
     bytes: Bytes,
@@ -26,7 +27,10 @@ enum Bytes {
 }
 
 impl FileMap {
-    /// Maps a file. Nothing of it is read yet.
+    /// Maps a file without reading it.
+    ///
+    /// # Errors
+    /// [`WeightError::Io`] if the file cannot be opened or mapped, or is not a regular file.
     pub fn open(path: &Path) -> Result<Self, WeightError> {
         let io = |error| WeightError::Io { path: path.to_owned(), error };
         let file = File::open(path).map_err(io)?;
@@ -35,27 +39,29 @@ impl FileMap {
             return Err(io(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file")));
         }
         if meta.len() == 0 {
-            // Not every system maps nothing.
+            // Not every system can map an empty file.
             return Ok(Self::from_vec(path, Vec::new()));
         }
         #[allow(unsafe_code)]
-        // SAFETY: the map is private to this value and read-only, and the slice borrows from the value. No other
-        // process may change the file meanwhile; the head of the module states this condition for the host.
+        // SAFETY: `Mmap::map` requires that the mapped bytes do not change while they are borrowed.
+        // - This process does not change them: the map is read-only and private to this value, which hands it out only
+        //   as `&[u8]` bound to its own lifetime.
+        // - Other processes must not change the file: the module documentation requires this of the host.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
         Ok(Self { path: path.to_owned(), bytes: Bytes::Mapped(map) })
     }
 
-    /// Wraps bytes in memory; `path` is only a name for errors.
+    /// Creates a value from bytes in memory; `path` is only used in errors.
     pub fn from_vec(path: impl Into<PathBuf>, bytes: Vec<u8>) -> Self {
         Self { path: path.into(), bytes: Bytes::Owned(bytes) }
     }
 
-    /// The file's path, or the name given to bytes in memory.
+    /// Returns the path of the file, or the name given to bytes in memory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// All bytes of the file.
+    /// Returns all bytes of the file.
     pub fn bytes(&self) -> &[u8] {
         match &self.bytes {
             Bytes::Mapped(map) => map,
@@ -63,23 +69,27 @@ impl FileMap {
         }
     }
 
-    /// Lets the system drop the pages that lie wholly inside the range; a later read loads them from the file again.
-    /// Has no effect on bytes in memory, on a range outside the file, and on systems without `madvise`.
+    /// Allows the system to release the pages that are completely inside the range; later reads load them from the file
+    /// again.
+    ///
+    /// The call has no effect for bytes in memory, for a range outside the file, and on systems without `madvise`.
     pub fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
         if let Bytes::Mapped(map) = &self.bytes {
-            // 64 KiB is the largest page size of the platforms served (aarch64 kernels); a map starts on a page, so
-            // multiples of it are page boundaries with every smaller page size, too.
+            // 64 KiB is the largest page size of the supported platforms (aarch64 kernels). A map starts at a page
+            // boundary, so multiples of 64 KiB are page boundaries for every smaller page size, too.
             const PAGE_BYTES: usize = 64 << 10;
             let start = range.start.next_multiple_of(PAGE_BYTES);
             let end = range.end.min(map.len()) / PAGE_BYTES * PAGE_BYTES;
             if start < end {
                 #[allow(unsafe_code)]
-                // SAFETY: the map is backed by a file and never written, so a dropped page is read back with the same
-                // bytes and borrows stay valid. The range lies in the map, on page boundaries.
+                // SAFETY: `DontNeed` requires that dropping the pages does not change the bytes that borrows see.
+                // - The map is backed by a file and is never written, so a dropped page is loaded from the file
+                //   again with the same bytes, and borrows stay valid.
+                // - `start..end` is within the map, and both ends are page boundaries.
                 let advised =
                     unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
-                // This is advice only: a system that refuses keeps the pages until it needs the memory.
+                // The call is only advice: if the system rejects it, the pages stay until the system needs the memory.
                 let _ = advised;
             }
         }
@@ -118,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_file_maps_to_nothing_and_a_folder_is_refused() {
+    fn an_empty_file_maps_to_no_bytes_and_a_folder_is_an_error() {
         let path = std::env::temp_dir().join(format!("ascend-llm-empty-{}", std::process::id()));
         std::fs::write(&path, []).unwrap();
         assert!(FileMap::open(&path).unwrap().bytes().is_empty());

@@ -1,9 +1,11 @@
-//! Weight files and their types: safetensors folders and GGUF files on a memory map.
+//! Weight files and their element types: safetensors folders and GGUF files on a memory map.
 //!
-//! This module returns tensors as stored, by name. It dequantizes, quantizes and slices, but never packs: packing
-//! belongs to the device (`Device::upload`). Files are untrusted until checked: opening costs memory and time in
-//! proportion to the bytes of the header, whatever counts and lengths it contains, and each returned tensor lies in its
-//! file with the size of its type and shape.
+//! This module provides tensors by name, as stored. It dequantizes, quantizes and slices, but never packs: the device
+//! that runs the model packs its weights (`Device::upload`).
+//!
+//! Files are untrusted until they are checked. Opening a file uses memory and time proportional to the size of its
+//! header, whatever counts and lengths the header contains. Every returned tensor is within its file, and its size
+//! matches its type and shape.
 
 #![deny(unsafe_code)]
 
@@ -22,7 +24,7 @@ pub use error::WeightError;
 pub use memory::MemorySource;
 pub use open::{ModelFiles, ModelKind, open};
 
-/// One tensor as stored in its file.
+/// One tensor, as stored in its file.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TensorView<'a> {
@@ -30,41 +32,46 @@ pub struct TensorView<'a> {
     pub dtype: DType,
     /// Row-major shape, slowest dimension first: a linear weight is `[out_features, in_features]`.
     pub shape: &'a [usize],
-    /// The bytes as stored; `dtype.bytes_for(elements)` of them. Not necessarily aligned.
+    /// Bytes as stored, `dtype.bytes_for(elements)` in number. They are not necessarily aligned.
     pub data: &'a [u8],
 }
 
 impl<'a> TensorView<'a> {
-    /// A tensor of `data.len()` bytes as stored.
+    /// Creates a view of a tensor.
     pub const fn new(dtype: DType, shape: &'a [usize], data: &'a [u8]) -> Self {
         Self { dtype, shape, data }
     }
 
-    /// Number of elements: the product of the dimensions, 1 for a scalar.
+    /// Returns the number of elements: the product of the dimensions, 1 for a scalar.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Elements of one row, i.e. of the fastest dimension; 1 for a scalar.
+    /// Returns the number of elements of one row, i.e. of the fastest dimension; 1 for a scalar.
     pub fn row_len(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The bytes of rows `rows` of the tensor, seen as a matrix of [`row_len`](Self::row_len) columns; `None` if there
-    /// are fewer rows. A row is a whole number of blocks, so a slice by rows is exact in each type.
+    /// Returns the bytes of rows `rows`, with the tensor viewed as a matrix of [`row_len`](Self::row_len) columns.
+    ///
+    /// Returns `None` if the range exceeds the rows of the tensor. A row is a whole number of blocks, so a slice of
+    /// rows is exact in every type.
     pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<&'a [u8]> {
         let row_bytes = self.dtype.bytes_for(self.row_len())?;
         self.data.get(rows.start.checked_mul(row_bytes)?..rows.end.checked_mul(row_bytes)?)
     }
 
-    /// The elements as f32, bit-exactly as GGML dequantizes them.
+    /// Returns the elements as f32, bit-equal to GGML's dequantization.
     pub fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.elements()];
         convert::dequantize(self.dtype, self.data, &mut out);
         out
     }
 
-    /// The view itself if its shape is `expected`, else an error that names `name` and both shapes.
+    /// Returns the view if its shape is `expected`.
+    ///
+    /// # Errors
+    /// [`WeightError::Shape`] with `name` and both shapes if the shape differs.
     pub fn expect_shape(self, name: &str, expected: &[usize]) -> Result<Self, WeightError> {
         if self.shape == expected {
             return Ok(self);
@@ -74,21 +81,22 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// A set of named tensors that a device can be filled from.
+/// Set of named tensors from which a device uploads its weights.
 ///
-/// Names are the ones the model's graph uses, i.e. those of the Hugging Face hub
-/// (`model.layers.0.self_attn.q_proj.weight`); a source of another spelling (GGUF) translates.
+/// Names are those of the model's graph, i.e. the names on the Hugging Face hub
+/// (`model.layers.0.self_attn.q_proj.weight`); a source with other names (GGUF) translates them.
 pub trait WeightSource: Send + Sync + std::fmt::Debug {
-    /// The tensor with this name, or `None`.
+    /// Returns the tensor with this name, or `None`.
     fn tensor(&self, name: &str) -> Option<TensorView<'_>>;
-    /// Every tensor's name, in file order.
+    /// Returns the names of all tensors, in file order.
     fn names(&self) -> Vec<String>;
-    /// Announces that the tensor will not be read again soon, so that its pages may be dropped.
+    /// Announces that the tensor will not be read again soon, so that the source may release its pages.
     fn release(&self, _name: &str) {}
-    /// The tensor with this name.
+    /// Returns the tensor with this name, or an error.
     ///
     /// # Errors
-    /// [`WeightError`] if there is none, or if its type is not implemented.
+    /// [`WeightError::MissingTensor`] if the source does not contain the tensor; [`WeightError::UnsupportedType`] if
+    /// its type is not supported.
     fn require(&self, name: &str) -> Result<TensorView<'_>, WeightError> {
         self.tensor(name).ok_or_else(|| WeightError::MissingTensor { name: name.to_owned() })
     }

@@ -1,4 +1,4 @@
-//! Opens a model by path and detects its form.
+//! Opens the weights at a path in any of the supported forms.
 
 #![forbid(unsafe_code)]
 
@@ -9,34 +9,36 @@ use super::gguf::{Conventions, Gguf};
 use super::safetensors::{INDEX_FILE, SINGLE_FILE, SafetensorsFolder};
 use super::{WeightError, WeightSource};
 
-/// Weights and the form in which they are stored, which tells where configuration and tokenizer are.
+/// Weights of a model, and the form of its files, which determines the location of configuration and tokenizer.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ModelFiles {
-    /// The tensors, by hub name.
+    /// Tensors, by hub name.
     pub source: Arc<dyn WeightSource>,
-    /// The form.
+    /// Form of the files.
     pub kind: ModelKind,
 }
 
-/// The form of a model on disk.
+/// Form of a model on disk.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum ModelKind {
-    /// One GGUF file; configuration and tokenizer are in its metadata.
+    /// One GGUF file; its metadata contains the configuration and the tokenizer.
     Gguf(Arc<Gguf>),
-    /// A folder with `config.json` and safetensors; the tokenizer's files, if any, are in the same folder.
+    /// Folder with `config.json`, safetensors weights and, if the model has a tokenizer, the tokenizer's files.
     Folder(PathBuf),
 }
 
-/// Opens a model: a `.gguf` file, a folder with `config.json` and safetensors weights, or a folder that contains
-/// exactly one `.gguf` file. If a folder contains both forms, safetensors wins.
+/// Opens the weights of a model.
 ///
-/// `conventions` returns the conventions of a GGUF file's architecture; [`model::open`](crate::model::open) has those
-/// of the implemented families.
+/// The path is a `.gguf` file, a folder with `config.json` and safetensors weights, or a folder with exactly one
+/// `.gguf` file. If a folder contains both forms, safetensors takes precedence.
+///
+/// `conventions` returns the conventions of a GGUF file's architecture. [`model::open`](crate::model::open) passes
+/// those of the supported families.
 ///
 /// # Errors
-/// [`WeightError`] names the file or folder and the reason.
+/// A [`WeightError`] with the file or folder and the reason.
 pub fn open(
     path: impl AsRef<Path>,
     conventions: impl FnOnce(&str) -> Option<Conventions>,

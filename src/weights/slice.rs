@@ -1,4 +1,4 @@
-//! Parts of tensors along a dimension, as stored.
+//! Slices of stored tensors along a dimension.
 
 #![forbid(unsafe_code)]
 
@@ -7,8 +7,10 @@ use std::ops::Range;
 
 use super::TensorView;
 
-/// Indices `range` of dimension `dim` of a tensor of one or two dimensions: rows (or elements) are borrowed, columns
-/// are copied. `None` if the range is out of bounds or splits a block of the storage format.
+/// Returns indices `range` of dimension `dim` of a tensor of one or two dimensions.
+///
+/// Rows (or elements) are borrowed; columns are copied into one buffer. Returns `None` if the range is out of bounds,
+/// or if it splits a block of the storage format.
 pub fn slice_dim<'a>(tensor: &TensorView<'a>, dim: usize, range: Range<usize>) -> Option<Cow<'a, [u8]>> {
     let (rows, cols) = match *tensor.shape {
         [len] => (1, len),
@@ -38,7 +40,7 @@ mod tests {
     use crate::weights::DType;
 
     #[test]
-    fn rows_lie_where_they_are_and_columns_come_in_whole_blocks() {
+    fn rows_are_borrowed_and_columns_are_whole_blocks() {
         let data: Vec<u8> = (0..3 * 2 * 34).map(|i| u8::try_from(i % 251).unwrap()).collect();
         let tensor = TensorView { dtype: DType::Q8_0, shape: &[3, 64], data: &data };
         assert_eq!(slice_dim(&tensor, 0, 1..3).as_deref(), Some(&data[68..]));

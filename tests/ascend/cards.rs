@@ -1,5 +1,7 @@
-//! A model cut over several simulated cards: right within bounds, the same bits captured, at every depth and under any
-//! delay, and whatever fails on one card ends all of them with a typed error.
+//! Tests of a model sharded over several simulated cards.
+//!
+//! Results are within bounds, and bit-equal with graph capture, at every depth and under any delay. A failure of one
+//! card ends all of them with a typed error.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -16,8 +18,10 @@ use ascend_llm::device::ascend::AscendOpenError;
 use ascend_llm::device::{Device, DeviceError, MemKind, Span};
 use ascend_llm::engine::{Engine, RequestError};
 
-/// Largest difference of a logit from the CPU's, logits up to 10. One card stays below 0.04 and 0.13 here; the sums of ranks
-/// are rounded once more before they are added.
+/// Largest difference of a logit from the CPU's; logits are up to 10.
+///
+/// One card stays below 0.04 and 0.13 here; the partial sums of several ranks are rounded once more before they are
+/// added.
 const F16_BOUND: f32 = 6e-2;
 const BF16_BOUND: f32 = 3e-1;
 
@@ -25,7 +29,7 @@ fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
 }
 
-/// Logits of a few tokens by chunks and by single rows, so that captured steps are among them.
+/// Returns the logits of a few tokens, computed in chunks and as single rows, so that some steps are captured.
 fn rows(device: Arc<dyn Device>, folder: &Path, ranks: u32) -> Vec<Vec<f32>> {
     let mut model = Model::new(Engine::builder(folder).config(config(ranks, 1)).device(device));
     let ids: Vec<u32> = (0..30u32).map(|i| (i * i * 7 + 3) % 160).collect();
@@ -41,15 +45,15 @@ fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// Shares of heads, of the width and of the vocabulary differ by one where they cannot be equal; with four ranks some models
-/// have a KV head on two cards.
+/// Shards of heads, width and vocabulary differ by one if they cannot be equal; with four ranks, some models have a KV
+/// head on two cards.
 #[test]
 fn cards_agree_with_the_reference_and_captured_with_eager() {
     let mut worst = 0.0f32;
     for folder in ascend_models() {
         let bound = if folder.ends_with("llama-bf16") { BF16_BOUND } else { F16_BOUND };
         let cpu = rows(fable::device(|_| ()), &folder, 1);
-        // Four heads over three cards, 160 ids, a width of 56: no share is as large as all others.
+        // Four heads over three cards, 160 ids, a width of 56: in each case one shard differs in size from the others.
         let uneven = folder.ends_with("llama-mha-untied-bias").then_some(3);
         for ranks in [2, 4].into_iter().chain(uneven) {
             let npu = machine(ranks);
@@ -57,10 +61,13 @@ fn cards_agree_with_the_reference_and_captured_with_eager() {
             let captured = rows(npu.cards(ranks), &folder, ranks);
             npu.assert_clean();
             let error = largest_difference(&captured, &cpu);
-            assert!(error <= bound, "{label}: logits differ by {error}");
+            assert!(error <= bound, "{label}: the largest difference of a logit is {error}");
             worst = worst.max(if folder.ends_with("llama-bf16") { 0.0 } else { error });
             let eager = npu.try_device(|options| (options.cards, options.capture) = ((0..ranks).collect(), false));
-            assert!(rows(eager.unwrap(), &folder, ranks) == captured, "{label}: captured and eager differ");
+            assert!(
+                rows(eager.unwrap(), &folder, ranks) == captured,
+                "{label}: the captured steps differ from the eager ones"
+            );
             npu.assert_clean();
         }
     }
@@ -98,7 +105,7 @@ fn what_does_not_fit_the_cards_is_refused_by_name() {
     npu.assert_clean();
 }
 
-/// A runtime without the collectives, or a card that does not open, does not join or cannot capture.
+/// The runtime lacks the collectives, or a card fails to open, to join or to capture.
 #[test]
 fn what_fails_while_cards_open_is_named_and_leaves_nothing() {
     let npu = machine(2);
@@ -108,7 +115,7 @@ fn what_fails_while_cards_open_is_named_and_leaves_nothing() {
             npu.sim.fail_call(call, nth, 207_001);
             match npu.try_device(|options| options.cards = vec![0, 1]) {
                 Err(error) => assert!(error.to_string().contains(call), "{call} {nth}: {error}"),
-                Ok(_) => assert_eq!((call, nth), ("HcclGetRootInfo", 2), "one card makes it"),
+                Ok(_) => assert_eq!((call, nth), ("HcclGetRootInfo", 2), "only one card creates the root info"),
             }
             npu.sim.reset();
             npu.sim.set("devices", 2);
@@ -118,7 +125,7 @@ fn what_fails_while_cards_open_is_named_and_leaves_nothing() {
     }
 }
 
-/// One card that cannot capture makes all of them issue operation by operation.
+/// If one card cannot capture, all cards issue operation by operation.
 #[test]
 fn cards_capture_together_or_not_at_all() {
     let npu = machine(2);
@@ -142,7 +149,7 @@ fn cards_capture_together_or_not_at_all() {
     }
 }
 
-/// A rank that fails, hangs or gets lost in a collective.
+/// A rank fails, hangs or is lost in a collective.
 #[test]
 fn a_card_that_fails_ends_all_of_them() {
     let npu = machine(2);
@@ -161,17 +168,17 @@ fn a_card_that_fails_ends_all_of_them() {
         }
         let outcome = outcomes(&mut core, &requests).remove(0);
         assert!(matches!(outcome, Err(RequestError::Engine(_))), "{fault}: {outcome:?}");
-        let told = device.alloc(64, MemKind::Device).unwrap_err();
-        let is_told = match fault {
-            // Whoever notices first: the host, or the runtime by its limit for kernels.
-            "hang" => matches!(told, DeviceError::TimedOut { .. } | DeviceError::Crashed { .. }),
+        let reported = device.alloc(64, MemKind::Device).unwrap_err();
+        let is_expected = match fault {
+            // Either the host detects the hang, or the runtime by its time limit for kernels.
+            "hang" => matches!(reported, DeviceError::TimedOut { .. } | DeviceError::Crashed { .. }),
             "link" => {
-                matches!(told, DeviceError::Call { code: 507_056, .. } | DeviceError::Crashed { code: 507_056, .. })
+                matches!(reported, DeviceError::Call { code: 507_056, .. } | DeviceError::Crashed { code: 507_056, .. })
             }
-            "task" => matches!(told, DeviceError::Crashed { code: 507_015, .. }),
-            _ => matches!(told, DeviceError::Crashed { code: 507_018, .. }),
+            "task" => matches!(reported, DeviceError::Crashed { code: 507_015, .. }),
+            _ => matches!(reported, DeviceError::Crashed { code: 507_018, .. }),
         };
-        assert!(is_told, "{fault}: {told:?}");
+        assert!(is_expected, "{fault}: {reported:?}");
         let notes = device.notes();
         let links = notes.iter().filter(|note| note.contains("HcclGetCommAsyncError")).count();
         assert_eq!(links, usize::from(fault == "link"), "{fault}: {notes:?}");
@@ -179,9 +186,9 @@ fn a_card_that_fails_ends_all_of_them() {
         drop((core, device));
         npu.sim.lose_device(0);
         npu.assert_clean();
-        // Opened again in the same process, they work.
+        // The cards can be opened again in the same process.
         let mut core = core_on(npu.cards(2), config(2, 2));
-        assert!(seen(&mut core, &requests) == expected, "after {fault}");
+        assert!(seen(&mut core, &requests) == expected, "wrong outputs after the fault {fault}");
         drop(core);
         npu.assert_clean();
     }
@@ -198,7 +205,8 @@ fn each_failing_call_is_a_typed_error_or_leaves_the_answer() {
     steps::failing_calls_are_typed_errors_or_leave_the_answer(2, 1);
 }
 
-/// Choices of one prompt write into copies of its last block: on three cards with one, one and two heads each has to copy its own.
+/// Choices of one prompt write to copies of its last block: of three cards with one, one and two heads, each copies its
+/// own heads.
 #[test]
 fn blocks_are_copied_on_every_card() {
     let npu = machine(3);
@@ -209,14 +217,14 @@ fn blocks_are_copied_on_every_card() {
     let prompt: Vec<u32> = (1..22).collect();
     let alone = seen(&mut core, &[(prompt.clone(), greedy(12))]);
     let mut params = greedy(12);
-    // The likeliest token each time, though not greedy by name: greedy choices would be refused as all equal.
+    // With top_k = 1 each choice samples the argmax. Greedy choices would be rejected, because they are all equal.
     (params.n, params.temperature, params.top_k) = (3, 1.0, 1);
     npu.sim.set("log", 1);
     let output = outcomes(&mut core, &[(prompt, params)]).remove(0).unwrap();
     let log = npu.sim.log();
     for heads in [1, 2] {
         let line = format!("aclrtMemcpyAsync d2d {} 0", 128 * heads * 16 * 2);
-        assert!(log.contains(&line), "a copy of {heads} heads' keys in {log:#?}");
+        assert!(log.contains(&line), "the log contains no copy of the keys of {heads} heads: {log:#?}");
     }
     assert_eq!(output.choices.len(), 3);
     for choice in &output.choices {
@@ -226,7 +234,7 @@ fn blocks_are_copied_on_every_card() {
     npu.assert_clean();
 }
 
-/// What is written goes to every card; what is read is the first one's.
+/// A write is copied to each card; a read returns the data of the first one.
 #[test]
 fn buffers_are_one_on_each_card() {
     let npu = machine(2);
@@ -253,7 +261,8 @@ fn buffers_are_one_on_each_card() {
     npu.assert_clean();
 }
 
-/// Callers on several threads: every card takes their work in one order, and nobody waits for another's lock.
+/// Callers on several threads: all cards process their work in the same order, and no caller waits for the lock of
+/// another.
 #[test]
 fn callers_on_several_threads_do_not_disturb_each_other() {
     const BYTES: u64 = 4096;

@@ -1,4 +1,4 @@
-//! Promise: the simulated Ascend card computes what the CPU's reference says, within stated bounds, through the engine.
+//! Tests that the simulated Ascend card, through the engine, agrees with the CPU's reference within stated bounds.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -24,8 +24,10 @@ fn on(device: Arc<dyn Device>, folder: &Path) -> Model {
     Model::new(Engine::builder(folder).config(config()).device(device))
 }
 
-/// Largest difference of a logit from the f32 reference; logits are up to 10. All activations are rounded to 11 bits (f16)
-/// or 8 (bf16) behind every operation, residual sums and logits included, through two layers.
+/// Largest difference of a logit from the f32 reference; logits are up to 10.
+///
+/// All activations are rounded to 11 bits (f16) or 8 bits (bf16) after each operation, residual sums and logits
+/// included, through two layers.
 const F16_BOUND: f32 = 4e-2;
 const BF16_BOUND: f32 = 3e-1;
 
@@ -41,10 +43,10 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 #[test]
 fn heads_of_other_sizes_are_refused_with_the_reason() {
     let device = Npu::new().device();
-    for (head_dim, is_taken) in [(16, true), (80, true), (12, false), (8, false)] {
+    for (head_dim, is_supported) in [(16, true), (80, true), (12, false), (8, false)] {
         let geometry = KvGeometry::new(2, 2, head_dim, 128, KvDType::F16);
         let outcome = device.kv_layout(&geometry);
-        assert_eq!(outcome.is_ok(), is_taken, "{head_dim}: {outcome:?}");
+        assert_eq!(outcome.is_ok(), is_supported, "{head_dim}: {outcome:?}");
         if let Err(error) = outcome {
             let text = error.to_string();
             assert!(text.contains(&format!("heads of {head_dim}")) && text.contains("multiples of 16"), "{text}");
@@ -64,7 +66,7 @@ fn conformance_models_stay_within_their_bounds() {
                 model.restart();
                 let rows = model.forward(&case.input_ids, 1);
                 let mut error = largest_difference(&rows[0], &case.last_logits);
-                // Teacher-forced: the prompt's end token by token, through decode steps.
+                // Teacher forcing: the end of the prompt runs token by token, through decode steps.
                 model.restart();
                 let (start, end) = case.input_ids.split_at(case.input_ids.len() / 2);
                 if !start.is_empty() {
@@ -75,7 +77,7 @@ fn conformance_models_stay_within_their_bounds() {
                     error = error.max(largest_difference(&last, &case.last_logits));
                 }
                 let label = format!("{}, capture {capture}", folder.display());
-                assert!(error <= bound(&folder), "{label}: logits differ by {error}");
+                assert!(error <= bound(&folder), "{label}: the largest difference of a logit is {error}");
                 let worst = &mut worst[usize::from(folder.ends_with("llama-bf16"))];
                 *worst = worst.max(error);
             }

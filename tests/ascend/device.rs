@@ -1,5 +1,7 @@
-//! Promises of the Ascend device on the simulated runtime: replays are the eager bits, the step loop only queues, what is
-//! missing is named, and a device that hangs or is lost is noticed.
+//! Tests of the Ascend device on the simulated runtime.
+//!
+//! Replayed graphs are bit-equal to eager execution, the step loop only queues, missing functions are named, and a hung
+//! or lost device is detected.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -21,7 +23,7 @@ use ascend_llm::runner::{ForwardInput, ModelExecutor as _};
 use ascend_llm::sampler::SamplingParams;
 
 const PROMPT: [u32; 7] = [1, 40, 100, 7, 300, 21, 5];
-/// Layers of the story model.
+/// Number of layers of the story model.
 const LAYERS: u64 = 3;
 
 fn config() -> EngineConfig {
@@ -39,7 +41,7 @@ fn bits(rows: &[Vec<f32>]) -> Vec<u32> {
     rows.iter().flatten().map(|logit| logit.to_bits()).collect()
 }
 
-/// A prompt, then decode steps; the bits of all logits.
+/// Runs a prompt, then decode steps; returns the bits of all logits.
 fn trace(mut model: Model, steps: usize) -> Vec<u32> {
     let mut all = bits(&model.forward(&PROMPT, 3));
     for step in 0..steps {
@@ -64,7 +66,7 @@ fn replays_give_the_eager_bits() {
     }
 }
 
-/// A batch of sequences of one row each that pads its bucket.
+/// A batch of sequences with one row each, which pads its bucket.
 #[test]
 fn padded_replays_give_the_eager_bits_and_disturb_no_block() {
     let npu = Npu::new();
@@ -80,15 +82,15 @@ fn padded_replays_give_the_eager_bits_and_disturb_no_block() {
                 input.q_lens.push(1);
                 input.kv_lens.push(if seq < 3 { kv } else { 1 });
                 input.tables.push(BlockId(2 * seq));
-                // Not all rows are wanted, and not always as many.
+                // The number of requested logit rows varies, and is often less than the number of rows.
                 if (seq + step) % 3 != 0 {
                     input.logit_rows.push(seq);
                 }
             }
             let out = runner.forward(input).unwrap().logits;
             assert!(out.status.iter().all(|status| *status == 0));
-            for (row, best) in out.logits.chunks(out.vocab).zip(out.argmax) {
-                assert_eq!(*best, model::argmax(row), "step {step}");
+            for (row, argmax) in out.logits.chunks(out.vocab).zip(out.argmax) {
+                assert_eq!(*argmax, model::argmax(row), "step {step}");
             }
             all.extend(out.logits.iter().map(|logit| logit.to_bits()));
         }
@@ -121,7 +123,7 @@ fn a_decode_step_only_queues() {
     {
         assert_eq!(count(forbidden), 0, "{forbidden} in {log:#?}");
     }
-    // Results are waited for: status, logits and best of each step, and nothing else.
+    // The host waits only for the status, the logits and the argmax of each step.
     let waits = log.iter().filter(|line| line.starts_with("aclrtSynchronize")).count() as u64;
     assert_eq!(waits, 3 * STEPS, "{log:#?}");
     drop(model);
@@ -187,7 +189,7 @@ fn what_cannot_be_honoured_is_refused_by_name() {
         assert!(text.contains(name), "{name}: {text}");
         npu.assert_clean();
     }
-    // A cache of another type than the activations.
+    // KV cache and activations of different types.
     let mut config = config();
     config.kv_dtype = Some(KvDType::F16);
     let error = Engine::builder(fable::float()).config(config).device(npu.device()).build_core().unwrap_err();
@@ -195,7 +197,7 @@ fn what_cannot_be_honoured_is_refused_by_name() {
 }
 
 #[test]
-fn a_machine_without_graphs_runs_eagerly_and_says_so() {
+fn a_machine_without_graphs_runs_eagerly_and_adds_a_note() {
     let npu = Npu::new();
     let eager = trace(on(npu.eager()), 3);
     for (setting, value) in [("task_update", 0), ("streams", 4)] {
@@ -233,10 +235,11 @@ fn a_hung_kernel_is_noticed_within_the_limit() {
     npu.assert_clean();
 }
 
-/// A crashed kernel ends the engine with the runtime's code and words, once for each request; nothing is tried again, and
-/// whoever asks later hears the same.
+/// A crashed kernel ends the engine with the runtime's code and message, once for each request.
+///
+/// No call is tried again, and later calls return the same error.
 #[test]
-fn a_crash_is_told_with_its_call_code_and_words() {
+fn a_crash_is_reported_with_its_call_code_and_message() {
     let npu = Npu::new();
     let device = npu.device();
     let engine = Engine::builder(fable::float()).config(config()).device(device.clone()).build().unwrap();
@@ -253,7 +256,7 @@ fn a_crash_is_told_with_its_call_code_and_words() {
         let RequestError::Engine(EngineError::Device(DeviceError::Crashed { call, code, message })) = &error else {
             panic!("{error:?}")
         };
-        // The call that met it is a later one; the runtime's words say which operation it was.
+        // A later call reports the crash; the runtime's message names the operation.
         assert!(call.starts_with("acl") && *code == 507_015, "{call} {code} {message}");
         assert!(message.contains("aclnnFusedInferAttentionScoreV3"), "{call} {code} {message}");
     }
@@ -261,7 +264,7 @@ fn a_crash_is_told_with_its_call_code_and_words() {
     let refused = engine.submit(Request::tokens(vec![1]).with_sampling(params)).unwrap_err();
     assert!(matches!(refused, SubmitError::Failed { .. }), "{refused:?}");
     // Two steps may have been in flight.
-    assert!(npu.sim.count("aclnnEmbedding") <= launches + 2, "nothing is tried again");
+    assert!(npu.sim.count("aclnnEmbedding") <= launches + 2, "the engine tried the step again");
     let later = device.alloc(64, MemKind::Device).unwrap_err();
     assert!(matches!(later, DeviceError::Crashed { code: 507_015, .. }), "{later:?}");
     assert!(engine.shutdown(Duration::from_secs(5)).is_err());
@@ -270,39 +273,41 @@ fn a_crash_is_told_with_its_call_code_and_words() {
 }
 
 #[test]
-fn drawn_tokens_are_fed_on_the_device() {
+fn sampled_tokens_are_copied_on_the_device() {
     let npu = Npu::new();
     let device: Arc<dyn Device> = npu.device();
-    // The ids known are those of a loaded model.
+    // The device only accepts the ids of a loaded model.
     let runner = Engine::builder(fable::float()).config(config()).device(device.clone()).build_runner().unwrap();
     let stream = device.stream().unwrap();
     let words = |n: u64| {
         let buffer = device.alloc(4 * n, MemKind::Device).unwrap();
         Span { buffer, offset: 0, bytes: 4 * n }
     };
-    let (ids, best) = (words(6), words(4));
+    let (ids, argmax) = (words(6), words(4));
     let put = |span: Span, values: &[u32]| {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         device.write(span, &bytes, stream).unwrap();
     };
     put(ids, &[10, 11, 12, 13, 14, 15]);
-    put(best, &[700, u32::MAX, 3, 0]);
-    device.copy_sampled_tokens(ids, best, &[(5, 0), (0, 2), (2, 1), (3, 3)], stream).unwrap();
+    put(argmax, &[700, u32::MAX, 3, 0]);
+    device.copy_sampled_tokens(ids, argmax, &[(5, 0), (0, 2), (2, 1), (3, 3)], stream).unwrap();
     let event = device.record(stream).unwrap();
     let mut bytes = [0u8; 24];
     device.read(ids, &mut bytes, Some(event)).unwrap();
     let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
     assert_eq!(got, [3, 11, 0, 0, 14, 700]);
-    assert!(device.copy_sampled_tokens(ids, best, &[(6, 0)], stream).is_err());
+    assert!(device.copy_sampled_tokens(ids, argmax, &[(6, 0)], stream).is_err());
     device.free(ids.buffer);
-    device.free(best.buffer);
+    device.free(argmax.buffer);
     drop(runner);
     drop(device);
     npu.assert_clean();
 }
 
-/// Many requests over a pool that is too small for them, so that some are preempted; the answers are those that requests
-/// get alone. (The simulator's rows do not depend on their company; a real card's may.)
+/// Many requests in a pool that is too small for them, so that some are preempted; their outputs are those of batches
+/// of their own.
+///
+/// (In the simulator, a row does not depend on the rest of the batch; on a real card it may.)
 #[test]
 fn mixed_requests_with_preemption_end_well() {
     let npu = Npu::with(&[("cann", 90_100_000)]);
@@ -323,7 +328,7 @@ fn mixed_requests_with_preemption_end_well() {
         .map(|(prompt, params)| core.submit(Request::tokens(prompt.clone()).with_sampling(params.clone())).unwrap())
         .collect();
     fable::drain(&mut core);
-    assert!(core.stats().preemptions > 0, "the pool is small enough");
+    assert!(core.stats().preemptions > 0, "the pool must be small enough to cause preemptions");
     let together: Vec<_> = handles.into_iter().map(|handle| handle.collect_output().unwrap()).collect();
     for ((prompt, params), output) in requests.into_iter().zip(&together).take(8) {
         let handle = core.submit(Request::tokens(prompt).with_sampling(params)).unwrap();
@@ -334,8 +339,9 @@ fn mixed_requests_with_preemption_end_well() {
     npu.assert_clean();
 }
 
-/// Fusion without a rounding less, lanes, and the precision that the model has anyway give the same bits. From level 2 on
-/// gate and up are one product and SwiGLU rounds once where the two operations before it round twice.
+/// Fusion that omits no rounding, streams, and the precision that the model has anyway yield the same bits.
+///
+/// From level 2 on, gate and up are one product, and SwiGLU rounds once; the two separate operations round twice.
 #[test]
 fn settings_that_change_no_number_give_the_same_bits() {
     let npu = Npu::new();
@@ -354,7 +360,7 @@ fn settings_that_change_no_number_give_the_same_bits() {
     npu.assert_clean();
 }
 
-/// Whatever call fails, the failure comes out as a typed error or nothing depends on it, and nothing is left on the card.
+/// A failure of any call is returned as a typed error or has no effect, and no object is left on the card.
 #[test]
 fn any_call_may_fail() {
     let npu = Npu::new();

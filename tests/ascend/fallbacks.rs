@@ -1,5 +1,7 @@
-//! What the Ascend device does where something is missing, runs out or has failed: it goes another way that gives the same
-//! answers and says so, or ends with a typed error, and leaves nothing behind.
+//! Tests of the Ascend device if a function is missing, a resource runs out or a call fails.
+//!
+//! The device uses a fallback with the same outputs and adds a note, or ends with a typed error; in both cases it leaks
+//! nothing.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -36,7 +38,7 @@ fn core_on(device: Arc<dyn Device>, config: EngineConfig) -> EngineCore {
     builder(device, config).build_core().expect("the model builds")
 }
 
-/// Greedy requests that run ahead, and one that is drawn.
+/// Returns greedy requests, which are scheduled ahead, and one with random sampling.
 fn requests() -> Vec<Request> {
     let params = |max_tokens: u32, temperature: f32| {
         let mut params = SamplingParams::default();
@@ -62,7 +64,7 @@ fn answers(core: &mut EngineCore) -> Vec<Seen> {
     outcomes(core).into_iter().map(Result::unwrap).collect()
 }
 
-/// What an undisturbed card answers.
+/// Returns the outputs of a card without faults.
 fn expected(npu: &Npu) -> Vec<Seen> {
     answers(&mut core_on(npu.device(), config()))
 }
@@ -94,7 +96,7 @@ fn a_runtime_without_captures_runs_operation_by_operation() {
     }
 }
 
-/// Before CANN 8.3 there is no call that writes keys and values into a pool of blocks: rows are scattered.
+/// CANN before 8.3 has no call that writes keys and values to a pool of blocks: their rows are scattered.
 #[test]
 fn keys_and_values_are_written_without_their_own_call() {
     const OWN: &str = "aclnnScatterPaKvCache";
@@ -118,9 +120,9 @@ fn keys_and_values_are_written_without_their_own_call() {
     }
 }
 
-/// Notes are the device's, as they are when they are asked for.
+/// The notes reflect the state of the device at the time of the call.
 #[test]
-fn why_a_capture_failed_is_told_once_it_has() {
+fn why_a_capture_failed_is_reported_once_it_has() {
     let npu = Npu::new();
     let expected = expected(&npu);
     let mut core = core_on(npu.device(), config());
@@ -138,15 +140,15 @@ fn why_a_capture_failed_is_told_once_it_has() {
     npu.assert_clean();
 }
 
-/// Buckets of decode steps up to `max_num_seqs`.
+/// Number of decode buckets up to `max_num_seqs`.
 const DECODE_BUCKETS: u64 = 3;
 
 #[test]
 fn an_engine_that_was_warmed_up_captures_nothing_later() {
     let npu = Npu::new();
     let expected = expected(&npu);
-    let told: Arc<Mutex<Vec<LoadProgress>>> = Arc::default();
-    let report = Arc::clone(&told);
+    let reports: Arc<Mutex<Vec<LoadProgress>>> = Arc::default();
+    let report = Arc::clone(&reports);
     let before = npu.sim.count("aclmdlRICaptureBegin");
     let builder = builder(npu.device(), config()).on_progress(move |progress| report.lock().push(progress));
     let mut core = builder.warm_up(Duration::from_secs(600)).build_core().unwrap();
@@ -155,15 +157,15 @@ fn an_engine_that_was_warmed_up_captures_nothing_later() {
     assert_eq!((core.stats().padded_rows, core.stats().steps), (0, 0));
     assert_eq!(answers(&mut core), expected);
     assert_eq!(npu.sim.count("aclmdlRICaptureBegin"), captured);
-    let told = told.lock();
-    let warm: Vec<_> = told.iter().map(|p| (p.warm_buckets, p.total_buckets)).filter(|(_, all)| *all > 0).collect();
+    let reports = reports.lock();
+    let warm: Vec<_> = reports.iter().map(|p| (p.warm_buckets, p.total_buckets)).filter(|(_, all)| *all > 0).collect();
     assert_eq!(warm, [(1, 3), (2, 3), (3, 3)]);
-    assert!(told.iter().filter(|p| p.total_buckets > 0).all(|p| p.done_bytes == p.total_bytes));
+    assert!(reports.iter().filter(|p| p.total_buckets > 0).all(|p| p.done_bytes == p.total_bytes));
     drop(core);
     npu.assert_clean();
 }
 
-/// Each bucket takes a second of the builder's clock, of which there is enough for two.
+/// Capturing a bucket takes a second of the builder's clock; the budget allows two buckets.
 #[test]
 fn warming_up_keeps_to_its_budget() {
     let npu = Npu::new();
@@ -183,7 +185,7 @@ fn warming_up_keeps_to_its_budget() {
     }
 }
 
-/// Device memory in use once an engine is built.
+/// Returns the device memory in use after an engine is built.
 fn used_bytes(npu: &Npu, config: &EngineConfig) -> i64 {
     let core = core_on(npu.device(), config.clone());
     let used = npu.sim.live("device_bytes");
@@ -208,36 +210,41 @@ fn a_card_too_small_for_the_largest_batch_takes_smaller_ones_once() {
     let notes = &core.info().notes;
     assert!(notes.len() == 1 && notes[0].starts_with("max_num_batched_tokens is 256 instead of 512: "), "{notes:?}");
     assert_eq!(answers(&mut core), expected);
-    // What the first try had loaded is gone: the second takes no more than it does alone.
+    // The memory of the first try is freed: the second try uses no more than it would without the first.
     let used = npu.sim.live("device_bytes") as i64;
     let captures = used - half_bytes;
-    assert!(used <= limit && captures >= 0, "{used} bytes, {half_bytes} alone");
+    assert!(
+        used <= limit && captures >= 0,
+        "{used} bytes are in use, expected at most {half_bytes} and the captured graphs"
+    );
     drop(core);
     npu.assert_clean();
-    // Once only, and never below a row a sequence.
+    // The size is reduced only once, and never below one row per sequence.
     config.max_num_seqs = 512;
     let device = npu.device();
     half.max_num_batched_tokens = 64;
     drop(core_on(device.clone(), half.clone()));
     let at_rest = npu.sim.live("device_bytes");
     let error = builder(device.clone(), config.clone()).build_core().unwrap_err();
-    let BuildError::Compile(CompileError::Memory(room)) = &error else { panic!("{error:?}") };
-    assert!(room.free_bytes > 0 && room.bytes > room.free_bytes, "{room:?}");
-    // Nothing of it is left, and the same device goes on with what it has room for.
+    let BuildError::Compile(CompileError::Memory(required)) = &error else { panic!("{error:?}") };
+    assert!(required.free_bytes > 0 && required.bytes > required.free_bytes, "{required:?}");
+    // All memory is freed, and the same device then runs a configuration that fits.
     assert_eq!(npu.sim.live("device_bytes"), at_rest);
     drop(core_on(device.clone(), half));
     drop(device);
     npu.assert_clean();
 }
 
-/// Each allocation fails in turn while an engine is built: it is made smaller and says so, or the error names what was asked
-/// for. Whatever came of it, the device holds no more than after an engine that was built and dropped.
+/// Each allocation fails in turn while an engine is built: the engine is made smaller and adds a note, or the error
+/// names the request.
+///
+/// In all cases, the device then holds no more memory than after an engine that was built and dropped.
 #[test]
 fn any_allocation_may_fail_while_an_engine_is_built() {
     let npu = Npu::new();
     let (mut two, mut one) = (config(), config());
     two.compile.token_buckets = Some(vec![4, 32]);
-    // No smaller batch than this, and one program.
+    // The batch cannot be smaller than this, and there is one program.
     (one.max_num_batched_tokens, one.compile.token_buckets) = (4, Some(vec![4]));
     let (mut smaller, mut failed) = (0, 0);
     for config in [two, one] {
@@ -258,24 +265,25 @@ fn any_allocation_may_fail_while_an_engine_is_built() {
                     assert!(free_bytes > 0 && asked_bytes > 0, "{nth}: {asked_bytes} asked, {free_bytes} free");
                     failed += 1;
                 }
-                Err(BuildError::Compile(CompileError::Memory(room))) => {
-                    assert!(room.free_bytes > 0, "{nth}: {room:?}");
+                Err(BuildError::Compile(CompileError::Memory(required))) => {
+                    assert!(required.free_bytes > 0, "{nth}: {required:?}");
                     failed += 1;
                 }
                 Err(BuildError::CacheDoesNotFit { budget_bytes, needed_bytes, .. }) => {
-                    assert!(budget_bytes > needed_bytes, "{nth}: the card is not full");
+                    assert!(budget_bytes > needed_bytes, "{nth}: the pool does not fit although the card is not full");
                     failed += 1;
                 }
                 Err(other) => panic!("allocation {nth} of {calls}: {other:?}"),
             }
             let left = npu.sim.live("device_bytes");
-            // The last four are of the small scratch that takes the large one's place; where there is none, that stays.
+            // The last four allocations are those of the small scratch that replaces the large one; if they fail, the
+            // large one is kept.
             assert!(left <= at_rest || nth > calls - 4, "allocation {nth} of {calls}: {left} left, {at_rest} at rest");
             drop(device);
             npu.assert_clean();
         }
     }
-    println!("{smaller} engines made smaller, {failed} refused");
+    println!("{smaller} engines were made smaller, {failed} failed");
     assert!(smaller > 5 && failed > 5, "{smaller} smaller, {failed} failed");
 }
 
@@ -284,7 +292,7 @@ fn a_pool_of_our_own_choice_takes_what_there_is() {
     // Blocks of 16 tokens.
     let npu = Npu::with(&[("cann", 90_100_000)]);
     let mut config = config();
-    // Blocks enough that the card's size decides.
+    // More blocks than fit, so that the card's memory decides.
     (config.max_num_seqs, config.block_size) = (32, Some(16));
     config.kv_cache = CacheBudget::Blocks(1);
     let opened = {
@@ -293,19 +301,19 @@ fn a_pool_of_our_own_choice_takes_what_there_is() {
         drop(device);
         opened
     };
-    let taken = used_bytes(&npu, &config) - opened;
-    npu.sim.set("hbm_bytes", opened + taken + taken / 6);
+    let model_bytes = used_bytes(&npu, &config) - opened;
+    npu.sim.set("hbm_bytes", opened + model_bytes + model_bytes / 6);
     config.kv_cache = CacheBudget::Auto;
-    // What weights and programs leave, less a tenth of the card.
+    // The memory that weights and programs leave free, less a tenth of the card.
     let core = core_on(npu.device(), config.clone());
-    let (info, card_bytes) = (core.info().clone(), taken + taken / 6);
+    let (info, card_bytes) = (core.info().clone(), model_bytes + model_bytes / 6);
     assert!(info.notes.is_empty(), "{:?}", info.notes);
     assert_eq!(core.config().kv_cache, CacheBudget::Blocks(info.pool_blocks));
-    assert!(info.pool_blocks > 1 && info.pool_bytes < taken as u64 / 6, "{} bytes", info.pool_bytes);
+    assert!(info.pool_blocks > 1 && info.pool_bytes < model_bytes as u64 / 6, "{} bytes", info.pool_bytes);
     let free = opened + card_bytes - npu.sim.live("device_bytes") as i64;
     assert!(free > card_bytes / 20 && free < card_bytes / 6, "{free} of {card_bytes} are left");
     drop(core);
-    // Should it not fit after all, half of it is tried, and nothing else is made smaller.
+    // If the pool does not fit after all, half of it is tried, and nothing else is reduced.
     let before = npu.sim.count("aclrtMalloc");
     drop(core_on(npu.device(), config.clone()));
     let calls = npu.sim.count("aclrtMalloc") - before;
@@ -319,21 +327,21 @@ fn a_pool_of_our_own_choice_takes_what_there_is() {
         assert!(!is_halved || (blocks >= 1 && blocks <= info.pool_blocks / 2), "{blocks} of {}", info.pool_blocks);
         is_halved && core.config().max_num_batched_tokens == config.max_num_batched_tokens
     });
-    assert!(halved.count() > 0, "of {calls} allocations none is the pool's");
+    assert!(halved.count() > 0, "none of {calls} allocations is that of the pool");
     npu.assert_clean();
-    // One that the user has chosen stays: the error says what would fit.
+    // A pool size chosen by the user is not reduced: the error contains the size that would fit.
     config.kv_cache = CacheBudget::Blocks(100_000);
     let error = builder(npu.device(), config).build_core().unwrap_err();
     let BuildError::CacheDoesNotFit { budget_bytes, needed_bytes, fitting_tokens, block_bytes, .. } = error else {
         panic!("{error:?}")
     };
     assert_eq!(needed_bytes, 100_001 * block_bytes);
-    assert!(budget_bytes < taken as u64 && budget_bytes > 0, "{budget_bytes} free");
+    assert!(budget_bytes < model_bytes as u64 && budget_bytes > 0, "the error reports {budget_bytes} free bytes");
     assert_eq!(fitting_tokens, (budget_bytes / block_bytes - 1) * 16);
     npu.assert_clean();
 }
 
-/// There is enough memory and no piece of it as large as the pool: half of it is taken.
+/// The free memory suffices, but is fragmented: the pool is halved.
 #[test]
 fn memory_in_pieces_halves_a_pool_of_our_own_choice() {
     let npu = Npu::new();
@@ -359,7 +367,7 @@ fn out_of_memory_names_what_is_free() {
     assert_eq!(error, DeviceError::OutOfMemory { kind: "device", asked_bytes: 1 << 30, free_bytes: free });
 }
 
-/// A step that is refused ends its engine and not its device: the next engine on it answers as on a fresh one.
+/// A failed step ends its engine but not its device: the next engine on the device works as on a new one.
 #[test]
 fn a_device_goes_on_after_a_refused_step() {
     let npu = Npu::new();
@@ -379,7 +387,7 @@ fn a_device_goes_on_after_a_refused_step() {
             npu.sim.fail_call(call, nth, code);
             for (outcome, expected) in outcomes(&mut core).into_iter().zip(&expected) {
                 match outcome {
-                    // What fails within a capture is done without it.
+                    // If a call fails during a capture, the step runs without a graph.
                     Ok(seen) => assert_eq!(seen, *expected, "{call} {nth}"),
                     Err(error) => assert!(matches!(error, RequestError::Engine(_)), "{call} {nth}: {error:?}"),
                 }
@@ -391,10 +399,11 @@ fn a_device_goes_on_after_a_refused_step() {
             npu.assert_clean();
         }
     }
-    assert!(ended >= 6, "{ended} engines ended");
+    assert!(ended >= 6, "only {ended} engines ended with an error");
 }
 
-/// A crash takes its device along, and no other: one that is opened afterwards works, also while the dead one is held.
+/// A crash makes only its device unusable: a device that is opened afterwards works, even while the lost one still
+/// exists.
 #[test]
 fn a_device_opened_after_a_lost_one_works() {
     let npu = Npu::new();
@@ -405,27 +414,35 @@ fn a_device_opened_after_a_lost_one_works() {
     let lost = outcomes(&mut core);
     assert!(lost.iter().all(|outcome| matches!(outcome, Err(RequestError::Engine(_)))), "{lost:?}");
     assert!(builder(device.clone(), config()).build_core().is_err());
-    assert_eq!(answers(&mut core_on(npu.device(), config())), expected, "beside the dead one");
+    assert_eq!(
+        answers(&mut core_on(npu.device(), config())),
+        expected,
+        "wrong outputs while the lost device still exists"
+    );
     drop((core, device));
-    assert_eq!(answers(&mut core_on(npu.device(), config())), expected, "behind it");
+    assert_eq!(
+        answers(&mut core_on(npu.device(), config())),
+        expected,
+        "wrong outputs after the lost device was dropped"
+    );
     npu.assert_clean();
 }
 
-/// A simulated card of 200 W, metered while somebody looks.
+/// A simulated card of 200 W, whose power is sampled while an energy query is active.
 #[test]
-fn energy_is_what_the_cards_meter_says() {
+fn energy_equals_the_cards_metered_power() {
     let npu = Npu::with(&[("power_dw", 2000)]);
     let start = Instant::now();
     let library = npu.sim.path().to_owned();
     let core = core_on(npu.try_device(|options| options.dcmi_library = Some(library)).unwrap(), config());
-    let first_uj = core.energy_uj().expect("a meter");
+    let first_uj = core.energy_uj().expect("the card reports its power");
     let mut last_uj = first_uj;
     while last_uj == first_uj {
-        assert!(start.elapsed() < Duration::from_secs(30), "the meter stands still");
+        assert!(start.elapsed() < Duration::from_secs(30), "the energy does not increase");
         std::thread::yield_now();
-        last_uj = core.energy_uj().expect("a meter");
+        last_uj = core.energy_uj().expect("the card reports its power");
     }
-    // No more than 200 W since before the first sample.
+    // At most 200 W since the time before the first sample.
     let most_uj = 200 * start.elapsed().as_micros();
     assert!(last_uj > first_uj && u128::from(last_uj) <= most_uj, "{first_uj}, {last_uj} of {most_uj} uJ");
     assert!(!has_note(&core.device_notes(), "no energy"));
@@ -434,11 +451,11 @@ fn energy_is_what_the_cards_meter_says() {
 }
 
 #[test]
-fn a_card_without_a_meter_says_why() {
+fn a_card_without_a_power_meter_reports_the_reason() {
     let npu = Npu::lacking(&["dcmi_get_device_power_info"]);
     for (library, words) in [
         (npu.sim.path().to_owned(), "has no symbol dcmi_get_device_power_info"),
-        (PathBuf::from("/nowhere/libdcmi.so"), "no figures of the cards: /nowhere/libdcmi.so cannot be used"),
+        (PathBuf::from("/nowhere/libdcmi.so"), "no card metrics: /nowhere/libdcmi.so cannot be used"),
     ] {
         let device = npu.try_device(|options| options.dcmi_library = Some(library)).unwrap();
         assert_eq!((device.energy_uj(), device.energy_uj()), (None, None));

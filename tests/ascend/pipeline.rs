@@ -1,5 +1,7 @@
-//! Steps in flight on the simulated Ascend card: outputs are equal at every depth and under any delay, a greedy step only
-//! queues, and whatever call fails ends in a typed error or the right answer.
+//! Tests of in-flight steps on the simulated Ascend card.
+//!
+//! Outputs are equal at each depth and under any delay, a greedy step only queues, and a failure of any call yields a
+//! typed error or the correct output.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -23,7 +25,7 @@ fn greedy_steps_in_flight_only_queue() {
     steps::greedy_steps_in_flight_only_queue(1);
 }
 
-/// Resident memory of this process in KiB.
+/// Returns the resident memory of this process in KiB.
 #[cfg(target_os = "linux")]
 fn resident_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -31,8 +33,10 @@ fn resident_kib() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// Steps of `requests` requests of 50 tokens each, one after the other, without arithmetic: what is left is the engine, the
-/// device and the runtime's bookkeeping.
+/// Runs `requests` requests of 50 tokens each in sequence, without arithmetic, and returns the growth of resident
+/// memory.
+///
+/// Only the memory of the engine, the device and the runtime's bookkeeping can grow.
 #[cfg(target_os = "linux")]
 fn memory_grown_kib(requests: u32) -> u64 {
     let npu = Npu::with(&[("compute", 0)]);
@@ -62,7 +66,7 @@ fn host_memory_stays_flat() {
     assert!(grown < 4096, "{grown} KiB more after 3,000 steps");
 }
 
-/// The same at length; takes minutes.
+/// The same with many more steps; takes minutes.
 #[cfg(target_os = "linux")]
 #[test]
 #[ignore = "minutes"]

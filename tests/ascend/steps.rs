@@ -1,6 +1,6 @@
-//! Engines on one or more simulated cards, and what must hold of their steps however many cards there are.
+//! Engines on one or more simulated cards, and tests of their steps that apply to any number of cards.
 
-#![allow(dead_code)] // each test file uses a part
+#![allow(dead_code)] // each test binary uses only a part
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::path::Path;
@@ -13,13 +13,13 @@ use ascend_llm::sampler::SamplingParams;
 use crate::common::fable::{self, Seen};
 use crate::common::sim_npu::Npu;
 
-/// Layers of the story model.
+/// Number of layers of the story model.
 pub const LAYERS: u64 = 3;
 
-/// A prompt, and how its answer is drawn.
+/// A prompt, and the sampling parameters of its request.
 pub type Asked = (Vec<u32>, SamplingParams);
 
-/// A machine of so many cards that join quickly or not at all.
+/// Returns a simulated machine with `cards` cards, on which joining a communicator fails fast.
 pub fn machine(cards: u32) -> Npu {
     let npu = Npu::new();
     set_up(&npu, cards);
@@ -49,7 +49,7 @@ pub fn greedy(tokens: u32) -> SamplingParams {
     params
 }
 
-/// Runs requests together; what each gives.
+/// Runs requests in one batch; returns the outcome of each.
 pub fn outcomes(core: &mut EngineCore, requests: &[Asked]) -> Vec<Result<Output, RequestError>> {
     let handles: Vec<_> = requests
         .iter()
@@ -63,7 +63,7 @@ pub fn seen(core: &mut EngineCore, requests: &[Asked]) -> Vec<Seen> {
     outcomes(core, requests).into_iter().map(|outcome| Seen::of(&outcome.unwrap())).collect()
 }
 
-/// 64 mixed requests in a pool too small for them, at depths 1, 2 and 3.
+/// Runs 64 mixed requests at depths 1, 2 and 3, in a pool that is too small for them.
 pub fn outputs_are_equal_at_every_depth(cards: u32, seed: u64) {
     let npu = machine(cards);
     npu.sim.set("cann", 90_100_000);
@@ -72,7 +72,7 @@ pub fn outputs_are_equal_at_every_depth(cards: u32, seed: u64) {
         .map(|index| {
             let len = author.dice().from(1, 60);
             let prompt = author.prompt(len);
-            // Every other request can be fed on the device.
+            // The device can copy the deferred tokens of every other request.
             (prompt, if index % 2 == 0 { greedy(1 + index % 24) } else { author.params(24) })
         })
         .collect();
@@ -82,7 +82,7 @@ pub fn outputs_are_equal_at_every_depth(cards: u32, seed: u64) {
         (config.max_num_batched_tokens, config.max_num_seqs) = (64, 16);
         let mut core = core_on(npu.cards(cards), config);
         let seen = seen(&mut core, &requests);
-        assert!(core.stats().preemptions > 0, "depth {depth}: the pool is small enough");
+        assert!(core.stats().preemptions > 0, "depth {depth}: the pool must be small enough to cause preemptions");
         core.check().unwrap();
         drop(core);
         npu.assert_clean();
@@ -93,8 +93,9 @@ pub fn outputs_are_equal_at_every_depth(cards: u32, seed: u64) {
     assert!(run(3) == one, "depth 3");
 }
 
-/// Streams run their work late and in any order that events allow: a missing event, a buffer that is used again too early, or
-/// what a card brings to the others too soon shows as other tokens.
+/// Streams run their work late, in any order that the events allow.
+///
+/// A missing event, a buffer reused too early, or data that one card sends to the others too early changes the tokens.
 pub fn no_delay_changes_an_output(cards: u32, seeds: i64) {
     let npu = machine(cards);
     let requests = [
@@ -122,8 +123,8 @@ pub fn no_delay_changes_an_output(cards: u32, seeds: i64) {
     }
 }
 
-/// Two steps in flight, all rows greedy: on each card, between two launches there is nothing but copies of ids, tables and lengths, one task
-/// update a layer, and the wait for the results of the step before.
+/// Two in-flight steps, all rows greedy. Between two launches, each card only gets copies of ids, tables and lengths,
+/// one task update per layer, and the wait for the results of the step before.
 pub fn greedy_steps_in_flight_only_queue(cards: u32) {
     let npu = machine(cards);
     let mut core = core_on(npu.cards(cards), config(cards, 2));
@@ -139,14 +140,20 @@ pub fn greedy_steps_in_flight_only_queue(cards: u32) {
     for _ in 0..STEPS {
         core.step().unwrap();
     }
-    // Each card's thread has issued what was asked of it once this one has been waited for.
+    // After this wait, the thread of each card has issued all its work.
     let log = npu.sim.log();
     let lines = |name: &str| log.iter().filter(|line| line.split_whitespace().next() == Some(name)).collect::<Vec<_>>();
     let count = |name: &str| lines(name).len() as u64;
     let launches = count("aclmdlRIExecuteAsync");
-    assert!(launches.abs_diff(cards * STEPS) <= cards, "{launches} launches in {STEPS} steps");
+    assert!(
+        launches.abs_diff(cards * STEPS) <= cards,
+        "{launches} launches in {STEPS} steps, expected one per card and step"
+    );
     let updates = count("aclmdlRICaptureTaskUpdateBegin");
-    assert!(updates.abs_diff(cards * STEPS * LAYERS) <= cards * LAYERS, "{updates} updates, not one a layer and step");
+    assert!(
+        updates.abs_diff(cards * STEPS * LAYERS) <= cards * LAYERS,
+        "{updates} updates, expected one per layer and step"
+    );
     for forbidden in [
         "aclrtMalloc",
         "aclrtMallocHost",
@@ -161,8 +168,8 @@ pub fn greedy_steps_in_flight_only_queue(cards: u32) {
     ] {
         assert_eq!(count(forbidden), 0, "{forbidden}");
     }
-    // What crosses to the card in a step of one row: its id, position, wanted row, a line of the table, where its key goes, and
-    // which row is fed; logits do not come back.
+    // Data copied to the card in a step of one row: its id, position, requested logit row, a row of the block table,
+    // the slot of its key, and the index of the deferred token. Logits are not copied back.
     let bytes = |kind: &str| -> u64 {
         let fields = log.iter().map(|line| line.split_whitespace().collect::<Vec<_>>());
         fields
@@ -171,15 +178,15 @@ pub fn greedy_steps_in_flight_only_queue(cards: u32) {
             .sum()
     };
     let (up, down) = (bytes("h2d") / STEPS / cards, bytes("d2h") / STEPS);
-    assert!(up > 0 && up <= 256, "{up} bytes a step to the card: {log:#?}");
-    assert!(down > 0 && down <= 64, "{down} bytes a step back");
+    assert!(up > 0 && up <= 256, "{up} bytes per step are copied to the card: {log:#?}");
+    assert!(down > 0 && down <= 64, "{down} bytes per step are copied back");
     npu.sim.set("log", 0);
     drop(handle);
     drop(core);
     npu.assert_clean();
 }
 
-/// Fails every `stride`-th call of a short run in turn. The engine is made anew each time, on a machine that was left clean.
+/// Fails every `stride`-th call of a short run in turn. Each run builds a new engine, on a machine in a clean state.
 pub fn failing_calls_are_typed_errors_or_leave_the_answer(cards: u32, stride: usize) {
     let npu = machine(cards);
     let requests = [(vec![1, 40], greedy(2)), (vec![9], greedy(2))];
@@ -189,9 +196,9 @@ pub fn failing_calls_are_typed_errors_or_leave_the_answer(cards: u32, stride: us
         let device = device.map_err(|error| error.to_string())?;
         let mut config = config(cards, 2);
         (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) = (2, 2, Some(64));
-        // One program, so that loading takes few calls.
+        // One program, so that loading needs few calls.
         config.compile.token_buckets = Some(vec![2]);
-        // A small model, for it is uploaded anew each time.
+        // A small model, because each run uploads it again.
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance/llama-gqa-tied");
         let builder = Engine::builder(model).config(config).device(device);
         let mut core = builder.build_core().map_err(|error| error.to_string())?;
@@ -227,5 +234,5 @@ pub fn failing_calls_are_typed_errors_or_leave_the_answer(cards: u32, stride: us
         npu.assert_clean();
     }
     println!("{calls} calls, each {stride}th failed: {failed} failures, {answered} right answers");
-    assert!(failed > calls as usize / stride / 30, "{failed} failures");
+    assert!(failed > calls as usize / stride / 30, "only {failed} calls failed");
 }

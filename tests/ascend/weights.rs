@@ -1,5 +1,7 @@
-//! Weights of quantized files on the simulated Ascend card: every form gives the file's logits within its bound, takes the
-//! memory it should, and what the operations refuse is held in 16 bits and said so.
+//! Tests of weights from quantized files on the simulated Ascend card.
+//!
+//! Each weight layout yields the file's logits within its bound and uses the expected memory. Weights that the
+//! operations do not support are held in 16 bits, and a note reports that.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -20,7 +22,7 @@ use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner, Programs
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::weights::{DType, MemorySource, ModelKind};
 
-/// The story model in block formats.
+/// Block formats of the story model.
 const FILES: [&str; 8] = ["q8_0", "q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"];
 
 fn story(kind: &str) -> PathBuf {
@@ -50,7 +52,7 @@ fn open(npu: &Npu, weights: WeightForm, change: impl FnOnce(&mut AscendOptions))
     device.expect("the simulated card opens")
 }
 
-/// Logits of a prompt's last rows and of decode steps behind it.
+/// Returns the logits of a prompt's last rows, and of the decode steps after it.
 fn trace(mut model: Model) -> Vec<f32> {
     let mut all = model.forward(&[1, 40, 100, 7, 300, 21, 5, 9, 77, 650], 4);
     for step in 0..4 {
@@ -64,8 +66,10 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, x| if x <= most { most } else { x })
 }
 
-/// Largest difference of a top logit from the f32 reference of the same file; logits are up to 15. In f16 the forms that are
-/// exact are as near as widened weights, those with offsets nearly so, and those that give two groups one scale farther off.
+/// Largest difference of a top logit from the f32 reference of the same file; logits are up to 15.
+///
+/// In f16, the exact layouts are as close as widened weights, those with offsets nearly so, and those with one scale
+/// for two groups less close.
 const F16_BOUND: f32 = 6e-2;
 const Q6_BOUND: f32 = 1.5e-1;
 const DYNAMIC_BOUND: f32 = 6e-1;
@@ -84,7 +88,7 @@ fn every_form_of_every_file_meets_its_reference() {
             let mut model = on(device.clone(), &story(kind));
             assert!(device.notes().iter().all(|note| !note.contains("held in")), "{kind}: {:?}", device.notes());
             let (mut worst, start) = (0.0f32, Instant::now());
-            // The long prompt asks no more of the weights.
+            // The long prompt would not test the weights further.
             for prompt in golden.prompts.iter().filter(|prompt| prompt.input_ids.len() <= 64) {
                 let label = format!("{} of {kind} in {form:?}", prompt.name);
                 model.restart();
@@ -95,7 +99,7 @@ fn every_form_of_every_file_meets_its_reference() {
                         worst = worst.max((row[*id as usize] - logit).abs());
                     }
                 }
-                assert!(worst <= bound, "{label}: logits differ by {worst}");
+                assert!(worst <= bound, "{label}: the largest difference of a logit is {worst}");
                 let sure = prompt.greedy_top2_gap.iter().take_while(|gap| **gap > 2.0 * bound).count().min(12);
                 assert_eq!(model.greedy(&prompt.input_ids, sure), prompt.greedy64[..sure], "{label}");
             }
@@ -107,7 +111,8 @@ fn every_form_of_every_file_meets_its_reference() {
     }
 }
 
-/// Cut over two cards at whole blocks, a file's matrices are held as on one, each card's part for itself.
+/// If the shards of a file's matrices over two cards consist of whole blocks, each card holds its part like a single
+/// card.
 #[test]
 fn cards_hold_their_parts_in_the_same_forms() {
     for (kind, form) in
@@ -126,15 +131,16 @@ fn cards_hold_their_parts_in_the_same_forms() {
             logits
         };
         let error = largest_difference(&run(1), &run(2));
-        // Rows of int8 are rounded to the largest of a card's own share.
+        // int8 rows are scaled by the largest element of each card's own shard.
         let bound = if form == WeightForm::Dynamic { DYNAMIC_BOUND } else { F16_BOUND };
         println!("{kind} in {form:?}: {error} of {bound}");
         assert!(error <= bound, "{kind} in {form:?}: two cards differ from one by {error}");
     }
 }
 
-/// Formats whose integers and scales the product takes as they are: the weights it multiplies are the widened ones, to the bit.
-/// (Without fused operations: those round SwiGLU once instead of twice.)
+/// Formats whose integers and scales the product uses unchanged: the weights are bit-equal to widened ones.
+///
+/// (Without fused operations, which round SwiGLU once instead of twice.)
 #[test]
 fn exact_forms_give_the_bits_of_widened_weights() {
     for kind in ["q8_0", "q4_0", "Q5_0"] {
@@ -167,7 +173,7 @@ fn bf16_activations_take_quantized_weights() {
     }
 }
 
-/// Tiles are another order of the same numbers. (Without fused operations, as above: tiled gates are not joined.)
+/// Tiles contain the same numbers in another order. (Without fused operations, as above: tiled gates are not joined.)
 #[test]
 fn tiles_change_no_bit() {
     let npu = Npu::new();
@@ -192,8 +198,9 @@ fn tiles_change_no_bit() {
     npu.assert_clean();
 }
 
-/// Biases stand behind tiled products; models with biases, heads of their own and sliding windows stay within the bounds that
-/// rows have.
+/// Biases are added after tiled products.
+///
+/// Models with biases, other head sizes and sliding windows stay within the bounds of row-major weights.
 #[test]
 fn tiled_models_stay_within_the_bounds_of_rows() {
     let npu = Npu::new();
@@ -206,14 +213,14 @@ fn tiled_models_stay_within_the_bounds_of_rows() {
             model.restart();
             let rows = model.forward(&case.input_ids, 1);
             let error = largest_difference(&rows[0], &case.last_logits);
-            assert!(error <= bound, "{name}: logits differ by {error}");
+            assert!(error <= bound, "{name}: the largest difference of a logit is {error}");
         }
     }
     assert!(npu.sim.count("aclnnMatmulWeightNz") > 0);
     npu.assert_clean();
 }
 
-/// A prompt's logits from a hub model whose matrices are rounded to `Q8_0` first.
+/// Returns a prompt's logits from a hub model whose matrices are first rounded to `Q8_0`.
 fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> Vec<f32> {
     let config = config_from_hub(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
     let files = model::open(folder).unwrap();
@@ -244,7 +251,7 @@ fn rounded_model_on(device: Arc<dyn Device>, folder: &Path, prompt: &[u32]) -> V
     runner.forward(input).unwrap().logits.logits.to_vec()
 }
 
-/// Biases are added behind a product that takes none.
+/// Biases are added after a product that does not support them.
 #[test]
 fn quantized_models_with_biases_agree_with_widened_ones() {
     let npu = Npu::new();
@@ -258,7 +265,7 @@ fn quantized_models_with_biases_agree_with_widened_ones() {
             let got = rounded_model_on(device.clone(), &folder, &prompt);
             let error = largest_difference(&got, &widened);
             println!("{name} in {form:?}: {error} of {bound}, {:?}", device.notes());
-            assert!(error > 0.0 && error <= bound, "{name} in {form:?}: logits differ by {error}");
+            assert!(error > 0.0 && error <= bound, "{name} in {form:?}: the largest difference of a logit is {error}");
         }
     }
     assert!(npu.sim.count("aclnnWeightQuantBatchMatmulV2") > 0 && npu.sim.count("aclnnQuantMatmulV4") > 0);
@@ -280,7 +287,7 @@ fn replays_and_steps_in_flight_change_no_bit() {
         };
         let replays = npu.sim.count("aclmdlRIExecuteAsync");
         let captured = run(true);
-        assert_eq!(npu.sim.count("aclmdlRIExecuteAsync") - replays, 4, "every decode step is a replay");
+        assert_eq!(npu.sim.count("aclmdlRIExecuteAsync") - replays, 4, "each decode step must be a replay");
         assert!(captured == run(false), "{kind} in {form:?}");
         let answers = |depth: u32| {
             let mut config = config();
@@ -303,19 +310,19 @@ fn replays_and_steps_in_flight_change_no_bit() {
     }
 }
 
-/// Bytes on the card that an upload takes, the weights, and what to drop to give them back.
+/// Bytes on the card that an upload uses, the weights, and the value whose drop frees them.
 type Uploaded = (u64, Vec<Weight>, OwnedWeights);
 
 fn uploaded(npu: &Npu, device: &Arc<dyn Device>, path: &Path) -> Result<Uploaded, DeviceError> {
     let files = model::open(path).unwrap();
-    let ModelKind::Gguf(file) = &files.kind else { panic!("a GGUF file") };
+    let ModelKind::Gguf(file) = &files.kind else { panic!("the model is not a GGUF file") };
     let graph = decoder_graph(&config_from_gguf(file).unwrap(), files.source.as_ref()).unwrap();
     let before = npu.sim.live("device_bytes");
     let weights = OwnedWeights::upload(device, files.source.as_ref(), &graph.weights, 0)?;
     Ok((npu.sim.live("device_bytes") - before, graph.weights, weights))
 }
 
-/// Bits of an element of a matrix in its form, in halves.
+/// Returns the size of a matrix element in its layout, in half bits.
 fn half_bits(form: WeightForm, dtype: DType) -> u64 {
     match (form, dtype) {
         (WeightForm::Widened, _) | (_, DType::F32) => 32,
@@ -328,10 +335,11 @@ fn half_bits(form: WeightForm, dtype: DType) -> u64 {
     }
 }
 
-/// Matrices take the bits that their form says, embedding tables and norms 16; each stretch ends at a multiple of 512 bytes, and
-/// int8 rows have four bytes each besides.
+/// Matrices use the bits of their layout, embedding tables and norms 16 bits per element.
+///
+/// Each allocation ends at a multiple of 512 bytes, and each int8 row has four additional bytes.
 #[test]
-fn the_card_holds_as_many_bits_as_a_form_says() {
+fn the_card_holds_as_many_bits_as_the_layout_defines() {
     let npu = Npu::new();
     for kind in FILES {
         for form in [WeightForm::Widened, WeightForm::WeightOnly, WeightForm::Dynamic] {
@@ -342,14 +350,17 @@ fn the_card_holds_as_many_bits_as_a_form_says() {
                 elements * if weight.role == WeightRole::Matrix { half_bits(form, weight.dtype) } else { 32 }
             };
             let least = list.iter().map(half_bits).sum::<u64>() / 16;
-            assert!((least..least + 90 * 512).contains(&bytes), "{kind} in {form:?}: {bytes} bytes, not {least}");
+            assert!(
+                (least..least + 90 * 512).contains(&bytes),
+                "{kind} in {form:?}: {bytes} bytes, expected about {least}"
+            );
             drop((weights, device));
             npu.assert_clean();
         }
     }
 }
 
-/// A library without an operation, both phases of it, or without a function that has none.
+/// Returns a library without an operation (both its phases), or without a function that is no operation.
 fn without(npu: &Npu, lacking: &str) -> PathBuf {
     let query = format!("{lacking}GetWorkspaceSize");
     let symbols = [lacking, &query];
@@ -357,7 +368,7 @@ fn without(npu: &Npu, lacking: &str) -> PathBuf {
 }
 
 #[test]
-fn what_the_libraries_lack_is_held_in_16_bits_and_said() {
+fn weights_without_operations_are_held_in_16_bits_with_a_note() {
     let cases = [
         (WeightForm::WeightOnly, WeightTiles::Never, "aclnnWeightQuantBatchMatmulV2"),
         (WeightForm::Dynamic, WeightTiles::Int8, "aclnnQuantMatmulV4"),
@@ -373,12 +384,12 @@ fn what_the_libraries_lack_is_held_in_16_bits_and_said() {
         assert!(trace(on(device.clone(), &story("q8_0"))) == widened, "{lacking}");
         let notes = device.telemetry().unwrap().notes();
         // Four shapes: queries and outputs, keys and values, gates, down projections.
-        let told = notes.iter().filter(|note| note.contains("held in 16 bits") && note.contains(lacking)).count();
-        assert_eq!(told, 4, "{lacking}: {notes:?}");
+        let reported = notes.iter().filter(|note| note.contains("held in 16 bits") && note.contains(lacking)).count();
+        assert_eq!(reported, 4, "{lacking}: {notes:?}");
         drop(device);
         npu.assert_clean();
     }
-    // Tiles of int8 need more than rows of it do; tiles of 16 bits go through the plain product where the other is absent.
+    // int8 tiles require more than int8 rows; 16-bit tiles use the plain product if the tiled one is missing.
     let run = |form, tiles, lacking: &str| {
         let device =
             open(&npu, form, |options| (options.tiles, options.library) = (tiles, Some(without(&npu, lacking))));
@@ -395,13 +406,13 @@ fn what_the_libraries_lack_is_held_in_16_bits_and_said() {
 }
 
 #[test]
-fn shapes_the_operations_refuse_are_held_in_16_bits_and_said() {
+fn shapes_the_operations_refuse_are_held_in_16_bits_with_a_note() {
     let npu = Npu::new();
     let weight = |index: usize, shape: [usize; 2], dtype| {
         let (name, role) = (format!("w{index}"), WeightRole::Matrix);
         Weight::new(name, shape.to_vec(), dtype, role)
     };
-    // Too many rows; columns no longer than a group; an odd number of int4 rows.
+    // Too many rows; columns not longer than a group; an odd number of int4 rows.
     let shapes =
         [([65_568, 64], DType::Q8_0), ([64, 32], DType::Q4_0), ([63, 64], DType::Q4_0), ([64, 64], DType::Q4_0)];
     let mut source = MemorySource::new();
@@ -414,9 +425,9 @@ fn shapes_the_operations_refuse_are_held_in_16_bits_and_said() {
     let device: Arc<dyn Device> = npu.device();
     let before = npu.sim.live("device_bytes");
     let weights = OwnedWeights::upload(&device, &source, &list, 0).unwrap();
-    let taken = npu.sim.live("device_bytes") - before;
+    let used_bytes = npu.sim.live("device_bytes") - before;
     let expected = 2 * (65_568 * 64 + 64 * 32 + 63 * 64) + 64 * 64 * 45 / 80;
-    assert!((expected..expected + 16 * 512).contains(&taken), "{taken} bytes, not {expected}");
+    assert!((expected..expected + 16 * 512).contains(&used_bytes), "{used_bytes} bytes, expected about {expected}");
     let notes = device.telemetry().unwrap().notes();
     for shape in ["q8_0 matrices of 65568 by 64", "q4_0 matrices of 64 by 32", "q4_0 matrices of 63 by 64"] {
         assert!(notes.iter().any(|note| note.contains(shape) && note.contains("16 bits")), "{shape}: {notes:?}");
@@ -457,7 +468,7 @@ fn weights_of_impossible_sizes_are_refused() {
     }
 }
 
-/// Whatever call of an upload fails, the failure is typed or nothing depends on it, and nothing is left on the card.
+/// If any call of an upload fails, the failure is a typed error or has no effect, and no object is left on the card.
 #[test]
 fn any_call_of_an_upload_may_fail() {
     let npu = Npu::new();

@@ -1,11 +1,11 @@
-//! A device that works as late as it may: the processor behind queues that run nothing before somebody waits for it, and then
-//! only what has to have run by then.
+//! Device that defers all work: the CPU device, with queues that run only when the host waits, and only as far as
+//! needed.
 //!
-//! Streams know of each other by events alone, so an order that was not asked for is not kept: a launch whose buffers are
-//! staged on another stream without an event between them reads what was there before. It panics where the contract is
-//! broken in a way that would not show: a buffer freed under queued work, a host write over what a queued operation still
-//! reads. It fails one call on request.
-#![allow(dead_code)] // each test file uses a part
+//! Events are the only synchronization between streams. If a stream does not wait for an event of another stream, their
+//! order is not guaranteed: a launch without an event after the write of its inputs on another stream reads the old
+//! inputs. The device panics if a caller frees a buffer that queued work still uses, which would otherwise go
+//! unnoticed. On request, one call fails.
+#![allow(dead_code)] // each test binary uses only a part
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 enum Work {
     Write { dst: Span, data: Vec<u8> },
     Copy { dst: Span, src: Span },
-    Feed { ids: Span, best: Span, rows: Vec<(u32, u32)> },
+    CopyTokens { ids: Span, argmax: Span, rows: Vec<(u32, u32)> },
     Launch { program: ProgramId, io: Bindings, shape: LaunchShape, q_lens: Vec<u32>, kv_lens: Vec<u32> },
     CopyBlocks { layout: KvLayout, src: Span, dst: Span, pairs: Vec<(BlockId, BlockId)> },
     Record(EventId),
@@ -32,12 +32,12 @@ enum Work {
 }
 
 impl Work {
-    fn names(&self, buffer: BufferId) -> bool {
+    fn uses(&self, buffer: BufferId) -> bool {
         let is = |span: &Span| span.buffer == buffer;
         match self {
             Self::Write { dst, .. } => is(dst),
             Self::Copy { dst, src } | Self::CopyBlocks { src, dst, .. } => is(dst) || is(src),
-            Self::Feed { ids, best, .. } => is(ids) || is(best),
+            Self::CopyTokens { ids, argmax, .. } => is(ids) || is(argmax),
             Self::Launch { io, .. } => {
                 let ins = [io.token_ids, io.positions, io.block_tables, io.logit_rows];
                 ins.iter().chain(&[io.logits, io.argmax, io.row_status, io.kv_pool]).any(is)
@@ -49,32 +49,32 @@ impl Work {
 
 #[derive(Default)]
 struct Queues {
-    /// By the stream's place.
+    /// Streams and their queues, in order of creation.
     streams: Vec<(StreamId, VecDeque<Work>)>,
     events: u64,
     reached: Vec<bool>,
-    /// Launches queued and not run.
+    /// Number of queued launches.
     pub launched: u64,
     pub most_launched: u64,
 }
 
-/// See the head of this file.
-pub struct LateDevice {
+/// Device that defers all work; see the module documentation.
+pub struct DeferredDevice {
     cpu: CpuDevice,
     caps: DeviceCaps,
     queues: Mutex<Queues>,
     calls: AtomicU64,
-    /// The call that fails, counted from 1; 0 for none.
+    /// Number of the call that fails, counted from 1; 0 for none.
     fails_at: AtomicU64,
-    /// Waits of the host and reads since the start.
+    /// Number of host waits and reads since the start.
     host_waits: AtomicU64,
-    /// Launches until one gives a row of logits that is not finite, though its status is sound; 0 for none.
-    spoils_in: AtomicU64,
-    /// Which row of logits.
-    spoiled_row: AtomicU64,
+    /// Number of launches until one yields a non-finite row of logits with a good row status; 0 for never.
+    corrupts_in: AtomicU64,
+    /// Index of that row of logits.
+    corrupted_row: AtomicU64,
 }
 
-impl std::fmt::Debug for LateDevice {
+impl std::fmt::Debug for DeferredDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("LateDevice").finish_non_exhaustive()
     }
@@ -84,7 +84,7 @@ fn invalid(what: &str) -> DeviceError {
     DeviceError::Invalid { what: what.to_owned() }
 }
 
-impl LateDevice {
+impl DeferredDevice {
     pub fn new() -> Arc<Self> {
         let mut options = CpuOptions::default();
         options.threads = Some(1);
@@ -98,36 +98,37 @@ impl LateDevice {
             calls: AtomicU64::new(0),
             fails_at: AtomicU64::new(0),
             host_waits: AtomicU64::new(0),
-            spoils_in: AtomicU64::new(0),
-            spoiled_row: AtomicU64::new(0),
+            corrupts_in: AtomicU64::new(0),
+            corrupted_row: AtomicU64::new(0),
         })
     }
 
-    /// The `call`-th call from now on fails, and none after it; 0 lets all be.
+    /// Makes the `call`-th call from now on fail, and no later one; 0 disables the failure.
     pub fn fail_at(&self, call: u64) {
         self.calls.store(0, Ordering::Relaxed);
         self.fails_at.store(call, Ordering::Relaxed);
     }
 
-    /// The `launch`-th launch that runs from now on finds a logit of its row `row` of logits not finite, and no largest one;
-    /// the row's status says nothing of it.
-    pub fn spoil(&self, launch: u64, row: u64) {
-        self.spoils_in.store(launch, Ordering::Relaxed);
-        self.spoiled_row.store(row, Ordering::Relaxed);
+    /// Makes row `row` of logits of the `launch`-th launch from now on contain a NaN and have no argmax.
+    ///
+    /// The status of the row does not report it.
+    pub fn corrupt(&self, launch: u64, row: u64) {
+        self.corrupts_in.store(launch, Ordering::Relaxed);
+        self.corrupted_row.store(row, Ordering::Relaxed);
     }
 
-    /// Whether a launch is still to be spoiled.
-    pub fn spoils(&self) -> bool {
-        self.spoils_in.load(Ordering::Relaxed) > 0
+    /// Returns whether a launch is still to be corrupted.
+    pub fn will_corrupt(&self) -> bool {
+        self.corrupts_in.load(Ordering::Relaxed) > 0
     }
 
-    fn spoil_launched(&self, io: &Bindings, rows: usize, on: StreamId) -> Result<(), DeviceError> {
-        let left = self.spoils_in.load(Ordering::Relaxed);
-        let row = self.spoiled_row.load(Ordering::Relaxed);
+    fn corrupt_launched(&self, io: &Bindings, rows: usize, on: StreamId) -> Result<(), DeviceError> {
+        let left = self.corrupts_in.load(Ordering::Relaxed);
+        let row = self.corrupted_row.load(Ordering::Relaxed);
         if left == 0 || (left == 1 && row >= rows as u64) {
             return Ok(());
         }
-        self.spoils_in.store(left - 1, Ordering::Relaxed);
+        self.corrupts_in.store(left - 1, Ordering::Relaxed);
         if left > 1 {
             return Ok(());
         }
@@ -137,7 +138,7 @@ impl LateDevice {
         self.cpu.write(word(io.logits, line * row + 4 * 5), &f32::NAN.to_le_bytes(), on)
     }
 
-    /// Calls that may fail since the last [`fail_at`](Self::fail_at).
+    /// Returns the number of fallible calls since the last [`fail_at`](Self::fail_at).
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
@@ -146,12 +147,12 @@ impl LateDevice {
         self.host_waits.load(Ordering::Relaxed)
     }
 
-    /// Most launches that were queued at once.
+    /// Returns the maximum number of launches that were queued at the same time.
     pub fn most_launched(&self) -> u64 {
         self.queues.lock().most_launched
     }
 
-    /// Whether anything is queued that would do something.
+    /// Returns whether the queues contain only records of events and waits for them.
     pub fn is_drained(&self) -> bool {
         let queues = self.queues.lock();
         let idle = |work: &Work| matches!(work, Work::Record(_) | Work::Wait(_));
@@ -161,7 +162,7 @@ impl LateDevice {
     fn call(&self) -> Result<(), DeviceError> {
         let call = self.calls.fetch_add(1, Ordering::Relaxed) + 1;
         if call == self.fails_at.load(Ordering::Relaxed) {
-            return Err(DeviceError::Call { call: "late", code: 507_011, message: "as asked for".to_owned() });
+            return Err(DeviceError::Call { call: "late", code: 507_011, message: "injected failure".to_owned() });
         }
         Ok(())
     }
@@ -177,16 +178,20 @@ impl LateDevice {
         Ok(())
     }
 
-    /// Runs what must have run when this event is reached, and nothing else.
+    /// Runs only the work that must run before this event is reached.
     fn reach(&self, queues: &mut Queues, event: EventId) -> Result<(), DeviceError> {
         let place = usize::try_from(event.0 - 1).unwrap();
         if queues.reached.get(place).copied().unwrap_or(true) {
             return Ok(());
         }
         let holds = |queue: &VecDeque<Work>| queue.iter().any(|work| matches!(work, Work::Record(id) if *id == event));
-        let stream = queues.streams.iter().position(|(_, queue)| holds(queue)).expect("an event is on a stream");
+        let stream = queues
+            .streams
+            .iter()
+            .position(|(_, queue)| holds(queue))
+            .expect("a stream contains the record of the event");
         while !queues.reached[place] {
-            let work = queues.streams[stream].1.pop_front().expect("the event is behind this");
+            let work = queues.streams[stream].1.pop_front().expect("the event comes after this work in the queue");
             self.run(queues, work)?;
         }
         Ok(())
@@ -197,11 +202,11 @@ impl LateDevice {
         match work {
             Work::Write { dst, data } => self.cpu.write(dst, &data, inline),
             Work::Copy { dst, src } => self.cpu.copy(dst, src, inline),
-            Work::Feed { ids, best, rows } => self.cpu.copy_sampled_tokens(ids, best, &rows, inline),
+            Work::CopyTokens { ids, argmax, rows } => self.cpu.copy_sampled_tokens(ids, argmax, &rows, inline),
             Work::Launch { program, io, shape, q_lens, kv_lens } => {
                 queues.launched -= 1;
                 self.cpu.launch(program, &LaunchArgs::new(io, shape, &q_lens, &kv_lens), inline)?;
-                self.spoil_launched(&io, shape.logit_rows, inline)
+                self.corrupt_launched(&io, shape.logit_rows, inline)
             }
             Work::CopyBlocks { layout, src, dst, pairs } => self.cpu.copy_blocks(&layout, src, dst, &pairs, inline),
             Work::Record(event) => {
@@ -223,7 +228,7 @@ impl LateDevice {
     }
 }
 
-impl Device for LateDevice {
+impl Device for DeferredDevice {
     fn caps(&self) -> &DeviceCaps {
         &self.caps
     }
@@ -232,8 +237,8 @@ impl Device for LateDevice {
     }
     fn free(&self, buffer: BufferId) {
         let queues = self.queues.lock();
-        let queued = queues.streams.iter().any(|(_, queue)| queue.iter().any(|work| work.names(buffer)));
-        assert!(!queued, "{buffer:?} is freed under work that is in flight");
+        let queued = queues.streams.iter().any(|(_, queue)| queue.iter().any(|work| work.uses(buffer)));
+        assert!(!queued, "{buffer:?} is freed while queued work uses it");
         self.cpu.free(buffer);
     }
     fn write(&self, dst: Span, src: &[u8], on: StreamId) -> Result<(), DeviceError> {
@@ -253,9 +258,15 @@ impl Device for LateDevice {
         self.call()?;
         self.push(on, Work::Copy { dst, src })
     }
-    fn copy_sampled_tokens(&self, ids: Span, best: Span, rows: &[(u32, u32)], on: StreamId) -> Result<(), DeviceError> {
+    fn copy_sampled_tokens(
+        &self,
+        ids: Span,
+        argmax: Span,
+        rows: &[(u32, u32)],
+        on: StreamId,
+    ) -> Result<(), DeviceError> {
         self.call()?;
-        self.push(on, Work::Feed { ids, best, rows: rows.to_vec() })
+        self.push(on, Work::CopyTokens { ids, argmax, rows: rows.to_vec() })
     }
     fn stream(&self) -> Result<StreamId, DeviceError> {
         let id = self.cpu.stream()?;
@@ -298,7 +309,7 @@ impl Device for LateDevice {
         self.cpu.overflows(program)
     }
     fn custom_failures(&self, program: ProgramId) -> Vec<CustomFailure> {
-        // It has to have run.
+        // The failures are complete only after all queued work has run.
         let _ = self.run_all();
         self.cpu.custom_failures(program)
     }

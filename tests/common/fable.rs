@@ -1,8 +1,8 @@
-//! Engines around the story model, and random requests for it.
+//! Engines for the story model, and random requests for it.
 //!
-//! Everything is drawn from fixed seeds that stand in the tests' labels, so a failure repeats.
+//! All random values come from fixed seeds, which the tests' messages contain, so that a failure can be reproduced.
 
-#![allow(dead_code)] // each test file uses a part
+#![allow(dead_code)] // each test binary uses only a part
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::path::{Path, PathBuf};
@@ -16,29 +16,29 @@ use ascend_llm::engine::{
 use ascend_llm::sampler::{LogprobsMode, SamplingParams};
 use ascend_llm::text::{Tokenizer, Vocabulary as _};
 
-/// Ids of the story model.
+/// Vocabulary size of the story model.
 pub const VOCAB: u32 = 768;
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
 }
 
-/// The story model in float weights.
+/// Returns the path of the story model with float weights.
 pub fn float() -> PathBuf {
     data("fable")
 }
 
-/// The story model in integer weights.
+/// Returns the path of the story model with integer weights.
 pub fn quantized() -> PathBuf {
     data("fable/gguf/fable-q8_0.gguf")
 }
 
-/// The same with offsets.
+/// Returns the path of the story model with integer weights and offsets (`Q4_1`).
 pub fn quantized_with_offsets() -> PathBuf {
     data("fable/gguf/fable-Q4_1.gguf")
 }
 
-/// A configuration with room for one request at a time and nothing that could show.
+/// Returns a configuration for one request at a time, without features that could affect the output.
 pub fn plain_config() -> EngineConfig {
     let mut config = EngineConfig::default();
     config.max_num_batched_tokens = 512;
@@ -63,7 +63,7 @@ pub fn device(options: impl FnOnce(&mut CpuOptions)) -> Arc<CpuDevice> {
     Arc::new(CpuDevice::new(all).unwrap())
 }
 
-/// Steps until nothing is left, then checks every invariant and that every block is free or cached.
+/// Runs steps until no work is left, then checks every invariant, and that every block is free or cached.
 pub fn drain(core: &mut EngineCore) {
     for _ in 0..100_000 {
         if core.is_idle() {
@@ -73,7 +73,7 @@ pub fn drain(core: &mut EngineCore) {
         core.step().unwrap();
         core.check().unwrap();
     }
-    panic!("the engine does not come to an end");
+    panic!("the engine does not become idle");
 }
 
 pub fn assert_at_rest(core: &EngineCore) {
@@ -88,14 +88,14 @@ pub fn finish(core: &mut EngineCore, handle: RequestHandle) -> Output {
     handle.collect_output().unwrap()
 }
 
-/// The same request alone in an engine of its own.
+/// Runs a request in a batch of its own, in a new engine.
 pub fn alone(model: &Path, config: &EngineConfig, request: Request) -> Seen {
     let mut core = core(model, config.clone());
     let handle = core.submit(request).unwrap();
     Seen::of(&finish(&mut core, handle))
 }
 
-/// Token, bits of its log-probability, rank, and the same of the best tokens.
+/// Token, bits of its log-probability, rank, and (id, bits of the log-probability) of the top tokens.
 type LogprobBits = (u32, u32, u32, Vec<(u32, u32)>);
 
 fn bits(logprobs: &Logprobs) -> Vec<LogprobBits> {
@@ -106,7 +106,7 @@ fn bits(logprobs: &Logprobs) -> Vec<LogprobBits> {
     logprobs.iter().map(one).collect()
 }
 
-/// All of an output that must not depend on company, floats by their bits.
+/// All parts of an output that must not depend on the rest of the batch; floats as their bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub choices: Vec<SeenChoice>,
@@ -135,22 +135,22 @@ impl Seen {
         }
     }
 
-    /// That `part`, cut short from outside, is a beginning of this.
+    /// Returns whether `part`, an output of an aborted request, is a prefix of this one.
     pub fn begins_with(&self, part: &Self) -> bool {
         self.choices.len() == part.choices.len()
-            && self.choices.iter().zip(&part.choices).all(|(whole, part)| {
-                let logprobs = match (&whole.logprobs, &part.logprobs) {
-                    (Some(whole), Some(part)) => whole.starts_with(part),
+            && self.choices.iter().zip(&part.choices).all(|(full, part)| {
+                let logprobs = match (&full.logprobs, &part.logprobs) {
+                    (Some(full), Some(part)) => full.starts_with(part),
                     (_, part) => part.is_none(),
                 };
-                let whole_end = part.finish == whole.finish && part == whole;
-                let cut = part.finish == FinishReason::Cancelled && whole.ids.starts_with(&part.ids);
-                logprobs && (whole_end || cut)
+                let is_equal = part.finish == full.finish && part == full;
+                let is_prefix = part.finish == FinishReason::Cancelled && full.ids.starts_with(&part.ids);
+                logprobs && (is_equal || is_prefix)
             })
     }
 }
 
-/// splitmix64: small, and the same everywhere.
+/// Random numbers by splitmix64: small, and identical on all machines.
 #[derive(Clone, Debug)]
 pub struct Dice(u64);
 
@@ -167,17 +167,17 @@ impl Dice {
         bits ^ (bits >> 31)
     }
 
-    /// A number from `low` to `high`, both included.
+    /// Returns a number from `low` to `high`, both included.
     pub fn from(&mut self, low: u32, high: u32) -> u32 {
         low + (self.bits() % u64::from(high - low + 1)) as u32
     }
 
-    /// True in `percent` of all cases.
+    /// Returns true with a probability of `percent`.
     pub fn chance(&mut self, percent: u32) -> bool {
         self.from(0, 99) < percent
     }
 
-    /// A number from `low` to `high` in hundredths.
+    /// Returns a number from `low` to `high` in steps of a hundredth.
     pub fn float(&mut self, low: f32, high: f32) -> f32 {
         low + (high - low) * self.from(0, 100) as f32 / 100.0
     }
@@ -187,7 +187,7 @@ impl Dice {
     }
 }
 
-/// Draws prompts from a text and parameters from all the sampler knows.
+/// Generates prompts from a text, and random sampling parameters of all kinds.
 #[derive(Debug)]
 pub struct Author {
     dice: Dice,
@@ -211,20 +211,20 @@ impl Author {
         &mut self.dice
     }
 
-    /// Half of all prompts begin where others do, so that prefixes are shared.
+    /// Returns a prompt; half of all prompts share their beginning with others, so that prefixes are shared.
     pub fn prompt(&mut self, len: u32) -> Vec<u32> {
         let len = len as usize;
         let start = if self.dice.chance(50) { 0 } else { self.dice.from(1, 2_000) as usize };
         let mut prompt = self.text[start..start + len].to_vec();
         if self.dice.chance(30) {
-            // A tail of its own.
+            // The last tokens differ from those of other prompts.
             let from = len - len.min(3);
             prompt[from..].fill_with(|| self.dice.from(3, VOCAB - 1));
         }
         prompt
     }
 
-    /// Always with a seed of its own, so that the place in the queue does not matter.
+    /// Returns parameters with a seed, so that the order of requests does not matter.
     pub fn params(&mut self, most_tokens: u32) -> SamplingParams {
         let dice = &mut self.dice;
         let mut p = if dice.chance(35) { SamplingParams::greedy() } else { SamplingParams::default() };

@@ -1,7 +1,7 @@
-//! What the independent references say of the test models, as their files have it.
+//! Expected results of the test models, computed by independent references, and read from files.
 
-#![allow(dead_code)] // each test file uses a part
-#![allow(clippy::struct_field_names, reason = "names of the files")]
+#![allow(dead_code)] // each test binary uses only a part
+#![allow(clippy::struct_field_names, reason = "the names are those of the files")]
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use ascend_llm::model::config_from_hub;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// A prompt of a conformance model.
+/// Prompt of a conformance model, with expected results.
 #[derive(Deserialize)]
 pub struct Case {
     pub input_ids: Vec<u32>,
@@ -19,12 +19,12 @@ pub struct Case {
     pub greedy: Vec<u32>,
 }
 
-/// A prompt of a model with text.
+/// Prompt of a model with text, with expected results.
 #[derive(Deserialize)]
 pub struct Prompt {
     pub name: String,
     pub input_ids: Vec<u32>,
-    /// Of the last four positions (fewer in a shorter prompt): (id, logit), best first.
+    /// (id, logit) of the top tokens in descending order, for the last four positions (fewer in a shorter prompt).
     pub top20_last_positions: Vec<Vec<(u32, f32)>>,
     pub prompt_logprobs: Vec<f64>,
     pub greedy64: Vec<u32>,
@@ -41,12 +41,12 @@ pub struct Prompts {
     pub prompts: Vec<Prompt>,
 }
 
-/// Folders of the conformance models.
+/// Returns the folders of the conformance models.
 pub fn conformance_models() -> Vec<PathBuf> {
     entries("conformance")
 }
 
-/// The conformance models that an Ascend card takes: it refuses heads that are no multiple of 16 elements.
+/// Returns the conformance models that an Ascend card supports: those whose head size is a multiple of 16 elements.
 pub fn ascend_models() -> Vec<PathBuf> {
     let mut models = conformance_models();
     models.retain(|folder| {
@@ -57,7 +57,7 @@ pub fn ascend_models() -> Vec<PathBuf> {
     models
 }
 
-/// GGUF files of conformance models, each with the model's folder, whose goldens hold for the file too.
+/// Returns pairs of the GGUF file and the folder of a conformance model; the folder's goldens also hold for the file.
 pub fn gguf_forms() -> Vec<(PathBuf, PathBuf)> {
     let folder = |file: &Path| {
         let name = file.file_name().unwrap().to_str().unwrap();
@@ -67,7 +67,7 @@ pub fn gguf_forms() -> Vec<(PathBuf, PathBuf)> {
     entries("conformance-gguf").into_iter().map(|file| (file.clone(), folder(&file))).collect()
 }
 
-/// What a folder of the test data holds, sorted.
+/// Returns the sorted entries of a folder of the test data.
 fn entries(folder: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(folder);
     let mut entries: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -76,12 +76,12 @@ fn entries(folder: &str) -> Vec<PathBuf> {
     entries
 }
 
-/// The cases of a conformance model.
+/// Returns the cases of a conformance model.
 pub fn cases(folder: &Path) -> Cases {
     read(&folder.join("golden.json"))
 }
 
-/// The prompts of a file.
+/// Returns the prompts of a file.
 pub fn prompts(path: &Path) -> Prompts {
     read(path)
 }

@@ -1,6 +1,6 @@
-//! What several test binaries share: engines around small models, references, simulated devices.
+//! Parts that several test binaries share: engines for small models, references, simulated devices.
 
-#![allow(dead_code, reason = "each binary uses a part")]
+#![allow(dead_code, reason = "each binary uses only a part")]
 
 pub mod deferred_device;
 pub mod digest_model;

@@ -1,4 +1,4 @@
-//! A model driven without the engine: one sequence, its own blocks, logits as they come.
+//! A model driven without the engine: one sequence with its own blocks, which returns the logits of each batch.
 
 #![allow(clippy::cast_possible_truncation)]
 
@@ -6,14 +6,14 @@ use ascend_llm::engine::{EngineBuilder, EngineConfig};
 use ascend_llm::kv_cache::BlockId;
 use ascend_llm::runner::{ForwardInput, LogitRows, ModelExecutor as _, ModelRunner};
 
-/// One sequence on a runner of its own.
+/// Runner with one sequence.
 pub struct Model {
     runner: ModelRunner,
     input: ForwardInput,
     len: usize,
 }
 
-/// Small limits that fit every test model.
+/// Returns a configuration with small limits that fit all test models.
 pub fn small_config() -> EngineConfig {
     let mut config = EngineConfig::default();
     config.max_num_batched_tokens = 1024;
@@ -27,19 +27,19 @@ impl Model {
         Self { runner: builder.build_runner().expect("the model builds"), input: ForwardInput::default(), len: 0 }
     }
 
-    /// Forgets the sequence.
+    /// Discards the sequence.
     pub fn restart(&mut self) {
         self.len = 0;
     }
 
-    /// Appends tokens and returns the logits of the last `rows` of them.
+    /// Appends tokens, and returns the logits of the last `rows` of them.
     pub fn forward(&mut self, tokens: &[u32], rows: usize) -> Vec<Vec<f32>> {
         let (logits, status) = self.forward_unchecked(tokens, rows);
-        assert!(status.iter().all(|status| *status == 0), "rows are finite");
+        assert!(status.iter().all(|status| *status == 0), "a row is not finite: {status:?}");
         logits
     }
 
-    /// The same with the rows' status, whatever it is.
+    /// Does the same as [`forward`](Self::forward), but returns the rows' status instead of checking it.
     pub fn forward_unchecked(&mut self, tokens: &[u32], rows: usize) -> (Vec<Vec<f32>>, Vec<u8>) {
         self.len += tokens.len();
         let block_size = self.runner.shape().block_size;
@@ -56,7 +56,7 @@ impl Model {
         (logits.chunks(vocab).map(<[f32]>::to_vec).collect(), status.to_vec())
     }
 
-    /// Greedy continuation of a prompt, token by token.
+    /// Returns the greedy continuation of a prompt.
     pub fn greedy(&mut self, prompt: &[u32], tokens: usize) -> Vec<u32> {
         self.restart();
         let mut logits = self.forward(prompt, 1).remove(0);
@@ -72,7 +72,7 @@ impl Model {
     }
 }
 
-/// Lowest id of the largest logit.
+/// Returns the lowest id with the largest logit.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, logit) in logits.iter().enumerate() {
@@ -83,7 +83,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Natural logarithm of the softmax at `id`.
+/// Returns the natural logarithm of the softmax at `id`.
 pub fn log_softmax_at(logits: &[f32], id: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::MIN, f32::max);
     let sum: f64 = logits.iter().map(|l| f64::from(l - max).exp()).sum();

@@ -1,6 +1,6 @@
-//! Engines around a scripted model, for the tests of the loop.
+//! Engines with a scripted model, for the tests of the engine loop.
 
-#![allow(dead_code)] // each test file uses a part
+#![allow(dead_code)] // each test binary uses only a part
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use ascend_llm::runner::ModelExecutor;
 use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::text::Vocabulary;
 
-/// Tokens a block in all these tests.
+/// Block size in all these tests.
 pub const BLOCK: u32 = 16;
 
-/// A small engine's parts, to be changed before [`core`](Rig::core).
+/// Parts of a small engine; a test can change them before it calls [`core`](Rig::core).
 #[derive(Debug)]
 pub struct Rig {
     pub config: EngineConfig,
@@ -34,7 +34,7 @@ impl Rig {
     pub fn blocks(&self) -> u32 {
         match self.config.kv_cache {
             CacheBudget::Blocks(blocks) => blocks,
-            other => panic!("a rig's pool is counted in blocks, not {other:?}"),
+            other => panic!("the pool of a rig must be given in blocks, not as {other:?}"),
         }
     }
 
@@ -55,29 +55,31 @@ impl Rig {
     }
 }
 
-/// Steps until nothing is left, checking every invariant on the way.
+/// Runs steps until no work is left, and checks every invariant after each step.
 pub fn drain(core: &mut EngineCore) -> usize {
     let mut steps = 0;
     while !core.is_idle() {
         core.step().unwrap();
         core.check().unwrap();
         steps += 1;
-        assert!(steps < 100_000, "the engine does not come to an end");
+        assert!(steps < 100_000, "the engine does not become idle");
     }
     assert_at_rest(core);
     steps
 }
 
-/// Nothing runs, nothing waits, every block is free or cached.
+/// Checks that no sequence is running or waiting, and that every block is free or cached.
 pub fn assert_at_rest(core: &EngineCore) {
     core.check().unwrap();
     let stats = core.stats();
     assert_eq!((stats.queued_requests, stats.running, stats.waiting, stats.live_blocks), (0, 0, 0, 0), "{stats:?}");
-    let CacheBudget::Blocks(blocks) = core.config().kv_cache else { panic!("settled to blocks") };
+    let CacheBudget::Blocks(blocks) = core.config().kv_cache else {
+        panic!("the configuration does not give the pool in blocks")
+    };
     assert_eq!(stats.free_blocks + stats.cached_blocks, u64::from(blocks), "{stats:?}");
 }
 
-/// Runs the engine empty and gives the handle's whole output.
+/// Runs the engine until it is idle, and returns the whole output of the handle.
 pub fn finish(core: &mut EngineCore, handle: RequestHandle) -> Output {
     drain(core);
     handle.collect_output().unwrap()

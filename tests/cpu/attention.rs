@@ -1,4 +1,4 @@
-//! Attention gives a row the same bits whatever shares the step with it, and the right numbers.
+//! Tests that attention computes each row correctly, and with bits that do not depend on the rest of the step.
 
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
@@ -10,7 +10,7 @@ use ascend_llm::device::cpu::kernels::kv_cache::{BatchRows, CpuKvLayout, KvRows,
 use ascend_llm::device::cpu::reference::{self, AttentionParams};
 use ascend_llm::kv_cache::{BlockId, KvDType, KvGeometry};
 
-/// Split-mix; the seed is part of each test.
+/// `SplitMix64` generator; each test states its seed.
 struct Rng(u64);
 
 impl Rng {
@@ -24,7 +24,7 @@ impl Rng {
     fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
-    /// Roughly normal.
+    /// Returns an approximately normal number.
     fn value(&mut self) -> f32 {
         (0..4).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
     }
@@ -55,9 +55,9 @@ enum Chunks {
     Whole,
     Ones,
     Random(u64),
-    /// The whole but the last token, then the last.
+    /// All tokens but the last, then the last one.
     AllButOne,
-    /// That many at the end in one chunk. What stands before is only stored, its outputs are NaN.
+    /// The given number of tokens at the end, in one chunk. Tokens before them are only stored; their outputs are NaN.
     Last(usize),
 }
 
@@ -98,8 +98,8 @@ fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionDims {
     AttentionDims { heads, kv_heads, head_dim, scale, window: None, softcap: None, schedules: None }
 }
 
-/// Runs all sequences side by side, chunk by chunk, and returns the outputs of each. Says in how many steps segments were
-/// split.
+/// Runs all sequences in one batch, chunk by chunk; returns the outputs of each, and the number of steps that split
+/// segments.
 fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) -> (Vec<Vec<f32>>, usize) {
     let shape = &setup.shape;
     let (q_width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
@@ -120,7 +120,7 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
     let mut done = vec![0; sequences.len()];
     let mut outputs: Vec<Vec<f32>> = sequences.iter().map(|s| vec![f32::NAN; s.tokens * q_width]).collect();
     let mut scratch: Vec<_> = (0..setup.workers).map(|_| AttentionScratch::new(shape)).collect();
-    // Four members stand for two threads with two parts each.
+    // Four workers simulate two threads with two parts each.
     let mut schedule = WorkSplit::new(setup.workers).parts_per_thread(if setup.workers == 4 { 2 } else { 1 });
     let mut splits = 0;
     let mut chunk_rng = Rng(if let Chunks::Random(seed) = setup.chunks { seed } else { 0 });
@@ -209,7 +209,7 @@ fn run_counting(setup: &Setup, sequences: &[Sequence], sinks: Option<&[f32]>) ->
 
 type Share<'a> = dyn Fn(usize, &mut AttentionScratch, &mut dyn FnMut(usize, &[f32])) + Sync + 'a;
 
-/// Every member fills its own contiguous part of `out`, one after the other or on threads.
+/// Each worker fills its own contiguous part of `out`, in turn or on parallel threads.
 fn threads(
     setup: &Setup,
     bounds: &[usize],
@@ -221,16 +221,16 @@ fn threads(
     let mut parts = vec![];
     let mut rest = out;
     for pair in bounds.windows(2) {
-        let (part, behind) = rest.split_at_mut((pair[1] - pair[0]) * len);
+        let (part, after) = rest.split_at_mut((pair[1] - pair[0]) * len);
         parts.push((pair[0], part));
-        rest = behind;
+        rest = after;
     }
-    assert!(rest.is_empty(), "the bounds cover everything");
+    assert!(rest.is_empty(), "the bounds do not cover the whole output");
     let work = |m: usize, first: usize, part: &mut [f32], scratch: &mut AttentionScratch| {
         share(m, scratch, &mut |index, values| {
             assert_eq!(values.len(), len);
             let place = &mut part[(index - first) * len..][..len];
-            assert!(place.iter().all(|x| x.is_nan()), "a piece is stored once");
+            assert!(place.iter().all(|x| x.is_nan()), "a piece is stored twice");
             place.copy_from_slice(values);
         });
     };
@@ -265,10 +265,10 @@ fn assert_same(name: &str, a: &[f32], b: &[f32]) {
 
 const LENGTHS: [usize; 8] = [1, 15, 16, 17, 255, 256, 257, 1000];
 
-/// All there are.
+/// All types of stored keys and values.
 const DTYPES: [KvDType; 4] = [KvDType::F32, KvDType::F16, KvDType::BF16, KvDType::I8];
 
-/// Keys or values as they are stored, widened.
+/// Returns keys or values rounded to the stored type, as f64.
 fn stored(dtype: KvDType, head_dim: usize, x: &[f32]) -> Vec<f64> {
     let one = |x: f32| match dtype {
         KvDType::F16 => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
@@ -286,7 +286,7 @@ fn stored(dtype: KvDType, head_dim: usize, x: &[f32]) -> Vec<f64> {
     x.chunks_exact(head_dim).flat_map(head).collect()
 }
 
-/// Softmax attention in f64 over keys and values as they are stored, for the rows from `first_row` on.
+/// Computes softmax attention in f64 over keys and values as stored, for the rows from `first_row` on.
 fn oracle(shape: &AttentionDims, dtype: KvDType, s: &Sequence, first_row: usize, sinks: Option<&[f32]>) -> Vec<f64> {
     let (dim, group) = (shape.head_dim, shape.heads / shape.kv_heads);
     let [k, v] = [&s.k, &s.v].map(|x| stored(dtype, dim, x));
@@ -320,14 +320,14 @@ fn oracle(shape: &AttentionDims, dtype: KvDType, s: &Sequence, first_row: usize,
     out
 }
 
-fn assert_close(name: &str, got: &[f32], want: &[f64], bound: f64) {
-    let worst = got.iter().zip(want).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
-    assert!(got.len() == want.len() && worst <= bound, "{name}: error {worst:e} above {bound:e}");
+fn assert_close(name: &str, got: &[f32], expected: &[f64], bound: f64) {
+    let worst = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+    assert!(got.len() == expected.len() && worst <= bound, "{name}: error {worst:e} exceeds the bound {bound:e}");
 }
 
 #[test]
 fn window_is_self_and_the_tokens_before_it() {
-    // Lengths 3 to 12 with a window of 4: self and 3 before.
+    // Lengths 3 to 12 with a window of 4: the row itself and 3 before it.
     for tokens in 3..=12 {
         for (window, dim) in [(4, 16), (1, 16), (3, 20), (20, 16)] {
             let shape = AttentionDims { window: Some(window), ..shape(2, 1, dim) };
@@ -340,12 +340,12 @@ fn window_is_self_and_the_tokens_before_it() {
                 window: Some(window),
                 softcap: None,
             };
-            let mut want = vec![0.0; s.q.len()];
-            reference::attention(&p, &s.q, &s.k, &s.v, &mut want);
+            let mut expected = vec![0.0; s.q.len()];
+            reference::attention(&p, &s.q, &s.k, &s.v, &mut expected);
             for chunks in [Chunks::Whole, Chunks::Ones] {
                 let setup = Setup { chunks, ..Setup::plain(shape, KvDType::F32) };
                 let got = run(&setup, std::slice::from_ref(&s));
-                assert_close("window", &got[0], &want.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2e-6);
+                assert_close("window", &got[0], &expected.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2e-6);
             }
         }
     }
@@ -353,17 +353,17 @@ fn window_is_self_and_the_tokens_before_it() {
 
 #[test]
 fn error_against_f64_is_small() {
-    // 16 times the rounding of a sum of values below 4.
+    // 16 times the rounding error of a sum of values below 4.
     let bound = 4e-6;
     for dtype in DTYPES {
         for (heads, kv_heads, dim) in [(3, 1, 64), (4, 2, 128), (2, 2, 80), (1, 1, 20), (7, 1, 16)] {
             for (window, softcap) in [(None, None), (Some(100), Some(5.0))] {
                 let shape = AttentionDims { window, softcap, ..shape(heads, kv_heads, dim) };
                 let s = Sequence::new(&shape, 600, 11);
-                let want = oracle(&shape, dtype, &s, 0, None);
+                let expected = oracle(&shape, dtype, &s, 0, None);
                 for &isa in Isa::available() {
                     let got = run(&Setup { isa, ..Setup::plain(shape, dtype) }, std::slice::from_ref(&s));
-                    assert_close(&format!("{shape:?} {dtype:?} {isa:?}"), &got[0], &want, bound);
+                    assert_close(&format!("{shape:?} {dtype:?} {isa:?}"), &got[0], &expected, bound);
                 }
             }
         }
@@ -375,16 +375,16 @@ fn sinks_take_part_in_the_sum() {
     let shape = shape(4, 2, 32);
     let s = Sequence::new(&shape, 300, 5);
     let sinks = [0.5, -2.0, 3.0, 40.0];
-    let want = oracle(&shape, KvDType::F32, &s, 0, Some(&sinks));
+    let expected = oracle(&shape, KvDType::F32, &s, 0, Some(&sinks));
     for workers in [1, 3] {
         let setup = Setup { workers, chunks: Chunks::AllButOne, ..Setup::plain(shape, KvDType::F32) };
         let got = run_counting(&setup, std::slice::from_ref(&s), Some(&sinks)).0;
-        assert_close("sinks", &got[0], &want, 4e-6);
+        assert_close("sinks", &got[0], &expected, 4e-6);
     }
 }
 
 #[test]
-fn chunking_does_not_show() {
+fn chunking_does_not_change_bits() {
     let groups = [(1, KvDType::F16), (2, KvDType::BF16), (3, KvDType::F16), (4, KvDType::F32), (8, KvDType::F16)];
     for (group, dtype) in groups.into_iter().chain([(1, KvDType::I8), (3, KvDType::I8)]) {
         for window in [None, Some(33)] {
@@ -402,18 +402,18 @@ fn chunking_does_not_show() {
 }
 
 #[test]
-fn blocks_do_not_show() {
+fn block_size_and_layout_do_not_change_bits() {
     let shape = shape(6, 2, 32);
     for tokens in LENGTHS {
         let s = [Sequence::new(&shape, tokens, 3)];
         for dtype in [KvDType::F16, KvDType::I8] {
-            let want = run(&Setup::plain(shape, dtype), &s);
+            let expected = run(&Setup::plain(shape, dtype), &s);
             for block_size in [16, 32, 128] {
                 for blocks_seed in [2, 3] {
                     let chunks = Chunks::Random(9);
                     let setup = Setup { block_size, blocks_seed, chunks, ..Setup::plain(shape, dtype) };
                     let name = format!("{dtype:?}, blocks of {block_size}, {tokens} tokens");
-                    assert_same(&name, &run(&setup, &s)[0], &want[0]);
+                    assert_same(&name, &run(&setup, &s)[0], &expected[0]);
                 }
             }
         }
@@ -421,12 +421,12 @@ fn blocks_do_not_show() {
 }
 
 #[test]
-fn what_unused_slots_hold_does_not_show() {
+fn the_content_of_unused_slots_does_not_change_bits() {
     for dtype in DTYPES {
         let shape = AttentionDims { window: Some(40), ..shape(4, 2, 20) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 50)).collect();
         for chunks in [Chunks::Whole, Chunks::Random(4)] {
-            // 0xff is NaN in every type (of int8, the scale is), 0x7b is a large number.
+            // 0xff is NaN in each type (in int8 the scale is), 0x7b is a large number.
             let outputs =
                 [0x00, 0xff, 0x7b].map(|poison| run(&Setup { chunks, poison, ..Setup::plain(shape, dtype) }, &s));
             for (a, b) in outputs[0].iter().zip(&outputs[1]).chain(outputs[0].iter().zip(&outputs[2])) {
@@ -437,8 +437,8 @@ fn what_unused_slots_hold_does_not_show() {
 }
 
 #[test]
-fn tokens_that_cannot_be_seen_do_not_show() {
-    // Keys and values before the window are infinite and NaN; rows behind them do not notice.
+fn tokens_outside_the_window_do_not_change_bits() {
+    // Keys and values before the window are infinite or NaN; rows whose windows start after them must not change.
     let shape = AttentionDims { window: Some(10), ..shape(2, 1, 16) };
     let clean = Sequence::new(&shape, 60, 8);
     let mut dirty = clean.clone();
@@ -451,13 +451,13 @@ fn tokens_that_cannot_be_seen_do_not_show() {
             let setup = Setup { chunks, ..Setup::plain(shape, dtype) };
             let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
             assert_same("window", &a[39 * 32..], &b[39 * 32..]);
-            assert!(b[38 * 32].is_nan(), "a visible NaN shows");
+            assert!(b[38 * 32].is_nan(), "a NaN within the window must reach the output");
         }
     }
 }
 
 #[test]
-fn an_int8_row_that_is_not_finite_shows_wherever_it_is_seen() {
+fn a_non_finite_int8_row_affects_all_rows_that_read_it() {
     let shape = shape(2, 1, 20);
     let clean = Sequence::new(&shape, 40, 9);
     // The last element of the key or of the value of token 25.
@@ -468,7 +468,7 @@ fn an_int8_row_that_is_not_finite_shows_wherever_it_is_seen() {
             for &isa in Isa::available() {
                 let setup = Setup { isa, ..Setup::plain(shape, KvDType::I8) };
                 let [a, b] = [&clean, &dirty].map(|s| run(&setup, std::slice::from_ref(s)).remove(0));
-                assert_same("before it", &a[..25 * 40], &b[..25 * 40]);
+                assert_same("rows before the bad token", &a[..25 * 40], &b[..25 * 40]);
                 assert!(b[25 * 40..].iter().all(|x| x.is_nan()), "{bad}, {is_key}, {isa:?}");
             }
         }
@@ -476,7 +476,7 @@ fn an_int8_row_that_is_not_finite_shows_wherever_it_is_seen() {
 }
 
 #[test]
-fn company_does_not_show() {
+fn batches_do_not_change_outputs() {
     let shape = shape(6, 2, 16);
     let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, *t as u64)).collect();
     for dtype in [KvDType::F16, KvDType::I8] {
@@ -485,14 +485,14 @@ fn company_does_not_show() {
         for chunks in [Chunks::Whole, Chunks::Ones, Chunks::Random(5)] {
             let together = run(&Setup { chunks, workers: 2, ..Setup::plain(shape, dtype) }, &s);
             for (a, b) in together.iter().zip(&alone) {
-                assert_same("company", a, b);
+                assert_same("other sequences in the batch", a, b);
             }
         }
     }
 }
 
 #[test]
-fn members_and_split_segments_do_not_show() {
+fn workers_and_split_segments_do_not_change_bits() {
     for (heads, kv_heads, dtype) in [
         (1, 1, KvDType::BF16),
         (3, 1, KvDType::BF16),
@@ -504,14 +504,14 @@ fn members_and_split_segments_do_not_show() {
             let shape = AttentionDims { window, ..shape(heads, kv_heads, 32) };
             for tokens in LENGTHS {
                 let s = [Sequence::new(&shape, tokens, 77)];
-                let want = run(&Setup::plain(shape, dtype), &s);
+                let expected = run(&Setup::plain(shape, dtype), &s);
                 for workers in 1..=4 {
                     for chunks in [Chunks::Whole, Chunks::AllButOne, Chunks::Random(6)] {
                         let setup = Setup { workers, chunks, ..Setup::plain(shape, dtype) };
                         let (got, splits) = run_counting(&setup, &s, None);
-                        assert_same(&format!("{workers} members, {tokens} tokens"), &got[0], &want[0]);
+                        assert_same(&format!("{workers} workers, {tokens} tokens"), &got[0], &expected[0]);
                         if workers > 1 && heads == 3 && tokens == 1000 && matches!(chunks, Chunks::AllButOne) {
-                            assert_eq!(splits, 1, "the last step is split");
+                            assert_eq!(splits, 1, "the last step must split segments");
                         }
                     }
                 }
@@ -521,15 +521,15 @@ fn members_and_split_segments_do_not_show() {
 }
 
 #[test]
-fn threads_do_not_show() {
+fn threads_do_not_change_bits() {
     let shape = shape(3, 1, 64);
     let s = [Sequence::new(&shape, 700, 21)];
     for dtype in [KvDType::F16, KvDType::I8] {
-        let want = run(&Setup::plain(shape, dtype), &s);
+        let expected = run(&Setup::plain(shape, dtype), &s);
         for workers in [2, 3] {
             for chunks in [Chunks::Whole, Chunks::AllButOne] {
                 let setup = Setup { workers, chunks, threads: true, ..Setup::plain(shape, dtype) };
-                assert_same("threads", &run(&setup, &s)[0], &want[0]);
+                assert_same("threads", &run(&setup, &s)[0], &expected[0]);
             }
         }
     }
@@ -550,7 +550,8 @@ fn every_instruction_set_has_the_same_bits() {
     }
 }
 
-/// Loop orders by length: each alone, and changes of order at the defaults and within the first segment.
+/// Loop orders by length: each order for all lengths, and changes of order at the default lengths and within the first
+/// segment.
 const SCHEDULES: [(&str, Option<AttentionSchedules>); 5] = {
     let most = AttentionSchedules::LARGEST_PARTIAL_MAX;
     [
@@ -562,13 +563,13 @@ const SCHEDULES: [(&str, Option<AttentionSchedules>); 5] = {
     ]
 };
 
-/// Both sides of the boundaries, and well above.
+/// Lengths at both sides of the boundaries, and well above them.
 const ORDER_LENGTHS: [usize; 8] = [1, 511, 512, 513, 2047, 2048, 2049, 8192];
 
 #[test]
 fn the_loop_order_goes_by_visible_length() {
     let choose = |full_max, partial_max, tokens| AttentionSchedules { full_max, partial_max }.choose(tokens);
-    for (full_max, partial_max, tokens, want) in [
+    for (full_max, partial_max, tokens, expected) in [
         (512, 2048, 1, LoopOrder::Full),
         (512, 2048, 512, LoopOrder::Full),
         (512, 2048, 513, LoopOrder::Partial),
@@ -578,25 +579,25 @@ fn the_loop_order_goes_by_visible_length() {
         (0, 0, 1, LoopOrder::Blocked),
         (16, 16, 16, LoopOrder::Full),
         (16, 16, 17, LoopOrder::Blocked),
-        // Beyond what is valid: scratch stays bounded.
+        // Values beyond the valid range: the size of scratch stays bounded.
         (0, u32::MAX, 65_536, LoopOrder::Partial),
         (0, u32::MAX, 65_537, LoopOrder::Blocked),
     ] {
-        assert_eq!(choose(full_max, partial_max, tokens), want, "{tokens} tokens at {full_max} and {partial_max}");
+        assert_eq!(choose(full_max, partial_max, tokens), expected, "{tokens} tokens at {full_max} and {partial_max}");
     }
     assert_eq!(AttentionSchedules::default(), AttentionSchedules { full_max: 512, partial_max: 2048 });
-    for (full_max, partial_max, want) in
+    for (full_max, partial_max, expected) in
         [(512, 2048, true), (0, 0, true), (7, 7, true), (8, 7, false), (1, 65_536, true), (1, 65_537, false)]
     {
-        assert_eq!(AttentionSchedules { full_max, partial_max }.is_valid(), want, "{full_max} and {partial_max}");
+        assert_eq!(AttentionSchedules { full_max, partial_max }.is_valid(), expected, "{full_max} and {partial_max}");
     }
 }
 
 #[test]
-fn loop_orders_do_not_show() {
+fn loop_orders_do_not_change_bits() {
     for dtype in [KvDType::F32, KvDType::F16, KvDType::I8] {
         for tokens in ORDER_LENGTHS {
-            // Blocks of six queries that hold several rows, parts of two rows, and part of a row.
+            // A block of six queries holds several rows, parts of two rows, or part of a row.
             for (heads, kv_heads) in [(1, 1), (4, 1), (7, 1)] {
                 for window in [None, Some(300)] {
                     loop_orders_agree(dtype, tokens, &AttentionDims { window, ..shape(heads, kv_heads, 16) });
@@ -606,7 +607,7 @@ fn loop_orders_do_not_show() {
     }
 }
 
-/// The last rows of a sequence are near the oracle, and have the same bits in every order.
+/// Checks that the last rows of a sequence are close to the oracle, and have the same bits in each loop order.
 fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionDims) {
     const ROWS: usize = 37;
     let seed = 1000 + tokens as u64;
@@ -616,17 +617,17 @@ fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionDims) {
         run(&Setup { chunks: Chunks::Last(rows), ..*setup }, &s)[0].split_off(first)
     };
     let name = format!("seed {seed}, {tokens} tokens, {dtype:?}, {shape:?}");
-    let want = last_rows(&Setup::plain(*shape, dtype), ROWS);
-    // Two units in the last place of values below 2 for each root of a token.
+    let expected = last_rows(&Setup::plain(*shape, dtype), ROWS);
+    // Two units in the last place of values below 2, times the square root of the number of tokens.
     let bound = 2.0 * f64::from(f32::EPSILON) * (tokens as f64).sqrt();
-    assert_close(&name, &want, &oracle(shape, dtype, &s[0], tokens.saturating_sub(ROWS), None), bound.min(4e-6));
+    assert_close(&name, &expected, &oracle(shape, dtype, &s[0], tokens.saturating_sub(ROWS), None), bound.min(4e-6));
     for (order, schedules) in SCHEDULES {
         for &isa in Isa::available() {
             for (rows, workers) in [(1, 1), (1, 2), (19, 1), (ROWS, 2)] {
                 let shape = AttentionDims { schedules, ..*shape };
                 let got = last_rows(&Setup { isa, workers, ..Setup::plain(shape, dtype) }, rows);
-                let want = &want[want.len() - got.len()..];
-                assert_same(&format!("{order}, {isa:?}, last {rows}, {workers} members, {name}"), &got, want);
+                let expected = &expected[expected.len() - got.len()..];
+                assert_same(&format!("{order}, {isa:?}, last {rows}, {workers} workers, {name}"), &got, expected);
             }
         }
     }
@@ -634,20 +635,24 @@ fn loop_orders_agree(dtype: KvDType, tokens: usize, shape: &AttentionDims) {
 
 #[test]
 fn loop_orders_of_one_step_may_differ() {
-    // Sequences that each have their own order, in chunks whose rows cross the boundaries.
+    // Each sequence has its own order, in chunks whose rows cross the boundaries.
     for window in [None, Some(20), Some(530)] {
         let shape = AttentionDims { window, ..shape(6, 2, 16) };
         let s: Vec<_> = LENGTHS.iter().map(|t| Sequence::new(&shape, *t, 60 + *t as u64)).collect();
         for dtype in [KvDType::F16, KvDType::I8] {
-            let want = run(&Setup::plain(shape, dtype), &s);
+            let expected = run(&Setup::plain(shape, dtype), &s);
             for (order, schedules) in SCHEDULES {
                 let shape = AttentionDims { schedules, ..shape };
                 for (workers, chunks, threads) in
                     [(1, Chunks::Whole, false), (2, Chunks::Whole, true), (1, Chunks::Random(8), false)]
                 {
                     let setup = Setup { workers, chunks, threads, ..Setup::plain(shape, dtype) };
-                    for (got, want) in run(&setup, &s).iter().zip(&want) {
-                        assert_same(&format!("{order}, {dtype:?}, window {window:?}, {workers} members"), got, want);
+                    for (got, expected) in run(&setup, &s).iter().zip(&expected) {
+                        assert_same(
+                            &format!("{order}, {dtype:?}, window {window:?}, {workers} workers"),
+                            got,
+                            expected,
+                        );
                     }
                 }
             }
@@ -657,14 +662,15 @@ fn loop_orders_of_one_step_may_differ() {
 
 #[test]
 fn scratch_holds_the_longest_unit_of_the_partial_order() {
-    // 16 rows that see 243 tokens each see 258 together, here from the last of a segment to the first of the next but one.
+    // 16 rows with windows of 243 tokens cover 258 tokens in total, here from the last token of a segment to the first
+    // token of the segment after the next.
     let shape = AttentionDims { window: Some(243), ..shape(1, 1, 16) };
     let s = [Sequence::new(&shape, 513, 4)];
-    let [want, got] = [None, Some(AttentionSchedules { full_max: 0, partial_max: 243 })].map(|schedules| {
+    let [expected, got] = [None, Some(AttentionSchedules { full_max: 0, partial_max: 243 })].map(|schedules| {
         let setup = Setup { chunks: Chunks::Last(16), ..Setup::plain(shape, KvDType::F32) };
         run(&Setup { shape: AttentionDims { schedules, ..shape }, ..setup }, &s)[0].split_off(497 * 16)
     });
-    assert_same("the longest unit, seed 4", &got, &want);
+    assert_same("the longest unit, seed 4", &got, &expected);
 }
 
 #[test]
@@ -682,7 +688,7 @@ fn stores_round_to_nearest_even_and_clamp() {
             }
             let bytes = dtype.bytes();
             for (d, x) in v.iter().enumerate() {
-                let want: Vec<u8> = match dtype {
+                let expected: Vec<u8> = match dtype {
                     KvDType::F16 => {
                         let clamped = if x.is_nan() { *x } else { x.clamp(-65504.0, 65504.0) };
                         half::f16::from_f32(clamped).to_le_bytes().to_vec()
@@ -692,14 +698,15 @@ fn stores_round_to_nearest_even_and_clamp() {
                 };
                 let key = (d * 16 + 5) * bytes;
                 let value = layout.v_offset(0) + (5 * 8 + d) * bytes;
-                assert_eq!(&pool[key..key + bytes], want, "{dtype:?} key of {x}");
-                assert_eq!(&pool[value..value + bytes], want, "{dtype:?} value of {x}");
+                assert_eq!(&pool[key..key + bytes], expected, "{dtype:?} key of {x}");
+                assert_eq!(&pool[value..value + bytes], expected, "{dtype:?} value of {x}");
             }
         }
     }
 }
 
-/// Writes one row of keys and values of two heads of 20 into slot 21 of a block of 32, and gives each head's bytes.
+/// Writes one row of keys and values of two heads of 20 elements to slot 21 of a block of 32; returns the bytes of each
+/// head.
 fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (CpuKvLayout, Vec<u8>) {
     let geometry = KvGeometry::new(1, 2, 20, 32, KvDType::I8);
     let layout = CpuKvLayout::new(geometry);
@@ -713,12 +720,13 @@ fn int8_row(isa: Isa, k: &[f32; 40], v: &[f32; 40]) -> (CpuKvLayout, Vec<u8>) {
 
 #[test]
 fn int8_stores_round_each_row_by_its_own_scale() {
-    // Keys of the first head: amplitude 127, so that values are steps, with ties both ways. Of the second: 2^-20 of that.
+    // Keys of the first head have amplitude 127, so that values are quantization steps, with ties in both directions.
+    // Keys of the second head are 2^-20 of that.
     let mut steps = [0.0f32; 20];
     for (i, x) in steps.iter_mut().enumerate() {
         *x = if i == 7 { -127.0 } else { i as f32 - 10.5 };
     }
-    let want: [i8; 20] = [-10, -10, -8, -8, -6, -6, -4, -127, -2, -2, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8];
+    let expected: [i8; 20] = [-10, -10, -8, -8, -6, -6, -4, -127, -2, -2, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8];
     let small = steps.map(|x| x / 1_048_576.0);
     let join = |a: [f32; 20], b: [f32; 20]| -> [f32; 40] { [a, b].concat().try_into().unwrap() };
     let zero = [0.0f32; 20];
@@ -729,18 +737,18 @@ fn int8_stores_round_each_row_by_its_own_scale() {
 
     for &isa in Isa::available() {
         for (k, v, quants, scales) in [
-            (join(steps, small), join(small, steps), [want; 4], [1.0, 0.5f32.powi(20), 0.5f32.powi(20), 1.0]),
-            (join(zero, tiny), join(steps, zero), [[0; 20], [0; 20], want, [0; 20]], [0.0, 0.0, 1.0, 0.0]),
+            (join(steps, small), join(small, steps), [expected; 4], [1.0, 0.5f32.powi(20), 0.5f32.powi(20), 1.0]),
+            (join(zero, tiny), join(steps, zero), [[0; 20], [0; 20], expected, [0; 20]], [0.0, 0.0, 1.0, 0.0]),
             (
                 join(nan, steps),
                 join(infinite, large),
-                [[0; 20], want, [0; 20], want],
+                [[0; 20], expected, [0; 20], expected],
                 [f32::NAN, 1.0, f32::NAN, 2.0f32.powi(120)],
             ),
         ] {
             let (layout, pool) = int8_row(isa, &k, &v);
             let mut expected = vec![0xa5; pool.len()];
-            // Slot 21 is lane 5 of the second tile: tiles of 384 bytes, 320 of elements and 64 of scales.
+            // Slot 21 is lane 5 of the second tile. A tile has 384 bytes: 320 of elements and 64 of scales.
             assert_eq!((layout.tile_bytes(), layout.head_bytes(), pool.len()), (384, 4 * 384, 2 * 4 * 384));
             for head in 0..2 {
                 let (key, value) = (layout.k_offset(head) + 384, layout.v_offset(head) + 384);
@@ -765,7 +773,7 @@ fn int8_blocks_are_half_as_large_and_each_rank_has_its_heads_of_them() {
         assert_eq!(half.bytes_per_block(), geometry(KvDType::F16).bytes_per_block());
         let rows = 2 * 3 * 4 * block_size;
         assert_eq!(geometry(KvDType::I8).bytes_per_block(), rows * (head_dim + 4));
-        // Padding is below a line a tile.
+        // A tile has less than a cache line of padding.
         let padding = int8.bytes_per_block() - rows * (head_dim + 4);
         assert!(padding < rows / 16 * 64 && (padding == 0 || head_dim % 4 != 0), "{head_dim}: {padding}");
         assert!(int8.bytes_per_block().is_multiple_of(64));
@@ -812,7 +820,7 @@ fn writes_cover_every_row_once_and_share_no_block() {
 }
 
 #[test]
-fn a_non_finite_row_shows_in_that_row_only() {
+fn a_non_finite_row_affects_only_itself() {
     let shape = shape(2, 1, 16);
     let clean = Sequence::new(&shape, 40, 1);
     let mut dirty = clean.clone();

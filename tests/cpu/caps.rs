@@ -1,5 +1,7 @@
-//! What a device lacks: operations it has not are not made or refused by name, fixed shapes cost padding that is counted,
-//! and what becomes of overflows is the best it has.
+//! Tests of devices with fewer capabilities.
+//!
+//! Unsupported operations are not compiled, or rejected by name. Fixed shapes cost padding, which is counted. The
+//! overflow policy is the best that the device supports.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 
@@ -20,14 +22,14 @@ use ascend_llm::kv_cache::{BlockId, KvGeometry};
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::weights::WeightSource;
 
-/// The CPU with other capabilities, which it must be asked within.
+/// CPU device with other capabilities; it panics if a caller exceeds them.
 #[derive(Debug)]
-struct Lesser {
+struct RestrictedDevice {
     cpu: CpuDevice,
     caps: DeviceCaps,
 }
 
-impl Lesser {
+impl RestrictedDevice {
     fn new(change: impl FnOnce(&mut DeviceCaps)) -> Arc<Self> {
         let cpu = CpuDevice::new(CpuOptions::default()).unwrap();
         let mut caps = cpu.caps().clone();
@@ -36,7 +38,7 @@ impl Lesser {
     }
 }
 
-impl Device for Lesser {
+impl Device for RestrictedDevice {
     fn caps(&self) -> &DeviceCaps {
         &self.caps
     }
@@ -44,9 +46,13 @@ impl Device for Lesser {
     fn load(&self, plans: &[Plan], weights: &[WeightSetId], kv: &KvGeometry) -> Result<ProgramId, CompileError> {
         for plan in plans {
             for step in &plan.steps {
-                assert!(self.caps.target.ops.contains(step.op.name()), "asked for {}", step.op.name());
+                assert!(
+                    self.caps.target.ops.contains(step.op.name()),
+                    "the plan uses the unsupported operation {}",
+                    step.op.name()
+                );
                 let scheduled = matches!(&step.op, Op::Attention(shape) if shape.schedules.is_some());
-                assert!(self.caps.target.attention_schedules || !scheduled, "asked for loop orders");
+                assert!(self.caps.target.attention_schedules || !scheduled, "the plan uses unsupported loop orders");
             }
         }
         self.cpu.load(plans, weights, kv)
@@ -127,7 +133,7 @@ fn config(level: u8) -> EngineConfig {
     config
 }
 
-fn logits(config: EngineConfig, device: Arc<Lesser>) -> Vec<Vec<f32>> {
+fn logits(config: EngineConfig, device: Arc<RestrictedDevice>) -> Vec<Vec<f32>> {
     let ids: Vec<u32> = (0..40u32).map(|i| (i * i * 7 + 3) % 700).collect();
     Model::new(Engine::builder(fable()).config(config).device(device)).forward(&ids, 8)
 }
@@ -145,21 +151,21 @@ const FUSED: [&str; 8] = [
 
 #[test]
 fn fused_operations_that_a_device_lacks_are_not_made() {
-    let expected = logits(config(3), Lesser::new(|_| {}));
+    let expected = logits(config(3), RestrictedDevice::new(|_| {}));
     for name in FUSED {
-        let device = Lesser::new(|caps| caps.target.ops = OpSet::ALL.without(&[name]));
+        let device = RestrictedDevice::new(|caps| caps.target.ops = OpSet::ALL.without(&[name]));
         assert!(logits(config(3), device) == expected, "{name}");
     }
-    let device = Lesser::new(|caps| {
+    let device = RestrictedDevice::new(|caps| {
         (caps.target.ops, caps.target.attention_schedules) = (OpSet::ALL.without(&FUSED), false);
     });
-    assert!(logits(config(3), device) == expected, "none of them");
+    assert!(logits(config(3), device) == expected, "wrong logits without any of these operations");
 }
 
 #[test]
 fn plain_operations_that_a_device_lacks_are_refused_by_name() {
     for name in ["embed", "linear", "attention", "row_status", "arg_max", "cast", "rms_norm"] {
-        let device = Lesser::new(|caps| caps.target.ops = OpSet::ALL.without(&[name]));
+        let device = RestrictedDevice::new(|caps| caps.target.ops = OpSet::ALL.without(&[name]));
         match Engine::builder(fable()).config(config(0)).device(device).build_core() {
             Err(BuildError::Compile(CompileError::Unsupported { op, .. })) => assert_eq!(op, name),
             other => panic!("{name}: {other:?}"),
@@ -168,17 +174,17 @@ fn plain_operations_that_a_device_lacks_are_refused_by_name() {
     assert!(OpSet::ALL.without(&["nothing"]) == OpSet::ALL && !OpSet::ALL.contains("nothing"));
 }
 
-/// The policy in force, or the words of the refusal.
+/// Returns the policy in force, or the message of the error.
 fn overflow_policy(
     asked: Option<OverflowPolicy>,
     change: impl FnOnce(&mut DeviceCaps),
 ) -> Result<&'static str, String> {
     let mut config = config(2);
     config.compile.overflow = asked;
-    match Engine::builder(fable()).config(config).device(Lesser::new(change)).build_core() {
+    match Engine::builder(fable()).config(config).device(RestrictedDevice::new(change)).build_core() {
         Ok(core) => {
             assert_eq!(core.config().compile.overflow, core.info().overflow);
-            Ok(core.info().overflow.expect("a builder made it").name())
+            Ok(core.info().overflow.expect("a builder sets the policy").name())
         }
         Err(BuildError::Config(error)) => {
             assert_eq!(error.field, "compile.overflow");
@@ -190,7 +196,7 @@ fn overflow_policy(
 }
 
 #[test]
-fn what_becomes_of_overflows_is_the_best_a_device_has() {
+fn the_default_overflow_policy_is_the_best_that_a_device_supports() {
     let policies = [OverflowPolicy::Error, OverflowPolicy::Clamp, OverflowPolicy::RetryF32];
     let with =
         |asked, retry_f32, clamps| overflow_policy(asked, |caps| (caps.retry_f32, caps.clamps) = (retry_f32, clamps));
@@ -214,7 +220,7 @@ fn what_becomes_of_overflows_is_the_best_a_device_has() {
 
 #[test]
 fn a_device_without_f32_plans_refuses_f32_precision() {
-    let device = || Lesser::new(|caps| caps.retry_f32 = false);
+    let device = || RestrictedDevice::new(|caps| caps.retry_f32 = false);
     let build = |config: EngineConfig| Engine::builder(fable()).config(config).device(device()).build_core();
     let mut f32_precision = config(2);
     f32_precision.compile.precision = Some(Precision::F32);
@@ -240,7 +246,7 @@ fn run(core: &mut EngineCore) -> Vec<Vec<u32>> {
 #[test]
 fn fixed_shapes_run_in_the_smallest_bucket_and_padding_is_counted() {
     let build = |config, fixed| {
-        let device = Lesser::new(|caps| caps.static_shapes = fixed);
+        let device = RestrictedDevice::new(|caps| caps.static_shapes = fixed);
         Engine::builder(fable()).config(config).device(device).build_core().unwrap()
     };
     let mut free = build(config(2), false);
@@ -251,7 +257,7 @@ fn fixed_shapes_run_in_the_smallest_bucket_and_padding_is_counted() {
     assert_eq!(run(&mut fixed), expected);
     let rows: Vec<u32> = fixed.info().buckets.iter().map(|bucket| bucket.rows).collect();
     assert_eq!(rows, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]);
-    // One step of 41 prompt rows in a bucket of 48, then four of 3 rows in a bucket of 4.
+    // One step of 41 prompt rows in a bucket of 48, then four steps of 3 rows in a bucket of 4.
     assert_eq!((fixed.stats().steps, fixed.stats().padded_rows), (5, 7 + 4));
 
     let mut given = config(2);
@@ -273,5 +279,5 @@ fn fixed_shapes_run_in_the_smallest_bucket_and_padding_is_counted() {
         assert!(smaller.cost.bytes() < larger.cost.bytes());
     }
     let arenas: u64 = buckets.iter().map(|bucket| bucket.arena_bytes).sum();
-    assert!(given.info().arena_bytes > arenas, "and the one for sequences that overflow");
+    assert!(given.info().arena_bytes > arenas, "the arena of the f32 fallback plan must be counted too");
 }

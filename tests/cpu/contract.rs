@@ -1,9 +1,11 @@
-//! The contract of [`Device`] on the CPU: whatever a caller gets wrong is [`DeviceError::Invalid`], never a panic and never
-//! a byte outside a bound buffer; and neither threads nor block size nor layout of the blocks can be seen in a result.
+//! Tests the contract of [`Device`] on the CPU device.
+//!
+//! A mistake of the caller returns [`DeviceError::Invalid`]; it never panics, and never accesses a byte outside a bound
+//! buffer. Threads, block size and the layout of the blocks never change a result.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
-#[allow(dead_code)] // this file uses a part
+#[allow(dead_code)] // this test uses only a part
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -85,32 +87,32 @@ fn copies_move_exactly_their_spans() {
     let part = |span: Span, offset, bytes| Span { offset, bytes, ..span };
     device.copy(part(b, 3, 5), part(a, 10, 5), stream).unwrap();
     assert_eq!(bytes_of(&device, b), [0, 0, 0, 10, 11, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 0]);
-    // Within one buffer, over itself.
+    // Copy within one buffer, with overlap.
     device.copy(part(a, 2, 8), part(a, 0, 8), stream).unwrap();
     assert_eq!(bytes_of(&device, a)[..10], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]);
     device.copy(part(a, 0, 0), part(b, 16, 0), stream).unwrap();
 }
 
 #[test]
-fn feeding_moves_drawn_tokens_to_the_next_ids() {
+fn sampled_tokens_are_copied_to_the_next_ids() {
     let device = device();
     let stream = device.stream().unwrap();
-    let (ids, best) = (whole(&device, 16), whole(&device, 12));
+    let (ids, argmax) = (whole(&device, 16), whole(&device, 12));
     let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
     device.write(ids, &words(&[1, 2, 3, 4]), stream).unwrap();
-    device.write(best, &words(&[70, u32::MAX, 90]), stream).unwrap();
-    device.copy_sampled_tokens(ids, best, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
-    // What is no token becomes one that a launch accepts.
+    device.write(argmax, &words(&[70, u32::MAX, 90]), stream).unwrap();
+    device.copy_sampled_tokens(ids, argmax, &[(3, 0), (0, 2), (1, 1), (2, 0)], stream).unwrap();
+    // The placeholder becomes a token id that a launch accepts.
     assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]));
-    device.copy_sampled_tokens(ids, best, &[], stream).unwrap();
+    device.copy_sampled_tokens(ids, argmax, &[], stream).unwrap();
     for pair in [(4, 0), (0, 3), (u32::MAX, 0), (0, u32::MAX)] {
-        invalid("a row outside", device.copy_sampled_tokens(ids, best, &[(1, 0), pair], stream));
+        invalid("a row outside", device.copy_sampled_tokens(ids, argmax, &[(1, 0), pair], stream));
     }
-    invalid("an unknown stream", device.copy_sampled_tokens(ids, best, &[], StreamId(0)));
-    assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]), "a refused call moves nothing");
+    invalid("an unknown stream", device.copy_sampled_tokens(ids, argmax, &[], StreamId(0)));
+    assert_eq!(bytes_of(&device, ids), words(&[90, 0, 70, 70]), "a rejected call copied a token");
     let event = device.record(stream).unwrap();
     device.read(ids, &mut [0; 16], Some(event)).unwrap();
-    invalid("an event to come", device.read(ids, &mut [0; 16], Some(EventId(event.0 + 1))));
+    invalid("an event that is not yet recorded", device.read(ids, &mut [0; 16], Some(EventId(event.0 + 1))));
 }
 
 #[test]
@@ -123,7 +125,7 @@ fn foreign_and_stale_ids_and_spans_out_of_bounds_are_invalid() {
     let mut bad: Vec<Span> = [whole(&other, 64).buffer, freed.buffer, BufferId(0), BufferId(1), BufferId(u64::MAX)]
         .map(|buffer| Span { buffer, ..good })
         .to_vec();
-    // A stream's id and an event's id are no buffers, even where the numbers meet.
+    // The ids of a stream and of an event are not buffer ids, even if the numbers are equal.
     bad.push(Span { buffer: BufferId(stream.0 | 1 << 30), ..good });
     for (offset, bytes) in [(0, 65), (1, 64), (65, 0), (64, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
         bad.push(Span { offset, bytes, ..good });
@@ -150,8 +152,8 @@ fn foreign_and_stale_ids_and_spans_out_of_bounds_are_invalid() {
         invalid("wait", device.wait(on, event));
         invalid("blocks", device.copy_blocks(&layout(&device), good, good, &[], on));
     }
-    assert!(bytes_of(&device, good).iter().all(|byte| *byte == 0), "a refused call wrote");
-    // Freeing what is not there does nothing, here or on the other device.
+    assert!(bytes_of(&device, good).iter().all(|byte| *byte == 0), "a rejected call wrote to the buffer");
+    // Freeing an unknown buffer has no effect, on this device or on the other one.
     device.free(whole(&other, 8).buffer);
     device.free(BufferId(7));
     device.unload(ProgramId(7));
@@ -166,7 +168,7 @@ fn events_grow_and_foreign_ones_are_invalid() {
     let mut last = None;
     for on in [one, two, one, one, two] {
         let event = device.record(on).unwrap();
-        assert!(last.is_none_or(|last| last < event), "events grow");
+        assert!(last.is_none_or(|last| last < event), "event ids must increase");
         last = Some(event);
         device.wait(two, event).unwrap();
         device.wait(one, event).unwrap();
@@ -215,7 +217,7 @@ fn layouts_differ_where_bytes_do_and_impossible_ones_are_invalid() {
                 let geometry = GEOMETRY.with_block_size(block_size).with_dtype(dtype).with_head_dim(head_dim);
                 let layout = device.kv_layout(&geometry).unwrap();
                 assert!(layout.bytes_per_block >= geometry.bytes_per_block() as u64);
-                assert!(ids.insert(layout.id), "two layouts of one name");
+                assert!(ids.insert(layout.id), "two layouts have the same id");
             }
         }
     }
@@ -263,10 +265,10 @@ fn blocks_are_copied(geometry: &KvGeometry) {
     let (a, b) = (pool(1), pool(11));
     device.copy_blocks(&layout, a, b, &[pair(0, 3), pair(2, 0)], stream).unwrap();
     assert_eq!((blocks(a), blocks(b)), (vec![1, 2, 3, 4], vec![3, 12, 13, 1]));
-    // A later pair sees what an earlier one did; a block onto itself is nothing.
+    // A later pair copies the result of an earlier one; copying a block to itself has no effect.
     device.copy_blocks(&layout, a, a, &[pair(0, 1), pair(1, 2), pair(3, 3)], stream).unwrap();
     assert_eq!(blocks(a), [1, 1, 1, 4]);
-    // A part of a buffer is a pool too.
+    // A part of a buffer can be a pool too.
     let tail = Span { offset: 2 * layout.bytes_per_block, bytes: 2 * layout.bytes_per_block, ..a };
     device.copy_blocks(&layout, tail, b, &[pair(1, 1)], stream).unwrap();
     assert_eq!(blocks(b), [3, 4, 13, 1]);
@@ -288,12 +290,12 @@ fn blocks_are_copied(geometry: &KvGeometry) {
     ] {
         invalid(label, device.copy_blocks(&layout, src, dst, &pairs, stream));
     }
-    assert_eq!((blocks(a), blocks(b)), before, "a refused call copied");
+    assert_eq!((blocks(a), blocks(b)), before, "a rejected call copied a block");
 }
 
 // ---------------------------------------------------------------------------------------------------- programs
 
-/// A model loaded on a device, with buffers for two sequences: one brings 5 rows, one a row behind 17.
+/// Model loaded on a device, with buffers for two sequences: 5 rows of a prompt, and one row after 17 tokens.
 struct Rig {
     device: CpuDevice,
     graph: Graph,
@@ -383,7 +385,7 @@ fn unknown_programs_weights_and_streams_are_invalid() {
     for weights in [other.weights, WeightSetId(0), WeightSetId(program.0)] {
         refused("weights", rig.device.load(std::slice::from_ref(&rig.plan), &[weights], &GEOMETRY));
     }
-    // Weights live as long as a program uses them; a program is gone once unloaded.
+    // Weights are kept as long as a program uses them; after `unload` a program no longer exists.
     rig.device.release_weights(rig.weights);
     rig.launch().unwrap();
     refused("released weights", rig.device.load(std::slice::from_ref(&rig.plan), &[rig.weights], &GEOMETRY));
@@ -481,7 +483,7 @@ fn breaks() -> Vec<Break> {
         }));
         cases.push(case("a span out of its buffer", span(binding, |span| span.bytes += 4)));
         cases.push(case("a span beyond counting", span(binding, |span| span.offset = u64::MAX)));
-        // The pool may be any number of bytes, and start anywhere.
+        // The pool may have any number of bytes, and start at any offset.
         if index < 7 {
             cases.push(case("a span too short", span(binding, |span| span.bytes -= 1)));
             cases.push(case("an empty span", span(binding, |span| span.bytes = 0)));
@@ -501,9 +503,9 @@ fn launches_that_break_a_rule_are_invalid_and_write_nothing() {
         assert!(!what.is_empty(), "{label}");
         for span in [logits, pool] {
             let mut bytes = vec![0; span.bytes as usize];
-            // Freed is as good as unwritten.
+            // A freed buffer counts as unwritten.
             if rig.device.read(span, &mut bytes, None).is_ok() {
-                assert!(bytes.iter().all(|byte| *byte == 0), "{label}: something was written");
+                assert!(bytes.iter().all(|byte| *byte == 0), "{label}: the rejected launch wrote to the buffer");
             }
         }
     }
@@ -519,12 +521,12 @@ fn a_pool_may_start_anywhere_and_end_in_half_a_block() {
         let span = whole(&rig.device, bytes + 100);
         rig.io.kv_pool = Span { offset, bytes: bytes + 30, ..span };
         rig.launch().unwrap();
-        assert!(rig.logits() == expected, "offset {offset}");
+        assert!(rig.logits() == expected, "wrong logits at pool offset {offset}");
         rig.io.kv_pool.bytes = bytes;
     }
 }
 
-/// Two sequences may read one block as long as neither writes it.
+/// Two sequences may read the same block as long as neither writes it.
 #[test]
 fn shared_blocks_are_read_by_all() {
     let mut rig = Rig::new();
@@ -540,7 +542,7 @@ fn shared_blocks_are_read_by_all() {
 }
 
 #[test]
-fn batches_without_wanted_rows_and_without_rows_run() {
+fn batches_without_logit_rows_and_without_rows_run() {
     let mut rig = Rig::new();
     rig.shape.logit_rows = 0;
     for span in [&mut rig.io.logit_rows, &mut rig.io.logits, &mut rig.io.argmax] {
@@ -577,7 +579,7 @@ fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
         plan
     };
     for (label, plan) in [
-        ("an operand that is not there", broken(&|plan| plan.steps[3].inputs.clear())),
+        ("a missing operand", broken(&|plan| plan.steps[3].inputs.clear())),
         ("an unknown value", broken(&|plan| plan.steps[3].inputs[0] = usize::MAX)),
         ("a small arena", broken(&|plan| plan.arena_bytes = 128)),
         ("more weights", broken(&|plan| plan.weights.push(plan.weights[0].clone()))),
@@ -594,7 +596,7 @@ fn plans_weights_and_geometries_that_do_not_fit_are_refused() {
     let twice = [rig.plan.clone(), rig.plan.clone()];
     refused("one rank twice", rig.device.load(&twice, &[rig.weights; 2], &GEOMETRY));
     refused("a set too many", rig.device.load(&twice[..1], &[rig.weights; 2], &GEOMETRY));
-    // More than an address space holds, so no system can promise it.
+    // More bytes than an address space has, so the allocation fails on any system.
     let huge = Bucket { tokens: 1 << 39, ..BUCKET };
     let target = rig.device.caps().target;
     let plan = compile(&rig.graph, target, Numerics::Exact, &CompileOptions::default(), huge).unwrap();
@@ -619,7 +621,7 @@ fn weights_that_are_not_the_graphs_are_invalid() {
     invalid("role", upload(&|weight| weight.role = ascend_llm::graph::WeightRole::Vector));
 }
 
-// ------------------------------------------------------------------------------------------- what cannot be seen
+// --------------------------------------------------------------------------------------- what never changes a result
 
 fn run(name: &str, device: CpuDevice, block_size: u32, numerics: Numerics) -> Vec<f32> {
     let mut config = small_config();
@@ -651,7 +653,7 @@ fn threads_and_block_sizes_cannot_be_seen() {
     }
 }
 
-/// f32 sums in another order (and fused multiply-adds) over two layers, relative to 1 + the largest logit.
+/// Sums of f32 in another order (and with fused multiply-adds) over two layers, relative to 1 + the largest logit.
 const ISA_BOUND: f32 = 2e-5;
 
 #[test]

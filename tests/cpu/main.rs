@@ -1,4 +1,4 @@
-//! Tests of the CPU device: kernels against their definitions, the contract of a device.
+//! Tests of the CPU device: kernels against their definitions, and the contract of a device.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,5 +1,7 @@
-//! A product of rows with packed weights is right within a stated bound, and a row's bits depend on that row alone:
-//! not on how many rows there are, on the tile, on the range of panels or on the number of threads.
+//! Tests that a product of rows with packed weights is right within a stated bound, and that a row's bits depend only
+//! on it.
+//!
+//! The bits do not depend on the number of rows, the tile, the range of panels or the number of threads.
 
 use ascend_llm::device::cpu::Isa;
 use ascend_llm::device::cpu::kernels::cast::round_bf16_row;
@@ -17,7 +19,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const SMALL_BLOCKS: [DType; 5] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1];
 const SUPER_BLOCKS: [DType; 3] = [DType::Q4_K, DType::Q5_K, DType::Q6_K];
 
-/// `SplitMix64`; seeds are written at the call.
+/// `SplitMix64` generator; each call states its seed.
 struct Noise(u64);
 
 impl Noise {
@@ -36,7 +38,8 @@ impl Noise {
         (0..n).map(|_| self.float()).collect()
     }
 
-    /// A weight as a file has it: every bit pattern of the quants and integer scales, f16 scales of either sign.
+    /// Returns a weight in the file's format: all bit patterns of the quants and integer scales, f16 scales of both
+    /// signs.
     fn weight(&mut self, dtype: DType, n: usize, k: usize) -> Vec<u8> {
         let mut out = Vec::new();
         for _ in 0..n * k / dtype.block_len() {
@@ -61,7 +64,8 @@ impl Noise {
     }
 }
 
-/// The values of one row, straight from the format's definition (ggml `dequantize_row_*`), shares no code with the packing.
+/// Returns the values of one row by the format's definition (ggml `dequantize_row_*`); it shares no code with the
+/// packing.
 fn dequantize(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let half = |b: &[u8], at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f32();
     let mut out = Vec::new();
@@ -128,7 +132,7 @@ fn dequantize(dtype: DType, bytes: &[u8]) -> Vec<f32> {
                     }
                 }
             }
-            _ => unreachable!("a new type needs its definition here"),
+            _ => unreachable!("this type has no definition in the test"),
         }
         out.extend(y);
     }
@@ -142,7 +146,7 @@ enum Rows {
     Int8,
 }
 
-/// The whole product, computed by all members of a team, each over its panels.
+/// Computes the whole product with all workers of a thread pool, each over its own panels.
 fn product(threads: &ThreadPool, isa: Isa, kind: Rows, x: &[f32], w: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
     let rows = x.len() / w.k();
     let layout = QuantLayout::new(w.k());
@@ -170,7 +174,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Every combination that a machine can run: (dtype, k, rows).
+/// Returns all combinations that a machine supports: (dtype, k, rows).
 fn combinations() -> Vec<(DType, usize, Rows)> {
     let mut all = Vec::new();
     for dtype in FLOATS {
@@ -187,7 +191,7 @@ fn combinations() -> Vec<(DType, usize, Rows)> {
 }
 
 #[test]
-fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
+fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_thread_pool() {
     let teams = [1, 2, 3].map(|threads| ThreadPool::new(Some(threads)).unwrap());
     for (dtype, k, kind) in combinations() {
         let n = 167;
@@ -195,7 +199,7 @@ fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
         let w = PackedMatrix::pack(&teams[1], dtype, n, k, &noise.weight(dtype, n, k)).unwrap();
         let (x, bias) = (noise.floats(504 * k), noise.floats(n));
         for &isa in Isa::available() {
-            // Plain bodies have one loop for every shape: fewer sizes do.
+            // Scalar kernels have one loop for all shapes, so fewer sizes suffice.
             let batches: Vec<usize> = match isa {
                 Isa::Plain => vec![1, 5, 20],
                 _ => (1..=40).chain([504]).collect(),
@@ -203,13 +207,13 @@ fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
             let most = batches[batches.len() - 1];
             let reference = product(&teams[0], isa, kind, &x[..most * k], &w, Some(&bias));
             for &rows in &batches {
-                // From the front and from the back, so that a row stands at different places in its tile.
+                // From the first and from the last rows, so that a row has different positions in its tile.
                 for first in [0, most - rows] {
                     let part = &x[first * k..(first + rows) * k];
                     let expected = bits(&reference[first * n..(first + rows) * n]);
                     let threads = &teams[rows % 3];
                     let got = bits(&product(threads, isa, kind, part, &w, Some(&bias)));
-                    assert!(got == expected, "{dtype} k {k} {kind:?} {isa:?}: rows {first}+{rows} differ");
+                    assert!(got == expected, "{dtype} k {k} {kind:?} {isa:?}: the bits of rows {first}+{rows} differ");
                 }
             }
             for threads in &teams {
@@ -224,8 +228,10 @@ fn a_row_has_the_same_bits_in_any_batch_tile_panel_range_and_team() {
     }
 }
 
-/// f32 rows: at most one rounding for each of the K additions and one for the weight, 2^-24 each; int8 rows: exact against
-/// the quantized activations up to two roundings for each block and 16-half, and one for its minimum.
+/// Compares products with an f64 oracle over dequantized weights, within a bound on the rounding errors.
+///
+/// f32 rows: at most one rounding for each of the K additions and one for the weight, 2^-24 each. int8 rows: exact
+/// against the quantized activations, up to two roundings for each block and half of 16, and one for its minimum.
 #[test]
 fn products_agree_with_the_dequantized_oracle() {
     let threads = ThreadPool::new(Some(2)).unwrap();
@@ -238,7 +244,7 @@ fn products_agree_with_the_dequantized_oracle() {
         let (x, bias) = (noise.floats(rows * k), noise.floats(n));
         for &isa in Isa::available() {
             let got = product(&threads, isa, kind, &x, &w, Some(&bias));
-            // What the kernel was given: for int8 the quantized activations, as f64.
+            // The input of the kernel: for int8 the quantized activations, as f64.
             let seen: Vec<f64> = match kind {
                 Rows::F32 => x.iter().map(|&x| f64::from(x)).collect(),
                 Rows::BF16 => x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect(),
@@ -266,14 +272,18 @@ fn products_agree_with_the_dequantized_oracle() {
                     let steps = if kind == Rows::Int8 { k / 32 * 4 + 8 } else { k + 3 };
                     let bound = size * steps as f64 / f64::from(1 << 24);
                     let error = (f64::from(got[row * n + column]) - sum).abs();
-                    assert!(error <= bound, "{dtype} k {k} {kind:?} {isa:?} [{row}][{column}]: {error} > {bound}");
+                    assert!(
+                        error <= bound,
+                        "{dtype} k {k} {kind:?} {isa:?} [{row}][{column}]: error {error} exceeds the bound {bound}"
+                    );
                 }
             }
         }
     }
 }
 
-/// A weight of one row and `k` = 256 whose scales are 1 and minima 0; `quants` gives the bytes that hold quants.
+/// Returns a weight of one row and `k` = 256 with scales of 1 and minima of 0; `quants` returns the bytes that contain
+/// quants.
 fn unscaled(dtype: DType, mut quants: impl FnMut() -> u8) -> Vec<u8> {
     let mut out = Vec::new();
     for _ in 0..256 / dtype.block_len() {
@@ -299,9 +309,10 @@ fn unscaled(dtype: DType, mut quants: impl FnMut() -> u8) -> Vec<u8> {
     out
 }
 
-/// Without minima and with scales of one there is nothing to round: all paths must give the integers, also where weights and
-/// activations are as large as they can be. (255 · 127 · 2, two products of 8-bit weights as they are stored, is beyond 16
-/// bits; so are four of 6-bit weights and one more, and eight of 5-bit weights and one more.)
+/// Checks that products with scales of one and without minima are exact, even for the largest weights and activations.
+///
+/// Nothing is rounded, so all paths must return the integers. The intermediate sums exceed 16 bits: 255 · 127 · 2 (two
+/// products of 8-bit weights as stored), five products of 6-bit weights, and nine of 5-bit weights.
 #[test]
 fn integer_sums_are_exact_at_the_extremes() {
     type Signs = fn(usize) -> f32;
@@ -314,7 +325,7 @@ fn integer_sums_are_exact_at_the_extremes() {
     ];
     for dtype in SMALL_BLOCKS.into_iter().chain(SUPER_BLOCKS) {
         let mut noise = Noise(9);
-        // 0x80 is -128 and 0x7f is 127 to 8 bits; 0xff and 0 are the ends of all others.
+        // As 8-bit values 0x80 is -128 and 0x7f is 127; 0xff and 0 are the extremes of all other formats.
         for (pattern, fill) in [("-128", 0x80), ("127", 0x7f), ("ones", 0xff), ("zeros", 0), ("both ends", 1)] {
             let data = unscaled(dtype, || match fill {
                 1 => [0x80, 0x7f, 0xff, 0][usize::from((noise.next() >> 62) as u8)],
@@ -323,7 +334,7 @@ fn integer_sums_are_exact_at_the_extremes() {
             let w = PackedMatrix::pack(&threads, dtype, 1, 256, &data).unwrap();
             let values = dequantize(dtype, &data);
             for (name, sign) in signs {
-                // One row, and enough of them for the tallest tile.
+                // One row, and as many as the tallest tile.
                 let row: Vec<f32> = (0..256).map(sign).collect();
                 let exact: f64 = row.iter().zip(&values).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
                 for &isa in Isa::available() {
@@ -340,7 +351,10 @@ fn integer_sums_are_exact_at_the_extremes() {
     }
 }
 
-/// Not promised, but these paths do the same operations in the same order: a difference is a mistake in one of them.
+/// Compares the bits of paths with fused multiply-adds.
+///
+/// The library does not guarantee this, but these paths perform the same operations in the same order: a difference is
+/// a bug in one of them.
 #[test]
 fn paths_with_fused_additions_give_the_same_bits() {
     let threads = ThreadPool::new(Some(2)).unwrap();
@@ -352,7 +366,7 @@ fn paths_with_fused_additions_give_the_same_bits() {
         let fused: Vec<Isa> = Isa::available().iter().copied().filter(|isa| *isa != Isa::Plain).collect();
         for pair in fused.windows(2) {
             if pair[1] == Isa::Avx512Bf16 && kind == Rows::BF16 && dtype == DType::BF16 {
-                continue; // which adds pairs of products, the second of them first
+                continue; // this path adds pairs of products, the second product of a pair first
             }
             let [a, b] = [pair[0], pair[1]].map(|isa| bits(&product(&threads, isa, kind, &x, &w, Some(&bias))));
             assert!(a == b, "{dtype} k {k} {kind:?}: {pair:?}");
@@ -378,7 +392,9 @@ fn dequantized_rows_are_those_of_the_source() {
     }
 }
 
-/// Multiplying by unit rows reads single weights back through the fast bodies: exactly the source's values.
+/// Checks that products with unit rows return exactly the weights of the source.
+///
+/// This reads single weights back through the fast kernels.
 #[test]
 fn f32_bodies_see_exactly_the_values_of_the_source() {
     let threads = ThreadPool::new(Some(1)).unwrap();

@@ -1,5 +1,6 @@
-//! No byte of the arena is read outside the life of what was put there: answers are the same when all that is dead is
-//! filled with NaN before every step.
+//! Tests that no byte of the arena is read outside of the lifetime of its value.
+//!
+//! Outputs stay the same if all dead bytes are filled with NaN before each step.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 
@@ -13,7 +14,7 @@ use ascend_llm::device::cpu::{CpuDevice, CpuOptions, Poison};
 use ascend_llm::engine::Engine;
 use ascend_llm::graph::{CompileOptions, Numerics, RowStatus};
 
-/// Uneven chunks: a prompt, a shorter run, single tokens, so that rows of an earlier launch lie behind those of a later.
+/// Uneven chunks: a prompt, a shorter run, single tokens, so that the arena still contains rows of an earlier launch.
 const CHUNKS: [usize; 5] = [21, 6, 1, 1, 17];
 
 fn models() -> Vec<PathBuf> {
@@ -35,7 +36,7 @@ fn model(path: &Path, device: &Arc<CpuDevice>, numerics: Numerics, options: &Com
     Model::new(Engine::builder(path).config(config).device(device.clone()))
 }
 
-/// Every chunk's last rows (one, or all of a short chunk), with their status.
+/// Returns the logits and the status of the last rows of each chunk (one, or all of a short chunk).
 fn run(mut model: Model) -> (Vec<Vec<f32>>, Vec<u8>) {
     let (mut logits, mut status, mut id) = (Vec::new(), Vec::new(), 7);
     for chunk in CHUNKS {
@@ -59,11 +60,11 @@ fn levels() -> Vec<CompileOptions> {
         (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
         options
     };
-    let mut lanes = CompileOptions::preset(3);
-    lanes.parallel_ops = Some(4);
-    let mut plain_lanes = CompileOptions::preset(1);
-    (plain_lanes.fusion, plain_lanes.parallel_ops) = (Some(0), Some(4));
-    reuse.map(with).chain([lanes, plain_lanes]).collect()
+    let mut multi_stream = CompileOptions::preset(3);
+    multi_stream.parallel_ops = Some(4);
+    let mut plain_multi_stream = CompileOptions::preset(1);
+    (plain_multi_stream.fusion, plain_multi_stream.parallel_ops) = (Some(0), Some(4));
+    reuse.map(with).chain([multi_stream, plain_multi_stream]).collect()
 }
 
 #[test]
@@ -85,15 +86,15 @@ fn nothing_reads_what_is_dead() {
     }
 }
 
-/// Were the fill blind, what is alive could be filled as well.
+/// Filling live bytes as well must change the outputs; otherwise the test above would prove nothing.
 #[test]
-fn filling_what_is_alive_shows() {
+fn filling_live_bytes_changes_the_outputs() {
     let device = device(1, Poison::All);
     for path in models() {
         for options in levels() {
             let (_, status) = run(model(&path, &device, Numerics::Fast, &options));
-            let all = status.iter().all(|status| *status == RowStatus::NonFinite as u8);
-            assert!(all, "{}, {options:?}: {status:?}", path.display());
+            let all_changed = status.iter().all(|status| *status == RowStatus::NonFinite as u8);
+            assert!(all_changed, "{}, {options:?}: {status:?}", path.display());
         }
     }
 }

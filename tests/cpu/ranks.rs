@@ -1,5 +1,6 @@
-//! A model cut into ranks gives the logits of the whole one within rounding, and the same bits run by run, chunk by chunk
-//! and whoever shares the batch.
+//! Tests that a model sharded over ranks yields the logits of the unsharded one within rounding.
+//!
+//! Its bits are the same in each run, with any chunks and in any batch.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 
@@ -19,12 +20,13 @@ use ascend_llm::graph::{
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{self, config_from_hub, decoder_graph};
 
-/// Sums of up to 512 products in other groups, over three layers, relative to 1 + the largest logit. Float weights, f32
-/// activations.
+/// Float weights, f32 activations: sums of up to 512 products in other groups, over three layers.
+///
+/// Relative to 1 + the largest logit.
 const EXACT_BOUND: f32 = 2e-5;
-/// int8 activations may round the other way where a sum differs in its last bit; f16 keys and values likewise.
+/// int8 activations may be rounded in the other direction if a sum differs in its last bit; so may f16 keys and values.
 const FAST_BOUND: f32 = 2e-2;
-/// Likewise keys and values in int8, whose steps are larger.
+/// The same for int8 keys and values, whose steps are larger.
 const INT8_BOUND: f32 = 2e-2;
 
 fn data(path: &str) -> PathBuf {
@@ -78,14 +80,14 @@ fn ranks_agree_with_the_whole_and_with_themselves() {
             let whole = run(&path, 1, numerics, &options, 1, 40);
             for ranks in [2, 4] {
                 let label = format!("{}, {numerics:?}, {ranks} ranks", path.display());
-                let cut = run(&path, ranks, numerics, &options, 1, 40);
-                let error = error(&cut, &whole);
-                assert!(error <= bound, "{label}: off by {error}");
+                let sharded = run(&path, ranks, numerics, &options, 1, 40);
+                let error = error(&sharded, &whole);
+                assert!(error <= bound, "{label}: the error is {error}");
                 worst = worst.max(error);
                 for level in 0..=CompileOptions::MAX_OPT_LEVEL {
                     let threads = 1 + usize::from(level) % 2;
                     let again = run(&path, ranks, numerics, &CompileOptions::preset(level), threads, 40);
-                    assert!(again == cut, "{label}: level {level} on {threads} threads");
+                    assert!(again == sharded, "{label}: level {level} on {threads} threads");
                 }
             }
         }
@@ -94,17 +96,17 @@ fn ranks_agree_with_the_whole_and_with_themselves() {
 }
 
 #[test]
-fn chunks_do_not_show_in_ranks() {
+fn chunks_do_not_change_the_bits_of_ranks() {
     for path in [data("fable"), data("conformance/qwen3"), data("fable/gguf/fable-q8_0.gguf")] {
         for ranks in [2, 4] {
             let rows = |chunk| run(&path, ranks, Numerics::Fast, &CompileOptions::preset(3), 2, chunk);
-            // Chunks of 8 give all rows, as chunks of 4 do.
+            // Chunks of 8 yield all rows, as chunks of 4 do.
             assert!(rows(8) == rows(4), "{}, {ranks} ranks", path.display());
         }
     }
 }
 
-/// The heads of all ranks stand side by side in a block, each with its scales.
+/// A block contains the heads of all ranks next to each other, each with its scales.
 #[test]
 fn ranks_agree_with_the_whole_over_int8_keys_and_values() {
     for path in [data("fable"), data("fable/gguf/fable-q8_0.gguf")] {
@@ -116,11 +118,11 @@ fn ranks_agree_with_the_whole_over_int8_keys_and_values() {
         let whole = run(1, 2, 1, 40);
         for ranks in [2, 4] {
             let label = format!("{}, {ranks} ranks", path.display());
-            let cut = run(ranks, 2, 1, 40);
-            let error = error(&cut, &whole);
-            println!("{label}: off by {error}");
-            assert!(error <= INT8_BOUND, "{label}: off by {error}");
-            assert!(run(ranks, 3, 2, 40) == cut, "{label}: level 3 on two threads");
+            let sharded = run(ranks, 2, 1, 40);
+            let error = error(&sharded, &whole);
+            println!("{label}: the error is {error}");
+            assert!(error <= INT8_BOUND, "{label}: the error is {error}");
+            assert!(run(ranks, 3, 2, 40) == sharded, "{label}: level 3 on two threads");
             assert!(run(ranks, 3, 2, 8) == run(ranks, 0, 1, 4), "{label}: chunks");
         }
     }
@@ -132,7 +134,7 @@ fn graph(path: &str) -> Graph {
     decoder_graph(&config, files.source.as_ref()).unwrap()
 }
 
-/// Each rank's part of a product with weights, counted over all: nothing is computed twice, nothing is left out.
+/// The products with weights of all ranks add up: nothing is computed twice, nothing is missing.
 #[test]
 fn ranks_share_the_work() {
     let whole = graph("fable");
@@ -145,12 +147,12 @@ fn ranks_share_the_work() {
     };
     for of in [2, 4] {
         let parts: Vec<Graph> = (0..of).map(|index| shard(&whole, TpRank { index, of }).unwrap()).collect();
-        // With more ranks than KV heads, each head's keys and values are computed by several.
+        // With more ranks than KV heads, several ranks compute each head's keys and values.
         let shared = if of > 2 { 2 * 3 * 128 * 256 } else { 0 };
         assert_eq!(parts.iter().map(products).sum::<usize>(), products(&whole) + shared, "{of} ranks");
         for part in &parts {
             let count = |op: &Op| part.nodes.iter().filter(|node| node.op == *op).count();
-            // The embedding, and each layer's attention and MLP; the logits.
+            // All-reduce after the embedding and after attention and MLP of each layer; all-gather of the logits.
             assert_eq!((count(&Op::AllReduce), count(&Op::AllGather)), (1 + 2 * 3, 1));
             let bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
             for level in 0..=CompileOptions::MAX_OPT_LEVEL {
@@ -177,7 +179,7 @@ impl CustomOp for Nothing {
 }
 
 #[test]
-fn what_cannot_be_cut_is_refused_with_the_reason() {
+fn models_that_cannot_be_sharded_are_rejected_with_the_reason() {
     let refused = |path: &str, ranks: u32, words: &str| {
         let config = config(ranks, Numerics::Exact, &CompileOptions::default());
         match Engine::builder(data(path)).config(config).build_core() {
@@ -199,19 +201,19 @@ fn what_cannot_be_cut_is_refused_with_the_reason() {
     assert!(matches!(bad, Err(CompileError::Shard { .. })), "{bad:?}");
 }
 
-/// Loading tells how far it has come of all that the ranks read, and ends at the whole.
+/// The progress of loading covers the bytes read by all ranks, and ends at the total.
 #[test]
 fn progress_ends_at_the_whole() {
     for ranks in [1, 2] {
-        let heard = Arc::new(std::sync::Mutex::new(Vec::new()));
-        let teller = Arc::clone(&heard);
+        let reports = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let sender = Arc::clone(&reports);
         let config = config(ranks, Numerics::Fast, &CompileOptions::default());
         let builder = Engine::builder(data("fable")).config(config);
-        let told = builder.on_progress(move |progress| teller.lock().unwrap().push(progress));
+        let told = builder.on_progress(move |progress| sender.lock().unwrap().push(progress));
         drop(told.build_runner().unwrap());
-        let heard = heard.lock().unwrap();
-        assert!(heard.windows(2).all(|pair| pair[0].done_bytes <= pair[1].done_bytes), "{ranks} ranks: {heard:?}");
-        let last = heard.last().unwrap();
+        let reports = reports.lock().unwrap();
+        assert!(reports.windows(2).all(|pair| pair[0].done_bytes <= pair[1].done_bytes), "{ranks} ranks: {reports:?}");
+        let last = reports.last().unwrap();
         assert_eq!(last.done_bytes, last.total_bytes, "{ranks} ranks");
     }
 }

@@ -1,4 +1,5 @@
-//! Norms, rotations, activations and the exponential: right numbers, and the same bits on every path.
+//! Tests that norms, rotations, activation functions and the exponential are right, and have the same bits on each
+//! path.
 
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
@@ -18,7 +19,7 @@ fn row() -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec(-8.0f32..8.0, 1..300)
 }
 
-/// The result, with the same bits on every path that this machine has.
+/// Returns the result after checking that all paths of this machine yield the same bits.
 fn all(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
     let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let plain = f(Isa::Plain);
@@ -28,16 +29,16 @@ fn all(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
     plain
 }
 
-fn close(got: &[f32], want: &[f32], bound: f32) {
-    assert_eq!(got.len(), want.len());
-    for (a, b) in got.iter().zip(want) {
-        assert!((a - b).abs() <= bound * b.abs().max(1.0), "{a} instead of {b}");
+fn close(got: &[f32], expected: &[f32], bound: f32) {
+    assert_eq!(got.len(), expected.len());
+    for (a, b) in got.iter().zip(expected) {
+        assert!((a - b).abs() <= bound * b.abs().max(1.0), "got {a}, expected {b}");
     }
 }
 
 #[test]
 fn exp_is_within_two_steps_everywhere() {
-    // Every 997th f32 from exp's smallest nonzero argument to its overflow, both signs, and beyond.
+    // Every 997th f32 from the smallest argument with a nonzero exponential to the overflow, both signs, and beyond.
     let mut worst = 0.0f64;
     let bits = (0..0x42d0_0000u32).step_by(997).flat_map(|b| [b, b | 0x8000_0000]);
     let arguments: Vec<f32> = bits.map(f32::from_bits).collect();
@@ -47,14 +48,14 @@ fn exp_is_within_two_steps_everywhere() {
         row
     });
     for (x, y) in arguments.iter().zip(results) {
-        let want = f64::from(*x).exp();
-        if want > f64::from(f32::MAX) {
-            assert!(y == f32::INFINITY || want < 3.402_824e38, "exp({x}) = {y}");
+        let expected = f64::from(*x).exp();
+        if expected > f64::from(f32::MAX) {
+            assert!(y == f32::INFINITY || expected < 3.402_824e38, "exp({x}) = {y}");
             continue;
         }
-        // A step of f32 at `want`, not below the smallest.
-        let step = (2.0f64).powi((want.log2().floor() as i32 - 23).max(-149));
-        worst = worst.max((f64::from(y) - want).abs() / step);
+        // One step of f32 at `expected`, at least the smallest subnormal.
+        let step = (2.0f64).powi((expected.log2().floor() as i32 - 23).max(-149));
+        worst = worst.max((f64::from(y) - expected).abs() / step);
     }
     assert!(worst <= 2.0, "{worst} steps");
 }
@@ -95,20 +96,20 @@ proptest! {
             (Activation::GeluTanh, gelu_tanh_row, gelu_tanh_mul_row),
             (Activation::Relu, relu_row, relu_mul_row),
         ] {
-            let mut want = vec![0.0; x.len()];
-            reference::activation(kind, &x, &mut want);
+            let mut expected = vec![0.0; x.len()];
+            reference::activation(kind, &x, &mut expected);
             let got = all(|isa| {
                 let mut row = x.clone();
                 alone(isa, &mut row);
                 row
             });
-            close(&got, &want, 1e-6);
+            close(&got, &expected, 1e-6);
             let fused = all(|isa| {
                 let mut out = vec![0.0; x.len()];
                 gated(isa, &x, &y, &mut out);
                 out
             });
-            // Fused and in two steps are the same bits.
+            // The fused operation and two separate steps yield the same bits.
             let mut two_steps = vec![0.0; x.len()];
             reference::mul(&got, &y, &mut two_steps);
             prop_assert_eq!(fused, two_steps);
@@ -150,16 +151,16 @@ proptest! {
     #[test]
     fn norms_follow_the_reference(x in row(), eps in 1e-6f32..1e-2) {
         let weight: Vec<f32> = x.iter().map(|v| 1.0 + v / 16.0).collect();
-        let mut want = vec![0.0; x.len()];
-        reference::rms_norm(&x, &weight, eps, &mut want);
+        let mut expected = vec![0.0; x.len()];
+        reference::rms_norm(&x, &weight, eps, &mut expected);
         let got = all(|isa| {
             let mut out = vec![0.0; x.len()];
             rms_norm_row(isa, &x, &weight, eps, &mut out);
             out
         });
-        close(&got, &want, 2e-6);
+        close(&got, &expected, 2e-6);
 
-        // Fused with the residual sum: the same bits as one after the other.
+        // The norm fused with the residual sum yields the same bits as the two operations in sequence.
         let residual: Vec<f32> = x.iter().rev().copied().collect();
         let fused = all(|isa| {
             let (mut sum, mut out) = (residual.clone(), vec![0.0; x.len()]);
@@ -172,7 +173,7 @@ proptest! {
         rms_norm_row(Isa::detect(), &sum, &weight, eps, &mut out);
         prop_assert_eq!(fused, [sum, out].concat());
 
-        // Head by head is the norm of each head.
+        // The norm by heads equals the norm of each head.
         let heads = all(|isa| {
             let mut row = [x.clone(), residual.clone()].concat();
             qk_norm_row(isa, &mut row, &weight, eps);
@@ -193,18 +194,18 @@ proptest! {
         let inv_freq: Vec<f32> = (0..pairs).map(|i| 10000f32.powf(-(i as f32) / pairs as f32)).collect();
         let (mut cos, mut sin) = (vec![0.0; pairs], vec![0.0; pairs]);
         rope_angles(&inv_freq, position, 1.0, &mut cos, &mut sin);
-        let mut want = x.clone();
-        reference::rope(&mut want, heads, head_dim, style, pairs, &cos, &sin);
+        let mut expected = x.clone();
+        reference::rope(&mut expected, heads, head_dim, style, pairs, &cos, &sin);
         let got = all(|isa| {
             let mut row = x.clone();
             rope_row(isa, &mut row, head_dim, style, &cos, &sin);
             row
         });
-        close(&got, &want, 1e-6);
+        close(&got, &expected, 1e-6);
         for (got, x) in got.chunks(head_dim).zip(x.chunks(head_dim)) {
             prop_assert_eq!(&got[2 * pairs..], &x[2 * pairs..]);
         }
-        // A rotation keeps lengths, and position 0 turns nothing.
+        // A rotation keeps lengths, and position 0 changes nothing.
         let length = |row: &[f32]| row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
         prop_assert!((length(&got) - length(&x)).abs() < 1e-4 * length(&x).max(1.0));
         if position == 0 {

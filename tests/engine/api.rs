@@ -1,4 +1,4 @@
-//! Promise: hosts get text, counts, times and serialized results from the engine itself.
+//! Tests that hosts get text, counts, times and serialized results from the engine.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ fn request(prompt_tokens: usize, max_tokens: u32) -> Request {
     Request::tokens(vec![1; prompt_tokens]).with_sampling(SamplingParams::greedy().with_max_tokens(max_tokens))
 }
 
-/// A model whose every launch takes 10 ms of a clock that stands still otherwise.
+/// Rig and its clock: each launch of the model takes 10 ms, and only launches advance the clock.
 fn slow_rig() -> (Rig, ManualClock) {
     let rig = Rig::new(VOCAB, 32);
     let clock = rig.clock.clone();
@@ -46,7 +46,7 @@ fn usage_has_counts_and_times_in_the_last_delta_and_the_output() {
         builder.push(&delta);
         deltas.push(delta);
     }
-    let usage = deltas.last().unwrap().usage.expect("the last delta has the usage");
+    let usage = deltas.last().unwrap().usage.expect("the last delta contains the usage");
     assert!(deltas[..deltas.len() - 1].iter().all(|delta| delta.usage.is_none()));
     assert_eq!((usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens), (3, 0, 4));
     assert_eq!((usage.queue_us, usage.prefill_us, usage.decode_us), (7_000, step_us, 3 * step_us));
@@ -138,7 +138,7 @@ fn settings_have_methods_and_refuse_unknown_keys_when_flattened() {
 }
 
 #[test]
-fn close_takes_no_more_and_ends_the_thread_when_all_is_done() {
+fn close_accepts_no_request_and_ends_the_thread_when_all_are_done() {
     let rig = Rig::new(VOCAB, 32);
     let engine = Engine::spawn(rig.core(rig.hashed())).unwrap();
     let handle = engine.submit(request(3, 20)).unwrap();
@@ -166,7 +166,7 @@ fn dropping_the_last_engine_does_not_wait_for_its_step() {
     let engine = Engine::spawn(rig.core(forward)).unwrap();
     let handle = engine.submit(request(3, 20)).unwrap();
     inside.recv().unwrap();
-    // The step is still running: it ends only with the permit.
+    // The step is still in progress: it ends only after the permit.
     drop(engine);
     drop(permit);
     assert!(matches!(handle.into_iter().last(), Some(Err(RequestError::Closed))));
@@ -217,7 +217,7 @@ mod with_text {
     }
 
     #[test]
-    fn the_engine_says_what_it_runs() {
+    fn the_engine_reports_what_it_runs() {
         let device = Arc::new(CpuDevice::new(CpuOptions::default()).unwrap());
         let description = device.caps().description.clone();
         let core = fable::builder(&fable::quantized(), fable::plain_config()).device(device).build_core().unwrap();

@@ -1,4 +1,4 @@
-//! A handle as a stream: what is not there yet keeps the waker, what comes wakes it, on any thread.
+//! Tests a handle as a stream: a pending poll stores the waker, and an update wakes it, on any thread.
 
 #![cfg(feature = "async")]
 
@@ -13,13 +13,13 @@ use ascend_llm::sampler::SamplingParams;
 use futures_core::Stream as _;
 use futures_core::stream::FusedStream as _;
 
-/// Counts wakes and unparks the thread that made it.
-struct Bell {
+/// Waker that counts its calls and unparks the thread that created it.
+struct CountingWaker {
     wakes: AtomicUsize,
     thread: std::thread::Thread,
 }
 
-impl Bell {
+impl CountingWaker {
     fn here() -> Arc<Self> {
         Arc::new(Self { wakes: AtomicUsize::new(0), thread: std::thread::current() })
     }
@@ -29,7 +29,7 @@ impl Bell {
     }
 }
 
-impl Wake for Bell {
+impl Wake for CountingWaker {
     fn wake(self: Arc<Self>) {
         self.wakes.fetch_add(1, Ordering::SeqCst);
         self.thread.unpark();
@@ -47,25 +47,25 @@ fn request(max_tokens: u32) -> Request {
 }
 
 #[test]
-fn f28_pending_keeps_the_waker_and_news_wake_it_once() {
+fn f28_pending_keeps_the_waker_and_an_update_wakes_it_once() {
     let rig = Rig::new(50, 16);
     let mut core = rig.core(rig.hashed());
     let mut handle = core.submit(request(3)).unwrap();
-    let (first, second) = (Bell::here(), Bell::here());
+    let (first, second) = (CountingWaker::here(), CountingWaker::here());
     let (first_waker, second_waker) = (Waker::from(Arc::clone(&first)), Waker::from(Arc::clone(&second)));
     assert!(poll(&mut handle, &first_waker).is_pending());
     assert!(poll(&mut handle, &second_waker).is_pending());
     core.step().unwrap();
-    assert_eq!((first.wakes(), second.wakes()), (0, 1), "the last waker counts");
+    assert_eq!((first.wakes(), second.wakes()), (0, 1), "only the last waker is called");
     core.step().unwrap();
-    assert_eq!(second.wakes(), 1, "not polled, not woken again");
-    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("nothing there") };
-    assert_eq!(delta.token_ids.len(), 2, "two steps, merged");
+    assert_eq!(second.wakes(), 1, "the waker is called again although the handle was not polled");
+    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("no delta is available") };
+    assert_eq!(delta.token_ids.len(), 2, "the delta merges the tokens of two steps");
     assert!(poll(&mut handle, &second_waker).is_pending());
     drain(&mut core);
     assert_eq!(second.wakes(), 2);
     assert!(!handle.is_terminated());
-    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("no last delta") };
+    let Poll::Ready(Some(Ok(delta))) = poll(&mut handle, &second_waker) else { panic!("the last delta is missing") };
     assert!(delta.finish_reason.is_some());
     assert!(matches!(poll(&mut handle, &second_waker), Poll::Ready(None)));
     assert!(matches!(poll(&mut handle, &second_waker), Poll::Ready(None)));
@@ -77,11 +77,11 @@ fn an_error_wakes_too() {
     let rig = Rig::new(50, 16);
     let core = rig.core(rig.hashed());
     let mut handle = core.submit(request(3)).unwrap();
-    let bell = Bell::here();
-    let waker = Waker::from(Arc::clone(&bell));
+    let counting_waker = CountingWaker::here();
+    let waker = Waker::from(Arc::clone(&counting_waker));
     assert!(poll(&mut handle, &waker).is_pending());
     drop(core);
-    assert_eq!(bell.wakes(), 1);
+    assert_eq!(counting_waker.wakes(), 1);
     assert!(matches!(poll(&mut handle, &waker), Poll::Ready(Some(Err(RequestError::Closed)))));
     assert!(matches!(poll(&mut handle, &waker), Poll::Ready(None)));
 }
@@ -92,7 +92,7 @@ fn f27_a_stream_moves_between_threads() {
     let engine = Engine::spawn(rig.core(rig.hashed())).unwrap();
     let mut handle = engine.submit(request(40)).unwrap();
     let first = {
-        let waker = Waker::from(Bell::here());
+        let waker = Waker::from(CountingWaker::here());
         poll(&mut handle, &waker)
     };
     let taken = match first {
@@ -100,9 +100,9 @@ fn f27_a_stream_moves_between_threads() {
         Poll::Pending => 0,
         other @ Poll::Ready(_) => panic!("{other:?}"),
     };
-    // Another thread goes on, with a waker of its own, sleeping whenever there is nothing.
+    // Another thread continues with its own waker, and sleeps while no update is available.
     let rest = std::thread::spawn(move || {
-        let waker = Waker::from(Bell::here());
+        let waker = Waker::from(CountingWaker::here());
         let mut tokens = 0;
         loop {
             match poll(&mut handle, &waker) {
@@ -117,7 +117,7 @@ fn f27_a_stream_moves_between_threads() {
 }
 
 #[test]
-fn a_waker_that_panics_hurts_nobody() {
+fn a_waker_that_panics_affects_no_other_request() {
     struct Broken;
     impl Wake for Broken {
         fn wake(self: Arc<Self>) {
@@ -134,10 +134,10 @@ fn a_waker_that_panics_hurts_nobody() {
     assert_eq!(broken.collect_output().unwrap().choices[0].token_ids.len(), 3);
 }
 
-/// A small executor: polls the future, and sleeps until its waker unparks the thread.
+/// Small executor: polls the future, and sleeps until its waker unparks the thread.
 fn block_on<T>(future: impl Future<Output = T>) -> T {
     let mut future = std::pin::pin!(future);
-    let waker = Waker::from(Bell::here());
+    let waker = Waker::from(CountingWaker::here());
     loop {
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(value) => return value,
@@ -166,7 +166,7 @@ fn deltas_and_outputs_are_awaited() {
     let output = block_on(whole.output()).unwrap();
     assert_eq!(output.choices[0].token_ids, tokens);
 
-    // A future that is dropped takes nothing along.
+    // Dropping a future loses no update.
     let mut handle = engine.submit(request(30)).unwrap();
     drop(handle.next_delta());
     let rest = block_on(async { handle.output().await }).unwrap();
@@ -183,9 +183,11 @@ fn a_stream_of_its_own_has_the_deltas_and_cancels_when_dropped() {
     drop(dropped);
     drain(&mut core);
     assert_eq!(core.stats().finished_cancelled, 1);
-    let waker = Waker::from(Bell::here());
+    let waker = Waker::from(CountingWaker::here());
     let mut context = Context::from_waker(&waker);
-    let Poll::Ready(Some(Ok(delta))) = Pin::new(&mut stream).poll_next(&mut context) else { panic!("nothing there") };
+    let Poll::Ready(Some(Ok(delta))) = Pin::new(&mut stream).poll_next(&mut context) else {
+        panic!("no delta is available")
+    };
     assert_eq!(delta.token_ids.len(), 3);
     assert!(matches!(Pin::new(&mut stream).poll_next(&mut context), Poll::Ready(None)));
     assert!(stream.is_terminated());
@@ -203,7 +205,7 @@ fn shutdown_is_awaited_and_begins_with_the_call() {
     assert_eq!(block_on(shutdown), Ok(()));
     assert_eq!(clone.health(), ascend_llm::engine::Health::Stopped);
     assert_eq!(handle.collect_output().unwrap().choices[0].token_ids.len(), 50);
-    // Once it has ended, waiting for it again is no wait.
+    // After the shutdown has ended, waiting for it again returns at once.
     assert_eq!(block_on(clone.shutdown_async(std::time::Duration::ZERO)), Ok(()));
 
     let failing = rig.hashed().watched(Box::new(|_| Err(ascend_llm::device::DeviceError::Lost)));

@@ -1,5 +1,6 @@
-//! A bad request or configuration gets a typed error that names the field, its value and what would be right; nothing of
-//! it is left in the engine, which goes on to give the right answers.
+//! Tests that a bad request or configuration returns a typed error with the field, its value and the valid values.
+//!
+//! A rejected request leaves nothing in the engine, which continues to return correct outputs.
 #![cfg(feature = "text")]
 
 use std::error::Error;
@@ -16,17 +17,16 @@ use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::{ParamError, SamplingParams};
 use ascend_llm::text::ChatMessage;
 
-/// The error and all its causes in one line.
-/// The error as a host prints it. It must be whole, so nothing that its sources say may be missing.
+/// Returns the error as a host prints it. The message must contain the messages of all its sources.
 fn sentence(error: &dyn Error) -> String {
     let text = error.to_string();
     for cause in std::iter::successors(error.source(), |cause| (*cause).source()) {
-        assert!(text.contains(&cause.to_string()), "{text} leaves out {cause}");
+        assert!(text.contains(&cause.to_string()), "{text} does not contain the cause {cause}");
     }
     text
 }
 
-/// A small engine: eight blocks of 16 tokens.
+/// Configuration of a small engine: eight blocks of 16 tokens.
 fn small_config() -> EngineConfig {
     let mut config = plain_config();
     config.kv_cache = CacheBudget::Blocks(8);
@@ -41,13 +41,13 @@ fn good() -> Request {
     Request::text("Once upon a time").with_sampling(params)
 }
 
-/// An engine that must still be well after every refusal.
-struct Patient {
+/// Engine that must keep working after each rejected request.
+struct CheckedEngine {
     engine: Engine,
     expected: Seen,
 }
 
-impl Patient {
+impl CheckedEngine {
     fn new(model: &Path) -> Self {
         let expected = alone(model, &plain_config(), good());
         Self { engine: builder(model, small_config()).build().unwrap(), expected }
@@ -55,7 +55,7 @@ impl Patient {
 
     fn refuse(&self, request: Request) -> SubmitError {
         let before = self.engine.stats();
-        let error = self.engine.submit(request).expect_err("must be refused");
+        let error = self.engine.submit(request).expect_err("the engine must reject it");
         assert_eq!(self.engine.stats().queued_requests, before.queued_requests, "{error}");
         self.check();
         error
@@ -70,7 +70,7 @@ impl Patient {
 
 #[track_caller]
 fn assert_param(error: &SubmitError, field: &str, value: &str, expected: &str) {
-    let SubmitError::Param(param) = error else { panic!("{error:?} is no parameter's error") };
+    let SubmitError::Param(param) = error else { panic!("{error:?} is not a parameter error") };
     assert_eq!((param.field, param.value.as_str()), (field, value), "{param}");
     assert!(param.expected.contains(expected), "{param}");
     assert_eq!(sentence(error), format!("{field}: got {value}, expected {}", param.expected));
@@ -79,8 +79,8 @@ fn assert_param(error: &SubmitError, field: &str, value: &str, expected: &str) {
 #[test]
 fn bad_prompts() {
     for model in [float(), quantized()] {
-        let patient = Patient::new(&model);
-        let refuse = |prompt: Prompt| patient.refuse(Request::new(prompt));
+        let checked = CheckedEngine::new(&model);
+        let refuse = |prompt: Prompt| checked.refuse(Request::new(prompt));
         assert_param(&refuse(Prompt::Tokens(vec![])), "prompt", "no tokens", "at least one token");
         assert_param(&refuse(Prompt::Text(String::new())), "prompt", "no tokens", "at least one token");
         assert_param(&refuse(Prompt::Tokens(vec![1, VOCAB, 2])), "prompt", "768", "ids below 768");
@@ -100,14 +100,14 @@ fn bad_prompts() {
             "{error:?}"
         );
         assert!(
-            sentence(&error).contains("129 tokens and needs 9 KV blocks of 16 tokens, the whole pool has 8"),
+            sentence(&error).contains("129 tokens and needs 9 KV blocks of 16 tokens, but the whole pool has 8"),
             "{error}"
         );
 
-        // The longest that fits does, up to the pool's end.
-        let longest = patient.engine.submit(Request::tokens(vec![1; 128])).unwrap().collect_output().unwrap();
+        // The longest prompt that fits succeeds, and uses the pool to its end.
+        let longest = checked.engine.submit(Request::tokens(vec![1; 128])).unwrap().collect_output().unwrap();
         assert_eq!(longest.choices[0].token_ids.len(), 1);
-        patient.check();
+        checked.check();
     }
 }
 
@@ -139,7 +139,7 @@ fn bad_parameters() {
         ("max_tokens", "0", "at least 1", |p| p.max_tokens = Some(0)),
         ("min_tokens", "6", "at most max_tokens, 5", |p| (p.min_tokens, p.max_tokens) = (6, Some(5))),
         ("min_tokens", "512", "at most 511", |p| p.min_tokens = 512),
-        ("min_tokens", "511", "behind a prompt of 2 tokens", |p| p.min_tokens = 511),
+        ("min_tokens", "511", "after a prompt of 2 tokens", |p| p.min_tokens = 511),
         ("stop", "\"\"", "not empty", |p| p.stop = vec!["a".to_owned(), String::new()]),
         ("stop_token_ids", "768", "ids below 768", |p| p.stop_token_ids = vec![1, 768]),
         ("logprobs", "21", "at most 20", |p| p.logprobs = Some(21)),
@@ -154,36 +154,37 @@ fn bad_parameters() {
         ("temperature", "NaN", "0..=2", |p| (p.temperature, p.n, p.top_p) = (f32::NAN, 3, 0.5)),
         ("min_p", "inf", "0..=1", |p| (p.temperature, p.min_p) = (0.0, f32::INFINITY)),
     ];
-    let patient = Patient::new(&float());
+    let checked = CheckedEngine::new(&float());
     for (field, value, expected, change) in cases {
         let mut params = SamplingParams::default();
         change(&mut params);
-        assert_param(&patient.refuse(Request::tokens(vec![4, 5]).with_sampling(params)), field, value, expected);
+        assert_param(&checked.refuse(Request::tokens(vec![4, 5]).with_sampling(params)), field, value, expected);
     }
-    assert_param(&patient.refuse(good().with_priority(-1)), "priority", "-1", "first come, first served");
-    let Err(GenerateError::Submit(error)) = patient.engine.generate("Once", &{
+    assert_param(&checked.refuse(good().with_priority(-1)), "priority", "-1", "first come, first served");
+    let Err(GenerateError::Submit(error)) = checked.engine.generate("Once", &{
         let mut params = SamplingParams::default();
         params.n = 2;
         params
     }) else {
-        panic!("generate takes n = 2")
+        panic!("generate accepts n = 2")
     };
-    assert_param(&error, "n", "2", "submit the request");
+    assert_param(&error, "n", "2", "use `submit`");
     let unknown = serde_json::from_str::<SamplingParams>(r#"{"temprature": 1}"#).unwrap_err().to_string();
     assert!(unknown.contains("temprature"), "{unknown}");
 }
 
-/// What passes every check and still leaves no token ends with an error of its own; the others go on.
+/// A request that passes all checks but leaves no token to sample ends with its own error; other requests continue.
 #[test]
-fn a_request_that_masks_everything_fails_alone() {
-    let patient = Patient::new(&quantized());
+fn a_request_that_masks_all_tokens_fails_without_affecting_others() {
+    let checked = CheckedEngine::new(&quantized());
     let mut params = SamplingParams::greedy();
     (params.allowed_token_ids, params.stop_token_ids, params.min_tokens) = (Some(vec![7]), vec![7], 3);
     let error =
-        patient.engine.submit(Request::tokens(vec![4]).with_sampling(params)).unwrap().collect_output().unwrap_err();
-    assert!(sentence(&error).contains("cannot sample token 0 of choice 0: no token is left"), "{}", sentence(&error));
-    patient.check();
-    assert_eq!(patient.engine.stats().finished_error, 1);
+        checked.engine.submit(Request::tokens(vec![4]).with_sampling(params)).unwrap().collect_output().unwrap_err();
+    let text = sentence(&error);
+    assert!(text.contains("cannot sample token 0 of choice 0: no token can be sampled"), "{text}");
+    checked.check();
+    assert_eq!(checked.engine.stats().finished_error, 1);
 }
 
 #[test]
@@ -208,7 +209,7 @@ fn a_full_queue_gives_the_request_back() {
 
 #[test]
 fn text_and_chat_need_their_files() {
-    // A conformance model has neither tokenizer nor chat template.
+    // A conformance model has neither a tokenizer nor a chat template.
     let bare = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conformance/qwen2");
     let engine = builder(&bare, plain_config()).build().unwrap();
     let submit = |request: Request| engine.submit(request).unwrap_err();
@@ -234,7 +235,7 @@ fn text_and_chat_need_their_files() {
 fn build_error(change: impl FnOnce(&mut EngineConfig)) -> BuildError {
     let mut config = plain_config();
     change(&mut config);
-    builder(&float(), config).build().expect_err("must be refused")
+    builder(&float(), config).build().expect_err("the engine must reject it")
 }
 
 #[test]
@@ -297,12 +298,12 @@ fn bad_configurations() {
     assert!(sentence(&error).contains("the budget is 100 bytes"), "{error}");
 }
 
-/// Sizes that no machine has: an error, not an abort.
+/// Sizes that no machine has return an error and do not abort the process.
 #[test]
 fn impossible_sizes() {
     let error = build_error(|c| c.kv_cache = CacheBudget::Blocks(1 << 27));
     assert!(matches!(error, BuildError::Device(DeviceError::OutOfMemory { .. })), "{error:?}");
-    assert!(sentence(&error).contains("out of host memory: asked for "), "{}", sentence(&error));
+    assert!(sentence(&error).contains("out of host memory: requested "), "{}", sentence(&error));
 
     let error = build_error(|c| c.kv_cache = CacheBudget::Bytes(u64::MAX));
     assert!(matches!(error, BuildError::Device(DeviceError::OutOfMemory { .. })), "{error:?}");

@@ -1,4 +1,4 @@
-//! A request's answer is bit-equal whoever shares the batch: real engine, real kernels, float and integer weights.
+//! Tests that the output of a request is bit-equal in any batch: real engine, real kernels, float and integer weights.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -13,10 +13,10 @@ use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::SamplingParams;
 
 const REQUESTS: usize = 64;
-/// One request of 400 + 40 tokens takes 28 blocks of 16; sixteen requests do not fit.
+/// A request of 400 + 40 tokens uses 28 blocks of 16; sixteen requests do not fit into the pool.
 const POOL_BLOCKS: u32 = 30;
 
-/// One request, when it comes, and what its caller does.
+/// A request, its submission step, and the actions of its caller.
 #[derive(Clone, Debug)]
 struct Script {
     prompt: Vec<u32>,
@@ -25,7 +25,7 @@ struct Script {
     leaves: Option<Leaves>,
 }
 
-/// How a caller goes away, and how many steps (or deltas) after submission.
+/// How a caller abandons its request, and how many steps (or deltas) after submission.
 #[derive(Clone, Copy, Debug)]
 enum Leaves {
     Drops(u32),
@@ -42,7 +42,7 @@ fn scripts(seed: u64) -> Vec<Script> {
     let mut author = Author::new(seed);
     (0..REQUESTS)
         .map(|index| {
-            // Most are short, some fill the model: the two ends of the range are always there.
+            // Most prompts are short, some have the maximum length; the shortest and the longest always occur.
             let len = match index {
                 0 => 1,
                 1 => 400,
@@ -63,7 +63,7 @@ fn scripts(seed: u64) -> Vec<Script> {
         .collect()
 }
 
-/// What keys and values are stored as goes with the arithmetic.
+/// Numeric mode, and the type of keys and values.
 type Arithmetic = (Numerics, Option<KvDType>);
 
 fn alone_config((numerics, kv_dtype): Arithmetic) -> EngineConfig {
@@ -72,7 +72,7 @@ fn alone_config((numerics, kv_dtype): Arithmetic) -> EngineConfig {
     config
 }
 
-fn crowded_config(arithmetic: Arithmetic) -> EngineConfig {
+fn mixed_batch_config(arithmetic: Arithmetic) -> EngineConfig {
     let mut config = alone_config(arithmetic);
     config.prefix_caching = true;
     config.max_num_batched_tokens = 64;
@@ -81,33 +81,39 @@ fn crowded_config(arithmetic: Arithmetic) -> EngineConfig {
     config
 }
 
-/// Compares what came of a crowd with each request alone; `None` where nobody was left to look.
+/// Compares each output in a mixed batch with that in a batch of its own; `None` if the caller dropped the handle.
 fn compare(model: &Path, arithmetic: Arithmetic, label: &str, scripts: &[Script], seen: Vec<Option<Seen>>) {
-    let (mut whole, mut cut) = (0, 0);
+    let (mut complete, mut abandoned) = (0, 0);
     for (index, (script, got)) in scripts.iter().zip(seen).enumerate() {
         let Some(got) = got else { continue };
         let expected = alone(model, &alone_config(arithmetic), script.request());
         if script.leaves.is_none() {
-            whole += 1;
-            assert!(got == expected, "{label}, request {index}: {got:#?}\nalone: {expected:#?}\n{script:?}");
+            complete += 1;
+            assert!(got == expected, "{label}, request {index}: {got:#?}\nexpected: {expected:#?}\n{script:?}");
         } else {
-            cut += 1;
-            assert!(expected.begins_with(&got), "{label}, request {index}: {got:#?}\nalone: {expected:#?}\n{script:?}");
+            abandoned += 1;
+            assert!(
+                expected.begins_with(&got),
+                "{label}, request {index}: {got:#?}\nexpected: {expected:#?}\n{script:?}"
+            );
         }
     }
-    assert!(whole >= REQUESTS / 2 && cut > 0, "{whole} whole outputs, {cut} cut");
+    assert!(
+        complete >= REQUESTS / 2 && abandoned > 0,
+        "only {complete} complete and {abandoned} abandoned outputs were compared"
+    );
 }
 
-/// Requests arrive and leave at fixed steps of a core.
-fn crowd(model: &Path, arithmetic: Arithmetic, seed: u64) {
-    crowd_in_flight(model, arithmetic, seed, 1);
+/// Runs a batch whose requests arrive and leave at fixed steps of a core.
+fn mixed_batch(model: &Path, arithmetic: Arithmetic, seed: u64) {
+    mixed_batch_in_flight(model, arithmetic, seed, 1);
 }
 
-/// The same with several steps in flight.
-fn crowd_in_flight(model: &Path, arithmetic: Arithmetic, seed: u64, depth: u32) {
+/// Does the same with several in-flight steps.
+fn mixed_batch_in_flight(model: &Path, arithmetic: Arithmetic, seed: u64, depth: u32) {
     let label = format!("{}, {arithmetic:?}, depth {depth}, seed {seed}", model.display());
     let scripts = scripts(seed);
-    let mut config = crowded_config(arithmetic);
+    let mut config = mixed_batch_config(arithmetic);
     config.pipeline_depth = Some(depth);
     let mut core = core(model, config);
     let mut handles: Vec<Option<RequestHandle>> = scripts.iter().map(|_| None).collect();
@@ -136,40 +142,40 @@ fn crowd_in_flight(model: &Path, arithmetic: Arithmetic, seed: u64, depth: u32) 
 }
 
 #[test]
-fn company_does_not_show_with_float_weights() {
-    crowd(&float(), (Numerics::Exact, None), 1);
+fn batches_do_not_change_outputs_with_float_weights() {
+    mixed_batch(&float(), (Numerics::Exact, None), 1);
 }
 
 #[test]
-fn company_does_not_show_with_integer_weights() {
-    crowd(&quantized(), (Numerics::Fast, None), 2);
+fn batches_do_not_change_outputs_with_integer_weights() {
+    mixed_batch(&quantized(), (Numerics::Fast, None), 2);
 }
 
 #[test]
-fn company_does_not_show_with_keys_and_values_in_int8() {
-    crowd(&quantized(), (Numerics::Fast, Some(KvDType::I8)), 4);
+fn batches_do_not_change_outputs_with_keys_and_values_in_int8() {
+    mixed_batch(&quantized(), (Numerics::Fast, Some(KvDType::I8)), 4);
 }
 
-/// Those alone have one step in flight.
+/// The reference outputs come from engines with one in-flight step.
 #[test]
-fn company_does_not_show_with_steps_in_flight() {
+fn batches_do_not_change_outputs_with_steps_in_flight() {
     for depth in [2, 3] {
-        crowd_in_flight(&quantized(), (Numerics::Fast, None), 2, depth);
+        mixed_batch_in_flight(&quantized(), (Numerics::Fast, None), 2, depth);
     }
 }
 
-/// The engine on its own thread, four callers at once: arrivals fall where they fall.
+/// The engine runs on its own thread with four callers at once, so the arrival times vary.
 #[test]
-fn company_does_not_show_between_threads() {
+fn batches_of_several_callers_do_not_change_outputs() {
     let (model, arithmetic, seed) = (quantized_with_offsets(), (Numerics::Fast, None), 3);
     let scripts = scripts(seed);
-    let engine = builder(&model, crowded_config(arithmetic)).build().unwrap();
+    let engine = builder(&model, mixed_batch_config(arithmetic)).build().unwrap();
     let mut seen: Vec<Option<Seen>> = scripts.iter().map(|_| None).collect();
     std::thread::scope(|scope| {
         for (scripts, seen) in scripts.chunks(REQUESTS / 4).zip(seen.chunks_mut(REQUESTS / 4)) {
             let engine = engine.clone();
             scope.spawn(move || {
-                // All of this caller's requests are in the engine before the first answer is read.
+                // All requests of this caller are in the engine before the caller reads the first output.
                 let handles: Vec<_> = scripts.iter().map(|script| engine.submit(script.request()).unwrap()).collect();
                 for ((script, seen), mut handle) in scripts.iter().zip(seen).zip(handles) {
                     match script.leaves {

@@ -1,4 +1,5 @@
-//! Operations of the user's own: they act, on one sequence's rows only; what fails in them fails its own request.
+//! Tests of custom operations: they change the output, see only the rows of one sequence, and a failure ends only its
+//! request.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::unnecessary_wraps)]
 #![cfg(feature = "text")]
@@ -12,7 +13,7 @@ use ascend_llm::graph::{CompileError, CustomCall, CustomOp, CustomOpError, Custo
 use ascend_llm::model::ModelError;
 use ascend_llm::sampler::SamplingParams;
 
-/// What an operation does with its rows.
+/// Function that an operation applies to its rows.
 type Body = fn(&CustomCall<'_>, &[f32], &mut [f32]) -> Result<(), CustomOpError>;
 
 #[derive(Debug)]
@@ -32,7 +33,7 @@ impl CustomOp for Op {
     }
 }
 
-/// A token whose rows the operations below do not like.
+/// Token whose rows make the operations below fail.
 const BAD: u32 = 99;
 
 fn core_with(config: EngineConfig, sites: &[(CustomSite, Body)]) -> EngineCore {
@@ -66,11 +67,11 @@ fn all(core: &mut EngineCore, requests: Vec<Request>) -> Vec<Result<Seen, Reques
 }
 
 fn copy(_: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
-    assert!(x == out, "the output comes in as a copy");
+    assert!(x == out, "the output buffer does not start as a copy of the input");
     Ok(())
 }
 
-/// Adds a direction whose size depends on the row's own token and position.
+/// Adds a direction, scaled by a function of the row's token and position.
 fn steer(call: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
     assert_eq!((x.len(), out.len()), (call.tokens.len() * call.width, x.len()));
     for (row, (out, token)) in out.chunks_exact_mut(call.width).zip(call.tokens).enumerate() {
@@ -84,7 +85,7 @@ fn steer(call: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), Custom
 fn refuse(call: &CustomCall<'_>, _: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
     out.fill(f32::NAN);
     if call.tokens.contains(&BAD) {
-        return Err(CustomOpError("does not like it".to_owned()));
+        return Err(CustomOpError("bad token".to_owned()));
     }
     out.fill(0.5);
     Ok(())
@@ -92,12 +93,12 @@ fn refuse(call: &CustomCall<'_>, _: &[f32], out: &mut [f32]) -> Result<(), Custo
 
 fn panic(call: &CustomCall<'_>, _: &[f32], out: &mut [f32]) -> Result<(), CustomOpError> {
     out.fill(0.5);
-    assert!(!call.tokens.contains(&BAD), "cannot bear it");
+    assert!(!call.tokens.contains(&BAD), "the rows contain the bad token");
     Ok(())
 }
 
 #[test]
-fn an_operation_acts_and_one_that_copies_does_not_show() {
+fn an_operation_changes_the_output_and_a_copying_one_does_not() {
     let plain = alone(&float(), &config(512), request(prompt(1, 40)));
     let with = |sites: &[(CustomSite, Body)]| {
         all(&mut core_with(config(512), sites), vec![request(prompt(1, 40))]).remove(0).unwrap()
@@ -111,7 +112,7 @@ fn an_operation_acts_and_one_that_copies_does_not_show() {
     for site in [CustomSite::AfterEmbedding, CustomSite::AfterLayer(0), CustomSite::AfterLayer(2)] {
         assert_ne!(with(&[(site, steer)]), plain, "{site}");
     }
-    // Two of one place run in the order they were added.
+    // Two operations at the same site run in the order in which they were added.
     let fill = |call: &CustomCall<'_>, _: &[f32], out: &mut [f32]| refuse(call, &[], out);
     let last = (CustomSite::AfterLayer(1), fill as Body);
     assert_eq!(with(&[(CustomSite::AfterLayer(1), steer), last]), with(&[last]));
@@ -119,7 +120,7 @@ fn an_operation_acts_and_one_that_copies_does_not_show() {
 }
 
 #[test]
-fn company_and_chunks_do_not_show() {
+fn other_sequences_and_chunks_do_not_change_bits() {
     let sites: [(CustomSite, Body); 2] = [(CustomSite::AfterEmbedding, steer), (CustomSite::AfterLayer(1), steer)];
     let requests = || (1..7).map(|seed| request(prompt(seed, seed * 17))).collect::<Vec<_>>();
     let single = requests()
@@ -133,7 +134,7 @@ fn company_and_chunks_do_not_show() {
             config.pipeline_depth = Some(threads as u32);
             let got = all(&mut core_with(config, &sites), requests());
             for (got, expected) in got.into_iter().zip(&expected) {
-                assert!(got.unwrap() == *expected, "{rows} rows a step, level {level}");
+                assert!(got.unwrap() == *expected, "{rows} rows per step, level {level}");
             }
         }
     }
@@ -141,14 +142,14 @@ fn company_and_chunks_do_not_show() {
 
 #[test]
 fn a_failure_ends_its_own_request_and_names_the_operation() {
-    for (body, reason) in [(refuse as Body, "does not like it"), (panic as Body, "panicked: cannot bear it")] {
+    for (body, reason) in [(refuse as Body, "bad token"), (panic as Body, "panicked: the rows contain the bad token")] {
         let sites = [(CustomSite::AfterLayer(1), body)];
         let good = || [request(prompt(1, 30)), request(prompt(2, 50))];
         let expected: Vec<Seen> = good()
             .into_iter()
             .map(|good| all(&mut core_with(config(512), &sites), vec![good]).remove(0).unwrap())
             .collect();
-        // In the middle of a prompt that comes in several chunks, and in one that comes at once.
+        // The token is in the middle of a prompt, which is computed in several chunks or in one.
         for (rows, first, depth) in [(8, None, 1), (512, Some(0), 1), (8, None, 2), (24, None, 3)] {
             let mut bad = prompt(3, 60);
             bad[20] = BAD;
@@ -158,27 +159,30 @@ fn a_failure_ends_its_own_request_and_names_the_operation() {
             let [one, two] = good();
             let mut answers = all(&mut core, vec![one, request(bad), two]);
             match answers.remove(1) {
-                Err(RequestError::CustomOp { choice: 0, position, name, reason: said }) => {
-                    assert_eq!((name.as_str(), said.as_str()), ("probe", reason));
-                    assert!(first.is_none_or(|first| first == position) && position <= 20, "position {position}");
+                Err(RequestError::CustomOp { choice: 0, position, name, reason: message }) => {
+                    assert_eq!((name.as_str(), message.as_str()), ("probe", reason));
+                    assert!(
+                        first.is_none_or(|first| first == position) && position <= 20,
+                        "the error has the wrong position {position}"
+                    );
                 }
                 other => panic!("{other:?}"),
             }
             for (got, expected) in answers.into_iter().zip(&expected) {
-                assert!(got.unwrap() == *expected, "{rows} rows a step");
+                assert!(got.unwrap() == *expected, "{rows} rows per step");
             }
             assert_eq!(core.stats().finished_error, 1);
             assert_at_rest(&core);
-            // The engine goes on.
+            // The engine continues to work.
             let [one, _] = good();
             assert!(all(&mut core, vec![one]).remove(0).unwrap() == expected[0]);
         }
     }
 }
 
-/// Failures of an earlier step, in the program of another bucket, are not taken for those of this one.
+/// A failure in an earlier step, in the program of another bucket, is not reported for this step.
 #[test]
-fn a_failure_is_told_in_its_own_words() {
+fn a_failure_is_reported_with_its_own_message() {
     fn dislike(call: &CustomCall<'_>, _: &[f32], _: &mut [f32]) -> Result<(), CustomOpError> {
         let bad = call.tokens.iter().find(|token| **token < 100);
         bad.map_or(Ok(()), |token| Err(CustomOpError(format!("token {token}"))))
@@ -196,7 +200,7 @@ fn a_failure_is_told_in_its_own_words() {
     }
 }
 
-/// One call a sequence and step, whatever else is in the batch, with the rows' own tokens and positions.
+/// Each sequence of a batch causes one call per step, with the tokens and positions of its own rows.
 #[test]
 fn calls_have_one_sequences_rows() {
     static CALLS: AtomicU32 = AtomicU32::new(0);
@@ -216,19 +220,19 @@ fn calls_have_one_sequences_rows() {
         .map(|i| Request::tokens((0..40).map(|p| 100 * i + p).collect::<Vec<u32>>()).with_sampling(params.clone()));
     let answers = all(&mut core, requests.collect());
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
-    // 120 rows in steps of 24: five steps, with one sequence or two each.
+    // 120 rows in steps of 24 rows: five steps, with one or two sequences each.
     let calls = CALLS.load(Ordering::Relaxed);
     assert!((5..=10).contains(&calls), "{calls} calls");
 }
 
 #[test]
-fn what_cannot_stand_in_the_model_is_refused_by_name() {
+fn operations_without_a_site_in_the_model_are_rejected_by_name() {
     let build = |model: &std::path::Path, site| {
         builder(model, plain_config()).custom_op(site, Arc::new(Op(copy))).build_core().unwrap_err()
     };
     match build(&quantized(), CustomSite::AfterLayer(3)) {
         BuildError::Model(error @ ModelError::Custom { layers: 3, .. }) => {
-            let expected = "custom operation probe cannot stand after layer 3: the model has layers 0 to 2";
+            let expected = "custom operation probe cannot run after layer 3: the model has layers 0 to 2";
             assert_eq!(error.to_string(), expected);
         }
         other => panic!("{other:?}"),

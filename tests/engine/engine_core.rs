@@ -1,4 +1,4 @@
-//! A request's output is its own: the same alone, in any company, in any pool, under any budget.
+//! Tests that the output of a request does not depend on other requests, the pool size or the token budget.
 
 use crate::common::scripted_engine;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
 
-/// One request of a random run, and what its caller does with it.
+/// A request of a random run, and the actions of its caller.
 #[derive(Clone, Debug)]
 struct Script {
     prompt: Vec<u32>,
     params: SamplingParams,
     submit_at: usize,
-    /// Steps after submission at which the caller goes away.
+    /// Number of steps after submission at which the caller drops the handle.
     leaves_after: Option<usize>,
     cancels: bool,
 }
 
 fn script() -> impl Strategy<Value = Script> {
-    // A few long beginnings, so that prefixes are shared.
+    // Prompts share a few long beginnings, so that prefixes are shared.
     let prompt = (0u32..3, 0u32..50, prop::collection::vec(0..VOCAB, 1..12)).prop_map(|(base, len, tail)| {
         (0..len).map(|at| (base * 17 + at * 7) % VOCAB).chain(tail).collect::<Vec<u32>>()
     });
@@ -67,7 +67,7 @@ fn alone(script: &Script) -> Output {
 
 proptest! {
     #[test]
-    fn company_does_not_show(
+    fn batches_do_not_change_outputs(
         scripts in prop::collection::vec(script(), 1..10),
         blocks in 6u32..24, max_num_seqs in 1u32..6, spare_rows in 0u32..40,
         prefix_caching in any::<bool>(), max_logit_rows in 1u32..40,
@@ -98,7 +98,7 @@ proptest! {
             core.step().unwrap();
             core.check().unwrap();
             step += 1;
-            prop_assert!(step < 20_000, "no end in sight");
+            prop_assert!(step < 20_000, "the requests do not end within the bound");
         }
         assert_at_rest(&core);
 
@@ -129,7 +129,7 @@ fn a_pool_too_small_for_the_output_ends_it_with_length() {
     let handle = core.submit(Request::tokens(vec![1; 20]).with_sampling(params)).unwrap();
     let output = finish(&mut core, handle);
     assert_eq!(output.choices[0].finish_reason, FinishReason::Length);
-    // 32 slots hold 20 + 12 tokens; the 13th is drawn from the last slot and needs none of its own.
+    // 32 slots hold 20 + 12 tokens; the 13th token is sampled from the row in the last slot and needs no slot itself.
     assert_eq!(output.choices[0].token_ids.len(), 13);
 }
 
@@ -182,14 +182,17 @@ fn prompt_logprobs_are_the_same_twice_with_the_prefix_cache_on() {
     let handle = core.submit(request).unwrap();
     let second = finish(&mut core, handle);
     let logprobs = first.prompt_logprobs.as_ref().unwrap();
-    assert_eq!(logprobs.len(), 39, "one entry a token except the first");
+    assert_eq!(logprobs.len(), 39, "expected one entry per token except the first");
     for (at, entry) in (1u32..).zip(logprobs.iter()) {
         assert_eq!((entry.chosen.token, entry.top.len()), (at, 3));
         let mut row = vec![0.0; VOCAB as usize];
         hashed_logits(&(0..at).collect::<Vec<u32>>(), &mut row);
         let total = row.iter().map(|&logit| f64::from(logit).exp()).sum::<f64>().ln();
         let expected = f64::from(row[at as usize]) - total;
-        assert!((f64::from(entry.chosen.logprob) - expected).abs() < 1e-5, "token {at}: {entry:?}, {expected}");
+        assert!(
+            (f64::from(entry.chosen.logprob) - expected).abs() < 1e-5,
+            "token {at}: {entry:?}, expected {expected}"
+        );
     }
     assert_eq!(second.prompt_logprobs, first.prompt_logprobs);
     assert_eq!((first.usage.cached_tokens, second.usage.cached_tokens), (0, 0));
@@ -197,7 +200,7 @@ fn prompt_logprobs_are_the_same_twice_with_the_prefix_cache_on() {
     params.prompt_logprobs = None;
     let handle = core.submit(Request::tokens((0..40).collect::<Vec<u32>>()).with_sampling(params)).unwrap();
     let third = finish(&mut core, handle);
-    assert_eq!(third.usage.cached_tokens, 32, "a plain request finds the blocks they left");
+    assert_eq!(third.usage.cached_tokens, 32, "a plain request must hit the blocks that they left in the cache");
     assert_eq!(third.choices[0].token_ids, first.choices[0].token_ids);
 }
 
@@ -238,20 +241,24 @@ fn bad_logits_end_their_own_request_only() {
         let items: Vec<_> = bad.into_iter().collect();
         let (last, before) = items.split_last().unwrap();
         assert!(matches!(last, Err(RequestError::NonFinite { position: 4, .. })), "{last:?}");
-        assert_eq!(before.len(), if prompt_logprobs.is_some() { 0 } else { 2 }, "what came before is still read");
+        assert_eq!(
+            before.len(),
+            if prompt_logprobs.is_some() { 0 } else { 2 },
+            "the updates before the error can still be read"
+        );
         assert_eq!(core.stats().finished_error, 2);
     }
 }
 
 #[test]
-fn first_delta_tells_of_the_prompt() {
+fn the_first_delta_contains_the_prompt() {
     let rig = Rig::new(VOCAB, 32);
     let mut core = rig.core(rig.hashed());
     let mut params = SamplingParams::greedy();
     params.max_tokens = Some(3);
     let mut handle = core.submit(Request::tokens(vec![1; 70]).with_sampling(params)).unwrap();
     core.step().unwrap();
-    assert!(handle.try_recv().unwrap().is_none(), "70 rows are two chunks of at most 64");
+    assert!(handle.try_recv().unwrap().is_none(), "70 rows need two chunks of at most 64");
     rig.clock.advance(std::time::Duration::from_millis(5));
     core.step().unwrap();
     let first = handle.try_recv().unwrap().unwrap();
@@ -262,7 +269,7 @@ fn first_delta_tells_of_the_prompt() {
     let second = handle.try_recv().unwrap().unwrap();
     assert_eq!((second.prompt, second.token_ids.len()), (None, 1));
     let output = finish(&mut core, handle);
-    assert_eq!(output.choices[0].token_ids.len(), 1, "what was read before is not read again");
+    assert_eq!(output.choices[0].token_ids.len(), 1, "the output repeats tokens that have already been read");
     assert_eq!(core.stats().time_to_first_token.sum_us(), 5_000);
     assert_eq!(core.stats().generated_tokens, 3);
 }
@@ -308,7 +315,7 @@ fn choices_compute_their_prompt_once() {
         core.step().unwrap();
         let stats = core.stats();
         assert_eq!((stats.computed_rows, stats.generated_tokens, stats.running), (40, 3, 3));
-        assert_eq!(stats.live_blocks, 3, "all of them shared");
+        assert_eq!(stats.live_blocks, 3, "the choices must share all blocks");
         finish(&mut core, handle);
         assert_eq!(core.stats().computed_rows, 40 + 3 * 4);
     }
@@ -318,7 +325,7 @@ fn choices_compute_their_prompt_once() {
 fn choices_go_on_when_the_first_of_them_ends_at_once() {
     let mut rig = Rig::new(2, 32);
     rig.model.eos_ids = vec![1];
-    // An even chance to end at once: over some seeds every pattern of three choices comes up.
+    // Each token ends a choice with a probability of one half: over several seeds, all patterns of three choices occur.
     let model = || {
         ScriptedForward::new(2, 32, scripted_engine::BLOCK, Box::new(|_: &[u32], logits: &mut [f32]| logits.fill(0.0)))
     };
@@ -336,7 +343,7 @@ fn choices_go_on_when_the_first_of_them_ends_at_once() {
 }
 
 #[test]
-fn a_step_that_wants_many_logits_is_cut_and_computes_each_row_once() {
+fn a_step_with_many_logit_rows_is_split_and_computes_each_row_once() {
     let mut rig = Rig::new(VOCAB, 32);
     rig.model.max_logit_rows = 7;
     let rows = Arc::new(std::sync::atomic::AtomicUsize::new(0));

@@ -1,4 +1,4 @@
-//! A model that fails at its n-th call, whatever it was doing: every handle hears it once, and nothing hangs.
+//! Tests a model that fails at its n-th call: each handle receives the error exactly once, and no call hangs.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ fn request(prompt_tokens: usize) -> Request {
 }
 
 #[test]
-fn every_handle_hears_of_a_failure_at_any_call() {
+fn every_handle_receives_the_error_of_a_failure_at_any_call() {
     for at_call in 1..12 {
         for fault in faults() {
             let mut rig = Rig::new(VOCAB, 20);
@@ -47,15 +47,15 @@ fn every_handle_hears_of_a_failure_at_any_call() {
                     break error;
                 }
                 steps += 1;
-                assert!(steps < 100, "call {at_call} never came");
+                assert!(steps < 100, "the model never ran call {at_call}");
             };
             assert_eq!(error, EngineError::Device(fault.clone()));
             let late = core.submit(request(3));
             assert!(matches!(&late, Err(SubmitError::Failed { cause, .. }) if *cause == error), "{late:?}");
-            assert_eq!(core.step(), Err(error.clone()), "each further step repeats it");
+            assert_eq!(core.step(), Err(error.clone()), "each later step must return the same error");
             assert_eq!(core.health(), Health::Failed);
             assert!(core.is_idle());
-            let mut heard = 0;
+            let mut reported = 0;
             for handle in handles {
                 let items: Vec<_> = handle.into_iter().collect();
                 let errors = items.iter().filter(|item| item.is_err()).count();
@@ -64,15 +64,15 @@ fn every_handle_hears_of_a_failure_at_any_call() {
                     Some(Err(RequestError::Engine(got))) => assert_eq!((got, errors), (&error, 1)),
                     last => assert_eq!((finished, errors), (2, 0), "{last:?}"),
                 }
-                heard += errors;
+                reported += errors;
             }
-            assert!(heard > 0);
+            assert!(reported > 0);
         }
     }
 }
 
 #[test]
-fn the_thread_tells_of_a_failure_and_ends() {
+fn the_thread_reports_a_failure_and_ends() {
     let rig = Rig::new(VOCAB, 20);
     let engine = Engine::spawn(rig.core(failing(&rig, 3, DeviceError::Lost))).unwrap();
     let handles: Vec<_> = (1..4).filter_map(|at| engine.submit(request(at * 40)).ok()).collect();
@@ -91,15 +91,15 @@ fn the_thread_tells_of_a_failure_and_ends() {
 fn a_panic_in_the_model_is_a_failure_like_any_other() {
     let rig = Rig::new(VOCAB, 20);
     let forward = rig.hashed().watched(Box::new(|input| {
-        assert!(input.kv_lens[0] < 5, "five tokens are too many");
+        assert!(input.kv_lens[0] < 5, "the context has reached five tokens");
         Ok(())
     }));
     let engine = Engine::spawn(rig.core(forward)).unwrap();
     let handle = engine.submit(request(3)).unwrap();
     let Some(Err(RequestError::Engine(EngineError::Panicked { message }))) = handle.into_iter().last() else {
-        panic!("no word of the panic")
+        panic!("the error does not report the panic")
     };
-    assert_eq!(message, "five tokens are too many");
+    assert_eq!(message, "the context has reached five tokens");
     assert!(matches!(engine.submit(request(3)), Err(SubmitError::Failed { .. })));
     assert!(matches!(engine.shutdown(LONG), Err(EngineError::Panicked { .. })));
 }

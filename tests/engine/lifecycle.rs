@@ -1,4 +1,6 @@
-//! Drops, cancels, deadlines, full queues and shutdowns: after each, every block is back and the next request works.
+//! Tests of drops, cancellations, deadlines, full queues and shutdowns: after each, all blocks are free and the next
+//! request works.
+//!
 //! The cases are those of `data/cases/lifecycle.json`.
 
 use std::sync::mpsc;
@@ -14,7 +16,7 @@ use ascend_llm::runner::scripted::ScriptedForward;
 use ascend_llm::sampler::SamplingParams;
 
 const VOCAB: u32 = 50;
-/// Longer than anything here takes; a wait this long is a hang.
+/// Longer than any operation of these tests; a wait of this length is a hang.
 const LONG: Duration = Duration::from_secs(60);
 
 fn greedy(max_tokens: u32) -> SamplingParams {
@@ -32,7 +34,7 @@ fn next_one_works(core: &mut EngineCore) {
     assert_eq!(finish(core, handle).choices[0].token_ids.len(), 2);
 }
 
-/// Goes away by dropping the handle or by `cancel`, and says what the handle still gave.
+/// Drops the handle, or cancels its request and returns the handle.
 fn leave(handle: RequestHandle, by_cancel: bool) -> Option<RequestHandle> {
     by_cancel.then(|| {
         handle.cancel();
@@ -61,10 +63,10 @@ fn f01_gone_from_the_queue() {
         let waiting = leave(waiting, by_cancel);
         core.step().unwrap();
         assert_eq!((core.stats().running, core.stats().waiting, core.stats().queued_requests), (1, 0, 0));
-        assert_eq!(core.stats().computed_rows, rows + 1, "only the running one has had a row");
+        assert_eq!(core.stats().computed_rows, rows + 1, "only the running request may have computed a row");
         assert_cancelled(waiting);
 
-        // The same before the loop has even seen it.
+        // The same before the engine loop has admitted the request.
         let unseen = leave(core.submit(request(3, 50)).unwrap(), by_cancel);
         core.step().unwrap();
         assert_eq!((core.stats().waiting, core.stats().queued_requests), (0, 0));
@@ -85,7 +87,7 @@ fn f02_gone_in_the_middle_of_a_prefill() {
         assert_eq!(core.stats().computed_rows, 64);
         let handle = leave(handle, by_cancel);
         core.step().unwrap();
-        assert_eq!(core.stats().computed_rows, 64, "not one more row");
+        assert_eq!(core.stats().computed_rows, 64, "the engine computed rows after the request ended");
         assert_eq!(core.stats().finished_cancelled, 1);
         assert_cancelled(handle);
         assert!(core.is_idle());
@@ -104,10 +106,10 @@ fn f03_gone_while_decoding() {
         core.step().unwrap();
         let handle = leave(handle, by_cancel);
         core.step().unwrap();
-        assert_eq!(core.stats().computed_rows, 4, "not one more row");
+        assert_eq!(core.stats().computed_rows, 4, "the engine computed rows after the request ended");
         if let Some(handle) = handle {
             let output = handle.collect_output().unwrap();
-            assert_eq!(output.choices[0].token_ids.len(), 2, "what came before can be read");
+            assert_eq!(output.choices[0].token_ids.len(), 2, "the tokens before the end can still be read");
             assert_eq!(output.choices[0].finish_reason, FinishReason::Cancelled);
         }
         assert!(core.is_idle());
@@ -171,7 +173,7 @@ fn a_detached_request_runs_to_its_end() {
     assert_eq!(finish(&mut core, handle).usage.cached_tokens, 32);
 }
 
-/// An engine whose every step waits for a permit, so that tests know where it stands.
+/// Returns an engine whose steps each wait for a permit, so that a test controls their progress.
 fn gated() -> (Engine, mpsc::Sender<()>, mpsc::Receiver<usize>) {
     let mut rig = Rig::new(VOCAB, 32);
     rig.config.max_queue = 4;
@@ -179,7 +181,7 @@ fn gated() -> (Engine, mpsc::Sender<()>, mpsc::Receiver<usize>) {
     let (step, steps) = mpsc::channel();
     let forward = rig.hashed().watched(Box::new(move |input| {
         let _ = step.send(input.q_lens.len());
-        // With the permits' sender gone every step may run.
+        // If the sender of the permits has been dropped, every step may run.
         let _ = permits.recv();
         Ok(())
     }));
@@ -193,8 +195,8 @@ fn f07_dropping_the_engine_ends_every_handle_with_an_error() {
     steps.recv_timeout(LONG).unwrap();
     let clone = engine.clone();
     drop(engine);
-    assert_eq!(clone.health(), Health::Ready, "a clone is left");
-    // The step that runs ends; the next one does not begin.
+    assert_eq!(clone.health(), Health::Ready, "the engine runs as long as a clone exists");
+    // The step in progress ends; the next one does not start.
     permit.send(()).unwrap();
     steps.recv_timeout(LONG).unwrap();
     permit.send(()).unwrap();
@@ -206,7 +208,7 @@ fn f07_dropping_the_engine_ends_every_handle_with_an_error() {
         assert!(matches!(items.last(), Some(Err(RequestError::Closed))), "{items:?}");
     }
     while steps.recv_timeout(LONG).is_ok() {}
-    assert_eq!(steps.try_recv(), Err(mpsc::TryRecvError::Disconnected), "the model went with its thread");
+    assert_eq!(steps.try_recv(), Err(mpsc::TryRecvError::Disconnected), "the model must be dropped with its thread");
 }
 
 #[test]
@@ -248,8 +250,8 @@ fn sch07_a_full_queue_refuses_at_once_and_gives_the_request_back() {
     rig.config.max_queue = 4;
     let mut core = rig.core(rig.hashed());
     let asked = request(3, 2);
-    let (taken, refused): (Vec<_>, Vec<_>) = (0..10).map(|_| core.submit(asked.clone())).partition(Result::is_ok);
-    assert_eq!((taken.len(), refused.len()), (4, 6));
+    let (accepted, refused): (Vec<_>, Vec<_>) = (0..10).map(|_| core.submit(asked.clone())).partition(Result::is_ok);
+    assert_eq!((accepted.len(), refused.len()), (4, 6));
     for refusal in refused {
         let Err(SubmitError::QueueFull(request)) = refusal else { panic!("{refusal:?}") };
         assert_eq!(*request, asked);
@@ -257,8 +259,8 @@ fn sch07_a_full_queue_refuses_at_once_and_gives_the_request_back() {
     assert_eq!(core.health(), Health::NotAccepting);
     drain(&mut core);
     assert_eq!(core.health(), Health::Ready);
-    drop(taken);
-    // A refused request leaves no place taken behind it.
+    drop(accepted);
+    // A rejected request does not occupy a place in the queue.
     for _ in 0..10 {
         assert!(matches!(core.submit(request(0, 2)), Err(SubmitError::Param(_))));
     }
@@ -271,7 +273,7 @@ fn sch08_ready_busy_and_failed_are_three_answers() {
     assert_eq!(engine.health(), Health::Ready);
     let running = engine.submit(request(3, 2)).unwrap();
     steps.recv_timeout(LONG).unwrap();
-    assert_eq!(engine.health(), Health::Ready, "busy, with room in the queue");
+    assert_eq!(engine.health(), Health::Ready, "busy, but the queue has free capacity");
     let waiting: Vec<_> = (0..4).map(|_| engine.submit(request(3, 2)).unwrap()).collect();
     assert_eq!(engine.health(), Health::NotAccepting);
     assert!(matches!(engine.submit(request(3, 2)), Err(SubmitError::QueueFull(_))));
@@ -292,7 +294,7 @@ fn sch08_ready_busy_and_failed_are_three_answers() {
 }
 
 #[test]
-fn shutdown_lets_requests_finish_and_takes_no_more() {
+fn shutdown_lets_requests_finish_and_accepts_no_new_one() {
     let (engine, permit, steps) = gated();
     let handle = engine.submit(request(3, 5)).unwrap();
     steps.recv_timeout(LONG).unwrap();
@@ -302,7 +304,9 @@ fn shutdown_lets_requests_finish_and_takes_no_more() {
         std::thread::yield_now();
     }
     let asked = request(3, 2);
-    let Err(SubmitError::Closed(back)) = clone.submit(asked.clone()) else { panic!("taken while shutting down") };
+    let Err(SubmitError::Closed(back)) = clone.submit(asked.clone()) else {
+        panic!("the request was accepted during the shutdown")
+    };
     assert_eq!(*back, asked);
     drop(permit);
     assert_eq!(closing.join().unwrap(), Ok(()));
@@ -351,7 +355,9 @@ fn priorities_act_under_their_policy_and_are_refused_under_another() {
     let mut rig = Rig::new(VOCAB, 32);
     rig.config.max_num_seqs = 1;
     let core = rig.core(rig.hashed());
-    let Err(SubmitError::Param(error)) = core.submit(request(3, 2).with_priority(1)) else { panic!("priority taken") };
+    let Err(SubmitError::Param(error)) = core.submit(request(3, 2).with_priority(1)) else {
+        panic!("the priority was accepted")
+    };
     assert_eq!(error.field, "priority");
 
     rig.config.policy = ascend_llm::scheduler::SchedulePolicy::Priority;
@@ -394,7 +400,7 @@ fn threads_share_one_engine() {
 }
 
 #[test]
-fn recv_timeout_tells_waiting_from_the_end() {
+fn recv_timeout_distinguishes_waiting_from_the_end() {
     let (engine, permit, steps) = gated();
     let mut handle = engine.submit(request(3, 1)).unwrap();
     steps.recv_timeout(LONG).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of the engine: what a caller sees of requests, steps, stops, failures, settings.
+//! Tests of the engine from a caller's point of view: requests, steps, stops, failures, settings.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,5 +1,7 @@
-//! Activations that are too large for half precision: clamped and counted, an error, or run again with f32 activations;
-//! never a row of "!", and never anything that company, chunks, the prefix cache or preemption could change.
+//! Tests of activations that overflow half precision: they are clamped and counted, an error, or computed again in f32.
+//!
+//! An overflow never yields a row of "!" tokens, and its handling does not depend on other requests, chunks, the prefix
+//! cache or preemption.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 #![cfg(feature = "text")]
@@ -8,17 +10,19 @@ use crate::common::fable;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::common::deferred_device::LateDevice;
+use crate::common::deferred_device::DeferredDevice;
 use crate::common::fable::{Seen, alone, builder, core, drain, float, plain_config};
 use ascend_llm::engine::{CacheBudget, EngineConfig, Request, RequestError, Stats};
 use ascend_llm::graph::{Numerics, OverflowPolicy, Precision};
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::sampler::SamplingParams;
 
-/// The story model with one tensor of a layer times a power of two, and another divided by it: in f32 the same model to the
-/// bit, but what is between the two is that much larger.
+/// Returns a copy of the story model with one tensor of a layer multiplied by 2^`shift`, and another one divided by it.
+///
+/// In f32 the outputs are bit-equal to those of the original model, but the values between the two tensors are larger
+/// by that factor.
 fn stretched(name: &str, pair: [&str; 2], shift: i32) -> PathBuf {
-    // A folder for each call: tests run side by side.
+    // Each call uses its own folder, because tests run in parallel.
     static CALLS: AtomicU32 = AtomicU32::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("overflow").join(format!("{name}-{call}"));
@@ -57,14 +61,14 @@ fn stretched(name: &str, pair: [&str; 2], shift: i32) -> PathBuf {
     copy
 }
 
-/// What goes into the last layer's down projection, times 2^`shift`.
+/// Returns the model in which the inputs of the last layer's down projection are multiplied by 2^`shift`.
 fn large_products(shift: i32) -> PathBuf {
     let mlp = "model.layers.2.mlp";
     let pair = [format!("{mlp}.up_proj.weight"), format!("{mlp}.down_proj.weight")];
     stretched(&format!("products-{shift}"), [&pair[0], &pair[1]], shift)
 }
 
-/// A shift at which some rows overflow and others do not.
+/// A shift with which some rows overflow and others do not.
 const SHIFT: i32 = 14;
 
 fn config(overflow: OverflowPolicy) -> EngineConfig {
@@ -103,20 +107,20 @@ fn together(model: &Path, config: &EngineConfig, rounds: usize) -> (Answers, Sta
 }
 
 #[test]
-fn sequences_that_overflow_go_on_in_f32_and_nothing_else_shows() {
+fn sequences_that_overflow_continue_in_f32_and_nothing_else_changes() {
     let model = large_products(SHIFT);
     let config = config(OverflowPolicy::RetryF32);
     let expected: Vec<Seen> = requests().into_iter().map(|request| alone(&model, &config, request)).collect();
     type Change = (&'static str, fn(&mut EngineConfig));
     let changes: [Change; 11] = [
-        ("company", |_| {}),
+        ("other requests", |_| {}),
         ("two steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(2), 24)),
         ("three steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(3), 16)),
         ("two threads", |c| c.threads = Some(2)),
-        ("8 rows a step", |c| c.max_num_batched_tokens = 8),
-        ("29 rows a step", |c| c.max_num_batched_tokens = 29),
+        ("8 rows per step", |c| c.max_num_batched_tokens = 8),
+        ("29 rows per step", |c| c.max_num_batched_tokens = 29),
         ("prefix cache", |c| c.prefix_caching = true),
-        ("prefix cache, 24 rows a step", |c| (c.prefix_caching, c.max_num_batched_tokens) = (true, 24)),
+        ("prefix cache, 24 rows per step", |c| (c.prefix_caching, c.max_num_batched_tokens) = (true, 24)),
         ("a small pool", |c| c.kv_cache = CacheBudget::Blocks(13)),
         ("level 0", |c| c.compile.opt_level = Some(0)),
         ("level 3", |c| (c.compile.opt_level, c.compile.token_buckets) = (Some(3), Some(vec![4, 16]))),
@@ -127,22 +131,24 @@ fn sequences_that_overflow_go_on_in_f32_and_nothing_else_shows() {
         change(&mut config);
         let (answers, stats) = together(&model, &config, 2);
         for (index, answer) in answers.into_iter().enumerate() {
-            assert!(answer.unwrap() == expected[index % expected.len()], "{name}: answer {index}");
+            assert!(answer.unwrap() == expected[index % expected.len()], "{name}: wrong output {index}");
         }
         assert!(stats.retried_sequences > 0 && !stats.overflows.is_empty(), "{name}: {stats:?}");
         preempted += stats.preemptions;
     }
-    assert!(preempted > 0, "the small pool is meant to be too small");
-    // The sequences go on where the plain half-precision model would, until one overflows; then with f32's own numbers.
+    assert!(preempted > 0, "the small pool must cause preemptions");
+    // Each sequence continues like the original half-precision model until a row overflows; from there on with the
+    // numbers of f32.
     let unstretched: Vec<Seen> = requests().into_iter().map(|request| alone(&float(), &config, request)).collect();
     let same = expected.iter().zip(&unstretched).filter(|(a, b)| a == b).count();
-    assert!(same < expected.len(), "some sequence has overflowed");
+    assert!(same < expected.len(), "at least one sequence must overflow");
 }
 
-/// Greedy sequences, which run ahead: an overflow makes their rows in flight void, and a sequence that has ended is not run
-/// again, for its blocks may be another's.
+/// Greedy sequences are scheduled ahead: an overflow makes their in-flight rows stale.
+///
+/// A sequence that has ended is not computed again, because its blocks may already belong to another one.
 #[test]
-fn rows_fed_by_one_that_overflowed_are_computed_again() {
+fn rows_after_one_that_overflowed_are_computed_again() {
     let model = large_products(SHIFT);
     let mut config = config(OverflowPolicy::RetryF32);
     (config.kv_cache, config.max_num_batched_tokens, config.prefix_caching) = (CacheBudget::Blocks(20), 24, true);
@@ -151,7 +157,7 @@ fn rows_fed_by_one_that_overflowed_are_computed_again() {
         config.pipeline_depth = Some(depth);
         let mut builder = builder(&model, config);
         if late {
-            builder = builder.device(LateDevice::new());
+            builder = builder.device(DeferredDevice::new());
         }
         let mut core = builder.build_core().unwrap();
         let mut author = fable::Author::new(7);
@@ -179,7 +185,7 @@ fn rows_fed_by_one_that_overflowed_are_computed_again() {
     }
 }
 
-/// In f32 nothing overflows, and powers of two do not show.
+/// In f32 no row overflows, and factors that are powers of two change no bit.
 #[test]
 fn the_stretched_model_is_the_same_in_f32() {
     let mut config = config(OverflowPolicy::Error);
@@ -188,12 +194,12 @@ fn the_stretched_model_is_the_same_in_f32() {
     let (plain, _) = together(&float(), &config, 1);
     assert!(stretched.iter().zip(&plain).all(|(a, b)| a.as_ref().unwrap() == b.as_ref().unwrap()));
     assert_eq!((stats.retried_sequences, stats.overflows), (0, vec![]));
-    // Where every row overflows, half precision with retries is f32.
+    // If every row overflows, half precision with retries equals f32.
     let mut config = self::config(OverflowPolicy::RetryF32);
     let (all, stats) = together(&large_products(40), &config, 1);
     assert!(all.iter().zip(&plain).all(|(a, b)| a.as_ref().unwrap() == b.as_ref().unwrap()), "{stats:?}");
-    assert_eq!(stats.retried_sequences, 5, "one a request: choices go on from their common prompt");
-    // And a smaller shift makes no row overflow.
+    assert_eq!(stats.retried_sequences, 5, "expected one retry per request, because its choices share the prompt");
+    // With a smaller shift no row overflows.
     config.compile.overflow = Some(OverflowPolicy::Error);
     let (none, stats) = together(&large_products(2), &config, 1);
     let (half, _) = together(&float(), &config, 1);
@@ -201,7 +207,7 @@ fn the_stretched_model_is_the_same_in_f32() {
 }
 
 #[test]
-fn the_policy_error_names_the_first_row_whatever_the_chunks() {
+fn the_policy_error_names_the_first_row_with_any_chunks() {
     let model = large_products(40);
     for rows in [8, 29, 512] {
         let mut config = config(OverflowPolicy::Error);
@@ -217,9 +223,9 @@ fn the_policy_error_names_the_first_row_whatever_the_chunks() {
     for rows in [8, 29, 512] {
         let mut config = config(OverflowPolicy::Error);
         config.max_num_batched_tokens = rows;
-        let tell =
+        let describe =
             |answer: Result<Seen, RequestError>| answer.map_or_else(|e| e.to_string(), |seen| format!("{seen:?}"));
-        seen.push(together(&some, &config, 1).0.into_iter().map(tell).collect());
+        seen.push(together(&some, &config, 1).0.into_iter().map(describe).collect());
     }
     assert!(seen.windows(2).all(|pair| pair[0] == pair[1]), "{seen:#?}");
     assert!(seen[0].iter().any(|answer| answer.contains("too large for the type it is stored in")));
@@ -230,15 +236,15 @@ fn the_policy_clamp_goes_on_and_counts() {
     let (answers, stats) = together(&large_products(40), &config(OverflowPolicy::Clamp), 1);
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     assert_eq!(stats.retried_sequences, 0);
-    // One layer's product of the gated MLP: nothing else overflows.
+    // Only the product of one layer's gated MLP overflows.
     assert_eq!(stats.overflows.len(), 1, "{stats:?}");
     let (op, count) = stats.overflows[0];
     assert!(op == "swiglu_linear" && count > 1000, "{op}: {count}");
     let (all, _) = together(&float(), &config(OverflowPolicy::Clamp), 1);
-    assert_ne!(answers[4].as_ref().unwrap(), all[4].as_ref().unwrap(), "clamping shows");
+    assert_ne!(answers[4].as_ref().unwrap(), all[4].as_ref().unwrap(), "clamping must change the output");
 }
 
-/// Keys that are too large for f16: clamped and counted, which f32 activations would not change.
+/// Keys that are too large for f16 are clamped and counted; computing in f32 would not change them.
 #[test]
 fn stored_keys_and_values_are_clamped_and_counted() {
     let attention = "model.layers.1.self_attn";
@@ -252,14 +258,14 @@ fn stored_keys_and_values_are_clamped_and_counted() {
         assert_eq!((stats.overflows[0].0, stats.retried_sequences), ("rope_kv_write", 0));
         let failed = answers.iter().filter(|answer| matches!(answer, Err(RequestError::Overflow { .. }))).count();
         assert_eq!(failed, if policy == OverflowPolicy::Error { 5 } else { 0 }, "{answers:?}");
-        // What holds them is not too small for everything.
+        // With bf16 keys and values, these values do not overflow.
         config.kv_dtype = Some(KvDType::BF16);
         let (answers, stats) = together(&model, &config, 1);
         assert!(answers.iter().all(Result::is_ok) && stats.overflows.is_empty());
     }
 }
 
-/// A token whose embedding is not finite, in the middle of a prompt: no retry can help, and the first bad row is named.
+/// A prompt contains a token whose embedding is not finite: a retry cannot help, and the error names the first bad row.
 #[test]
 fn rows_that_are_not_finite_end_the_request_at_the_first_of_them() {
     let model = stretched("endless", ["model.embed_tokens.weight", "model.norm.weight"], 0);
@@ -272,7 +278,7 @@ fn rows_that_are_not_finite_end_the_request_at_the_first_of_them() {
     let element = if table["dtype"] == "F32" { 4 } else { 2 };
     let at = start + 7 * 256 * element + 40 * element;
     bytes[at..at + element].fill(0x7f);
-    // The largest exponent, whatever the type.
+    // Sets all bits of the exponent, in any type.
     bytes[at + element - 2] = 0x80;
     std::fs::write(&file, bytes).unwrap();
     for policy in [OverflowPolicy::Clamp, OverflowPolicy::RetryF32, OverflowPolicy::Error] {
@@ -286,7 +292,7 @@ fn rows_that_are_not_finite_end_the_request_at_the_first_of_them() {
             drain(&mut core);
             let error = one.collect_output().unwrap_err();
             assert!(matches!(error, RequestError::NonFinite { choice: 0, position: 23 }), "{policy:?}: {error:?}");
-            // The output projection is the same table: every row whose logits are looked at has a bad one.
+            // The output projection is tied to the embedding, so every row of logits contains a non-finite one.
             let error = two.collect_output().unwrap_err();
             assert!(matches!(error, RequestError::NonFinite { choice: 0, position: 1 }), "{policy:?}: {error:?}");
         }

@@ -1,5 +1,6 @@
-//! Steps in flight do not show in an answer: the same tokens at depth 1, 2 and 3, whatever arrives, ends, leaves or fails, on
-//! a model that runs as late as it may.
+//! Tests that in-flight steps do not change any output: the tokens are the same at depth 1, 2 and 3.
+//!
+//! Requests arrive, end, are dropped and fail at random. The model runs as late as possible.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::sync::Arc;
@@ -19,13 +20,13 @@ use proptest::prelude::*;
 
 const VOCAB: u32 = 40;
 
-/// One request of a random run, and what its caller does with it.
+/// A request of a random run, and the actions of its caller.
 #[derive(Clone, Debug)]
 struct Script {
     prompt: Vec<u32>,
     params: SamplingParams,
     submit_at: usize,
-    /// Steps after submission at which the caller goes away, by dropping its handle or by cancelling.
+    /// Number of steps after submission at which the caller leaves, and whether it drops its handle (or cancels).
     leaves_after: Option<(usize, bool)>,
 }
 
@@ -35,7 +36,7 @@ fn script() -> impl Strategy<Value = Script> {
     });
     let lengths = (any::<u64>(), 1u32..30, 0u32..5);
     let looks = (prop::option::weighted(0.2, 0u32..4), prop::bool::weighted(0.2));
-    // Most are greedy and nothing else: these are the ones that run ahead.
+    // Most requests are plain greedy ones: these are scheduled ahead.
     let kind = (prop::bool::weighted(0.7), prop::bool::weighted(0.6), 0u32..6);
     let leaving = (0usize..30, prop::option::weighted(0.25, (0usize..20, any::<bool>())));
     (prompt, lengths, looks, kind, leaving).prop_map(|(prompt, lengths, looks, kind, (submit_at, leaves_after))| {
@@ -66,7 +67,7 @@ fn script() -> impl Strategy<Value = Script> {
     })
 }
 
-/// Ids are letters, some twice, so that stop strings come up.
+/// Token texts: ids are letters, some of them twice, so that stop strings occur.
 fn pieces() -> Pieces {
     Pieces::new((0..VOCAB).map(|id| [b'a' + (id % 13) as u8]))
 }
@@ -113,7 +114,7 @@ fn request(script: &Script) -> Request {
     Request::tokens(script.prompt.clone()).with_sampling(script.params.clone())
 }
 
-/// What a run gave each request, and how many of its choices stopped before their length.
+/// Outputs of a run by request, and the number of choices that stopped before their maximum length.
 struct Run {
     outputs: Vec<Option<Output>>,
     stopped: u64,
@@ -139,7 +140,7 @@ fn run(setting: &Setting, scripts: &[Script], depth: u32) -> Run {
         core.step().unwrap();
         core.check().unwrap();
         step += 1;
-        assert!(step < 20_000, "no end in sight");
+        assert!(step < 20_000, "the requests do not end within the bound");
     }
     assert_at_rest(&core);
     let stats = core.stats();
@@ -155,7 +156,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_000))]
 
     #[test]
-    fn depth_does_not_show(setting in setting(), scripts in prop::collection::vec(script(), 1..10)) {
+    fn depth_does_not_change_outputs(setting in setting(), scripts in prop::collection::vec(script(), 1..10)) {
         let expected = run(&setting, &scripts, 1);
         prop_assert_eq!(expected.wasted, 0);
         for depth in [2, 3] {
@@ -171,7 +172,7 @@ proptest! {
                     prop_assert!(a.starts_with(b) || b.starts_with(a), "depth {}: {:?} {:?}", depth, a, b);
                 }
             }
-            // Whoever leaves may do so with chunks of its prompt in flight.
+            // A request may be dropped while chunks of its prompt are in flight.
             let a_chunk = u64::from(setting.max_num_seqs + setting.spare_rows);
             let most = u64::from(depth - 1) * (got.stopped + a_chunk * got.left);
             prop_assert!(got.wasted <= most, "depth {}: {} rows wasted, {} stopped", depth, got.wasted, got.stopped);
@@ -185,14 +186,14 @@ fn greedy(max_tokens: u32) -> SamplingParams {
     params
 }
 
-/// What the engine asked of its model, in order.
+/// Calls of the engine to its model, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
-    Launch { rows: usize, fed: usize },
+    Launch { rows: usize, deferred: usize },
     Collect,
 }
 
-/// Writes down the calls of a deferred model, and how many batches are in flight.
+/// Logs the calls to a deferred model, and the number of in-flight batches.
 struct Logged {
     model: ScriptedForward,
     log: Arc<Mutex<Vec<Call>>>,
@@ -200,12 +201,12 @@ struct Logged {
 
 impl ModelExecutor for Logged {
     fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
-        self.log.lock().push(Call::Launch { rows: input.tokens.len(), fed: input.deferred.len() });
+        self.log.lock().push(Call::Launch { rows: input.tokens.len(), deferred: input.deferred.len() });
         self.model.launch(input)
     }
-    fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
+    fn collect(&mut self, batch: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
         self.log.lock().push(Call::Collect);
-        self.model.collect(ticket, void)
+        self.model.collect(batch, stale)
     }
     fn max_in_flight(&self) -> u32 {
         self.model.max_in_flight()
@@ -232,27 +233,28 @@ fn logged(depth: u32, params: SamplingParams, prompt: usize) -> (Vec<Call>, asce
 
 #[test]
 fn the_next_steps_are_launched_before_the_first_is_waited_for() {
-    let (first, fed) = (Call::Launch { rows: 5, fed: 0 }, Call::Launch { rows: 1, fed: 1 });
-    let plain = Call::Launch { rows: 1, fed: 0 };
+    let (first, deferred) = (Call::Launch { rows: 5, deferred: 0 }, Call::Launch { rows: 1, deferred: 1 });
+    let plain = Call::Launch { rows: 1, deferred: 0 };
     let (one, two, three) = (logged(1, greedy(4), 5), logged(2, greedy(4), 5), logged(3, greedy(4), 5));
     let out = Call::Collect;
     assert_eq!(one.0, [first, out, plain, out, plain, out, plain, out]);
-    assert_eq!(two.0, [first, fed, out, fed, out, fed, out, out]);
-    assert_eq!(three.0, [first, fed, fed, out, fed, out, out, out]);
-    // A request that ends by its length is known to do so.
+    assert_eq!(two.0, [first, deferred, out, deferred, out, deferred, out, out]);
+    assert_eq!(three.0, [first, deferred, deferred, out, deferred, out, out, out]);
+    // The engine can predict that a request ends by its length, so no row is wasted.
     assert_eq!((one.1.wasted_rows, two.1.wasted_rows, three.1.wasted_rows), (0, 0, 0));
 
-    // Who is not greedy sits out until it is sampled; chunks of its prompt do not.
+    // A sequence with random sampling is skipped in a step until its last token is sampled; chunks of its prompt are
+    // not skipped.
     let mut params = SamplingParams::default();
     (params.max_tokens, params.seed) = (Some(3), Some(1));
-    let (chunk, last) = (Call::Launch { rows: 64, fed: 0 }, Call::Launch { rows: 22, fed: 0 });
+    let (chunk, last) = (Call::Launch { rows: 64, deferred: 0 }, Call::Launch { rows: 22, deferred: 0 });
     assert_eq!(logged(2, params.clone(), 150).0, [chunk, chunk, out, last, out, out, plain, out, plain, out]);
-    // The first collection of the prompt's last chunk is one of a step of its own.
+    // The first collection after the prompt's last chunk belongs to a separate step.
     assert_eq!(logged(3, params, 150).0, [chunk, chunk, last, out, out, out, plain, out, plain, out]);
 }
 
 #[test]
-fn what_stops_wastes_the_steps_behind_it_and_no_more() {
+fn a_stop_wastes_only_the_rows_of_later_in_flight_steps() {
     for depth in 1..=3 {
         let mut rig = Rig::new(VOCAB, 32);
         rig.config.pipeline_depth = Some(depth);
@@ -271,7 +273,7 @@ fn what_stops_wastes_the_steps_behind_it_and_no_more() {
 }
 
 #[test]
-fn an_error_in_one_step_ends_those_behind_it_unheard() {
+fn an_error_in_one_step_discards_the_later_in_flight_steps() {
     for depth in 1..=3 {
         for at_call in 1..14u64 {
             let mut rig = Rig::new(VOCAB, 20);
@@ -291,10 +293,10 @@ fn an_error_in_one_step_ends_those_behind_it_unheard() {
                     break error;
                 }
                 steps += 1;
-                assert!(steps < 200, "call {at_call} never came");
+                assert!(steps < 200, "the model never ran call {at_call}");
             };
             assert_eq!(error, EngineError::Device(DeviceError::Lost));
-            assert_eq!(core.stats().steps, at_call - 1, "nothing of the steps behind is published");
+            assert_eq!(core.stats().steps, at_call - 1, "the engine published results of later steps");
             assert!(core.is_idle());
             assert_eq!(core.step(), Err(error.clone()));
             for handle in handles {
@@ -310,7 +312,7 @@ fn an_error_in_one_step_ends_those_behind_it_unheard() {
 }
 
 #[test]
-fn bad_logits_end_their_request_and_waste_what_was_fed_by_them() {
+fn bad_logits_end_their_request_and_waste_its_in_flight_rows() {
     for depth in 1..=3 {
         let mut rig = Rig::new(VOCAB, 32);
         rig.config.pipeline_depth = Some(depth);
@@ -333,12 +335,13 @@ fn bad_logits_end_their_request_and_waste_what_was_fed_by_them() {
 }
 
 #[test]
-fn whoever_leaves_gives_its_blocks_back_at_once() {
+fn an_abandoned_request_frees_its_blocks_at_once() {
     for depth in 1..=3 {
         let mut rig = Rig::new(VOCAB, 8);
         rig.config.pipeline_depth = Some(depth);
         let mut core = rig.core(rig.hashed().deferred());
-        // Half of the pool each; the third has room when the first leaves, while its rows are in flight.
+        // Each request uses half of the pool; the third fits when the first leaves, while rows of the first are in
+        // flight.
         let first = core.submit(Request::tokens(vec![1; 60]).with_sampling(greedy(60))).unwrap();
         core.step().unwrap();
         core.step().unwrap();
@@ -356,14 +359,14 @@ fn whoever_leaves_gives_its_blocks_back_at_once() {
 }
 
 #[test]
-fn a_depth_that_nobody_has_is_refused_by_name() {
+fn an_unsupported_depth_is_rejected_by_name() {
     struct Single(ScriptedForward);
     impl ModelExecutor for Single {
         fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
             self.0.launch(input)
         }
-        fn collect(&mut self, ticket: BatchId, void: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
-            self.0.collect(ticket, void)
+        fn collect(&mut self, batch: BatchId, stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
+            self.0.collect(batch, stale)
         }
         fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), DeviceError> {
             self.0.copy_blocks(pairs)
@@ -387,14 +390,14 @@ fn a_depth_that_nobody_has_is_refused_by_name() {
     };
     assert_eq!(build(1).unwrap(), Some(1));
     for (depth, expected) in [(0, "1..=3"), (2, "at most 1"), (4, "1..=3")] {
-        let Err(BuildError::Config(error)) = build(depth) else { panic!("depth {depth} was taken") };
+        let Err(BuildError::Config(error)) = build(depth) else { panic!("the engine accepted depth {depth}") };
         assert_eq!((error.field, error.value.as_str()), ("pipeline_depth", depth.to_string().as_str()));
         assert!(error.expected.starts_with(expected), "{error}");
     }
 }
 
 #[test]
-fn a_cancelled_request_hears_what_was_published_and_nothing_of_what_is_in_flight() {
+fn a_cancelled_request_receives_published_tokens_but_no_in_flight_ones() {
     for depth in 1..=3 {
         let mut rig = Rig::new(VOCAB, 32);
         rig.config.pipeline_depth = Some(depth);

@@ -1,5 +1,6 @@
-//! Steps in flight on a device: real models, real kernels, on the processor as it is and behind queues that run as late as
-//! they may. Answers are bit-equal, nothing is waited for between launches, and buffers outlive what is queued.
+//! Tests in-flight steps on a device: real models and real kernels, on the CPU device and on one that defers all work.
+//!
+//! Outputs are bit-equal, the host does not wait between launches, and buffers outlive the queued work that uses them.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -7,14 +8,14 @@ use crate::common::fable;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::common::deferred_device::LateDevice;
+use crate::common::deferred_device::DeferredDevice;
 use crate::common::fable::{Author, Seen, assert_at_rest, builder, drain, float, plain_config, quantized};
 use ascend_llm::device::Device;
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, Request, RequestError, RequestHandle, Stats};
 use ascend_llm::graph::Numerics;
 use ascend_llm::sampler::SamplingParams;
 
-/// One request, when it comes, and when its caller cancels it.
+/// A request, its submission step, and the step in which its caller cancels it.
 #[derive(Clone, Debug)]
 struct Script {
     request: Request,
@@ -28,7 +29,7 @@ fn scripts(seed: u64, count: usize) -> Vec<Script> {
         let most = author.dice().one_of(&[20, 60, 150]);
         let len = author.dice().from(1, most);
         let prompt = author.prompt(len);
-        // Half of them greedy and no more, so that they run ahead.
+        // Half of the requests are plain greedy ones, so that they are scheduled ahead.
         let mut params = author.params(30);
         if author.dice().chance(50) {
             let (max_tokens, ignore_eos) = (params.max_tokens, params.ignore_eos);
@@ -72,8 +73,9 @@ fn crowded(numerics: Numerics) -> EngineConfig {
     config
 }
 
-/// The same scripts at every depth, on the processor and on the late device; what the plainest engine says is right.
-fn depth_does_not_show(model: &Path, config: &EngineConfig, seed: u64) -> Stats {
+/// Runs the same scripts at each depth, on the CPU device and on the deferred device, and compares with the simplest
+/// engine.
+fn depth_does_not_change_outputs(model: &Path, config: &EngineConfig, seed: u64) -> Stats {
     let scripts = scripts(seed, 24);
     let at = |depth: u32, device: Option<Arc<dyn Device>>| {
         let mut config = config.clone();
@@ -89,7 +91,7 @@ fn depth_does_not_show(model: &Path, config: &EngineConfig, seed: u64) -> Stats 
     let mut last = plain;
     for depth in 1..=3 {
         for late in [false, true] {
-            let device = late.then(LateDevice::new);
+            let device = late.then(DeferredDevice::new);
             let (seen, stats) = at(depth, device.clone().map(|device| device as Arc<dyn Device>));
             for (index, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
                 let label = format!("seed {seed}, depth {depth}, late {late}, request {index}: {:?}", scripts[index]);
@@ -101,8 +103,12 @@ fn depth_does_not_show(model: &Path, config: &EngineConfig, seed: u64) -> Stats 
             }
             assert!(stats.wasted_rows <= u64::from(depth - 1) * (stats.finished_stop + 48 * stats.finished_cancelled));
             if let Some(device) = device {
-                assert!(device.is_drained(), "dropping the engine waits for what is in flight");
-                assert_eq!(device.most_launched(), u64::from(depth), "that many launches are queued at once");
+                assert!(device.is_drained(), "dropping the engine must wait for its in-flight work");
+                assert_eq!(
+                    device.most_launched(),
+                    u64::from(depth),
+                    "the number of queued launches differs from the depth"
+                );
             }
             last = stats;
         }
@@ -111,28 +117,29 @@ fn depth_does_not_show(model: &Path, config: &EngineConfig, seed: u64) -> Stats 
 }
 
 #[test]
-fn depth_does_not_show_with_float_weights() {
-    let stats = depth_does_not_show(&float(), &crowded(Numerics::Exact), 31);
+fn depth_does_not_change_outputs_with_float_weights() {
+    let stats = depth_does_not_change_outputs(&float(), &crowded(Numerics::Exact), 31);
     assert!(stats.preemptions > 0 && stats.prefix_hits > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
 #[test]
-fn depth_does_not_show_with_integer_weights() {
-    let stats = depth_does_not_show(&quantized(), &crowded(Numerics::Fast), 32);
+fn depth_does_not_change_outputs_with_integer_weights() {
+    let stats = depth_does_not_change_outputs(&quantized(), &crowded(Numerics::Fast), 32);
     assert!(stats.preemptions > 0 && stats.prefix_hits > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
-/// Two ranks on one processor, whose collectives stand in the same queue.
+/// Two ranks on one CPU device; their collectives are in the same queue.
 #[test]
-fn depth_does_not_show_between_ranks() {
+fn depth_does_not_change_outputs_of_ranks() {
     let mut config = crowded(Numerics::Fast);
     config.tensor_parallel_size = 2;
-    let stats = depth_does_not_show(&quantized(), &config, 33);
+    let stats = depth_does_not_change_outputs(&quantized(), &config, 33);
     assert!(stats.preemptions > 0 && stats.wasted_rows > 0, "{stats:?}");
 }
 
-/// A device that finds no largest logit in a row whose status is sound: that request ends with its own error, at any depth,
-/// and its neighbours' answers are what they get alone.
+/// If a row has no argmax although its status is good, its request ends with its own error at any depth.
+///
+/// The outputs of the other requests are those of batches of their own.
 #[test]
 fn a_row_without_a_largest_logit_ends_its_own_request() {
     let prompts = [vec![7; 20], vec![9, 8, 300], (3..30).collect::<Vec<u32>>()];
@@ -147,14 +154,14 @@ fn a_row_without_a_largest_logit_ends_its_own_request() {
     for depth in 1..=3 {
         for launch in 1..=6 {
             for row in 0..prompts.len() as u64 {
-                let device = LateDevice::new();
+                let device = DeferredDevice::new();
                 let builder = builder(&quantized(), config(depth)).device(device.clone());
                 let mut core = builder.build_core().unwrap();
-                device.spoil(launch, row);
+                device.corrupt(launch, row);
                 let handles: Vec<_> = prompts.iter().map(|prompt| core.submit(request(prompt)).unwrap()).collect();
                 drain(&mut core);
                 let label = format!("depth {depth}, launch {launch}, row {row}");
-                assert!(!device.spoils(), "{label}");
+                assert!(!device.will_corrupt(), "{label}");
                 let mut failed = 0;
                 for (handle, alone) in handles.into_iter().zip(&alone) {
                     match handle.collect_output() {
@@ -179,11 +186,11 @@ fn greedy(max_tokens: u32) -> SamplingParams {
 
 #[test]
 fn the_host_waits_for_one_step_a_step() {
-    let device = LateDevice::new();
+    let device = DeferredDevice::new();
     let mut config = plain_config();
     config.pipeline_depth = None;
     let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
-    assert_eq!(core.config().pipeline_depth, Some(2), "the device's preference");
+    assert_eq!(core.config().pipeline_depth, Some(2), "the depth must be the device's default");
     let _handles = [7, 8].map(|id| core.submit(Request::tokens(vec![id; 20]).with_sampling(greedy(40))).unwrap());
     for _ in 0..5 {
         core.step().unwrap();
@@ -191,7 +198,7 @@ fn the_host_waits_for_one_step_a_step() {
     for _ in 0..10 {
         let before = device.host_waits();
         core.step().unwrap();
-        // Status and drawn tokens; no logits, for nobody looks at them.
+        // The status and the sampled tokens; the logits are not read, because no request needs them.
         assert_eq!(device.host_waits() - before, 2);
     }
 }
@@ -199,7 +206,7 @@ fn the_host_waits_for_one_step_a_step() {
 #[test]
 fn dropping_an_engine_waits_for_what_is_in_flight() {
     for steps in 0..4 {
-        let device = LateDevice::new();
+        let device = DeferredDevice::new();
         let mut config = plain_config();
         config.pipeline_depth = Some(3);
         let mut core = builder(&quantized(), config).device(device.clone()).build_core().unwrap();
@@ -207,23 +214,23 @@ fn dropping_an_engine_waits_for_what_is_in_flight() {
         for _ in 0..steps {
             core.step().unwrap();
         }
-        // The device panics if a buffer goes under queued work.
+        // The device panics if a buffer is freed while queued work uses it.
         drop(core);
         assert!(device.is_drained());
         assert!(matches!(handle.into_iter().last(), Some(Err(RequestError::Closed))));
     }
 }
 
-/// A fault at every call of a short run: a typed error that every open handle hears once, or the right answer.
+/// A fault at any call of a short run yields either a typed error, once for each open handle, or the correct output.
 #[test]
-fn a_fault_at_any_call_is_heard() {
+fn a_fault_at_any_call_is_reported() {
     let requests = || {
         let mut sampled = SamplingParams::default();
         (sampled.max_tokens, sampled.seed, sampled.n) = (Some(5), Some(3), 2);
         [Request::tokens(vec![7; 20]).with_sampling(greedy(6)), Request::tokens(vec![9; 40]).with_sampling(sampled)]
     };
     for depth in 1..=3 {
-        let device = LateDevice::new();
+        let device = DeferredDevice::new();
         let mut config = crowded(Numerics::Fast);
         config.pipeline_depth = Some(depth);
         let build = || builder(&quantized(), config.clone()).device(device.clone()).build_core().unwrap();
@@ -242,7 +249,7 @@ fn a_fault_at_any_call_is_heard() {
                     }
                 }
             }
-            assert!(core.is_idle(), "call {fails_at}: hangs");
+            assert!(core.is_idle(), "call {fails_at}: the engine hangs");
             let calls = device.calls();
             device.fail_at(0);
             if failed.is_none() {

@@ -1,4 +1,4 @@
-//! Hosts with a loop of their own: a batch whose lists disagree is refused, and the next good one runs.
+//! Tests of a runner in a host's own loop: a batch with inconsistent lists is rejected, and the next valid batch runs.
 
 #![allow(missing_docs)]
 

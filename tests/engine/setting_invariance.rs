@@ -1,6 +1,8 @@
-//! What an engine is set to for speed or memory does not show in an answer: threads, prefix cache, step budget, block
-//! size, fusion, lanes, buckets, attention's loop orders, memory reuse,
-//! steps in flight. Bit-equality holds within a numeric mode and an instruction set, so each of those is its own comparison.
+//! Tests that settings for speed or memory do not change any output.
+//!
+//! The settings are threads, prefix cache, step budget, block size, fusion, streams, buckets, attention's loop orders,
+//! memory reuse and in-flight steps. Outputs are bit-equal within a numeric mode and an instruction set, so each of
+//! these is compared separately.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -14,7 +16,8 @@ use ascend_llm::engine::{CacheBudget, EngineConfig, Request, Stats};
 use ascend_llm::graph::Numerics;
 use ascend_llm::kv_cache::KvDType;
 
-/// Prompts around the edges of tiles (16), blocks (16, 32, 128), budgets (16, 64) and attention's segments (256).
+/// Prompt lengths around the sizes of tiles (16), blocks (16, 32, 128), budgets (16, 64) and attention's segments
+/// (256).
 const PROMPT_TOKENS: [u32; 9] = [1, 15, 16, 17, 33, 64, 129, 255, 261];
 
 fn requests(seed: u64) -> Vec<Request> {
@@ -26,7 +29,7 @@ fn requests(seed: u64) -> Vec<Request> {
     PROMPT_TOKENS.iter().map(&mut request).collect()
 }
 
-/// All of them at once; if the prefix cache is on, then the same again, when it has seen every prompt.
+/// Runs all requests at once; with the prefix cache, runs them a second time, when the cache contains all prompts.
 fn together(model: &Path, requests: &[Request], config: EngineConfig, isa: Isa) -> (Vec<Seen>, Stats) {
     let (threads, rounds) = (config.threads, if config.prefix_caching { 2 } else { 1 });
     let device = device(|options| (options.threads, options.isa) = (threads, Some(isa)));
@@ -40,7 +43,7 @@ fn together(model: &Path, requests: &[Request], config: EngineConfig, isa: Isa) 
     (seen, core.stats())
 }
 
-/// The plainest engine: one thread, no prefix cache, no fusion, one chunk a prompt, small blocks.
+/// Configuration of the simplest engine: one thread, no prefix cache, no fusion, one chunk per prompt, small blocks.
 fn plain(numerics: Numerics) -> EngineConfig {
     let mut config = plain_config();
     config.numerics = numerics;
@@ -48,7 +51,7 @@ fn plain(numerics: Numerics) -> EngineConfig {
     config
 }
 
-/// The same with keys and values in int8, which is an arithmetic of its own.
+/// The same with int8 keys and values, which are a numeric mode of their own.
 fn plain_int8() -> EngineConfig {
     let mut config = plain(Numerics::Fast);
     config.kv_dtype = Some(KvDType::I8);
@@ -57,23 +60,24 @@ fn plain_int8() -> EngineConfig {
 
 type Change = (&'static str, fn(&mut EngineConfig));
 
-/// All leave the pool at 2,048 tokens, which holds all requests of the test; small pools are `batch_invariance`'s.
+/// All changes keep the pool at 2,048 tokens, which holds all requests of the test; `batch_invariance` tests small
+/// pools.
 const CHANGES: [Change; 19] = [
     ("two threads", |c| c.threads = Some(2)),
     ("prefix cache", |c| c.prefix_caching = true),
-    ("16 rows a step", |c| c.max_num_batched_tokens = 16),
-    ("64 rows a step", |c| c.max_num_batched_tokens = 64),
-    ("8192 rows a step", |c| c.max_num_batched_tokens = 8192),
+    ("16 rows per step", |c| c.max_num_batched_tokens = 16),
+    ("64 rows per step", |c| c.max_num_batched_tokens = 64),
+    ("8192 rows per step", |c| c.max_num_batched_tokens = 8192),
     ("blocks of 32", |c| (c.block_size, c.kv_cache) = (Some(32), CacheBudget::Blocks(64))),
     ("blocks of 128", |c| (c.block_size, c.kv_cache) = (Some(128), CacheBudget::Blocks(16))),
-    ("one sequence a step", |c| c.max_num_seqs = 1),
+    ("one sequence per step", |c| c.max_num_seqs = 1),
     ("two steps in flight", |c| c.pipeline_depth = Some(2)),
     ("three steps in flight", |c| (c.pipeline_depth, c.max_num_batched_tokens) = (Some(3), 40)),
     ("fusion 2", |c| c.compile.fusion = Some(2)),
     ("fusion 3", |c| c.compile.fusion = Some(3)),
     ("no memory reuse", |c| c.compile.memory_reuse = Some(false)),
-    ("two lanes", |c| c.compile.parallel_ops = Some(2)),
-    ("four lanes", |c| (c.compile.parallel_ops, c.threads) = (Some(4), Some(2))),
+    ("two streams", |c| c.compile.parallel_ops = Some(2)),
+    ("four streams", |c| (c.compile.parallel_ops, c.threads) = (Some(4), Some(2))),
     ("buckets", |c| c.compile.token_buckets = Some(vec![1, 2, 3, 16, 40])),
     ("attention at once", |c| {
         c.compile.fusion = Some(3);
@@ -91,7 +95,7 @@ const CHANGES: [Change; 19] = [
     }),
 ];
 
-fn settings_do_not_show(model: &Path, plain: &EngineConfig, seed: u64) {
+fn settings_do_not_change_outputs(model: &Path, plain: &EngineConfig, seed: u64) {
     let label = format!("{}, {:?}, {:?}, seed {seed}", model.display(), plain.numerics, plain.kv_dtype);
     let requests = requests(seed);
     let expected: Vec<Seen> = requests.iter().map(|request| alone(model, plain, request.clone())).collect();
@@ -105,39 +109,39 @@ fn settings_do_not_show(model: &Path, plain: &EngineConfig, seed: u64) {
             assert!(seen == expected, "{label}, {name}, answer {index}: {seen:#?}\nexpected: {expected:#?}");
         }
         assert_eq!(stats.prefix_hits > 0, config.prefix_caching, "{label}, {name}: {stats:?}");
-        assert_eq!(stats.preemptions, 0, "{label}, {name}: the pool is meant to hold all of them");
+        assert_eq!(stats.preemptions, 0, "{label}, {name}: the pool must hold all requests");
     }
 }
 
 #[test]
-fn settings_do_not_show_with_float_weights_and_exact_numerics() {
-    settings_do_not_show(&float(), &plain(Numerics::Exact), 11);
+fn settings_do_not_change_outputs_with_float_weights_and_exact_numerics() {
+    settings_do_not_change_outputs(&float(), &plain(Numerics::Exact), 11);
 }
 
 #[test]
-fn settings_do_not_show_with_float_weights_and_fast_numerics() {
-    settings_do_not_show(&float(), &plain(Numerics::Fast), 12);
+fn settings_do_not_change_outputs_with_float_weights_and_fast_numerics() {
+    settings_do_not_change_outputs(&float(), &plain(Numerics::Fast), 12);
 }
 
 #[test]
-fn settings_do_not_show_with_integer_weights_and_exact_numerics() {
-    settings_do_not_show(&quantized(), &plain(Numerics::Exact), 13);
+fn settings_do_not_change_outputs_with_integer_weights_and_exact_numerics() {
+    settings_do_not_change_outputs(&quantized(), &plain(Numerics::Exact), 13);
 }
 
 #[test]
-fn settings_do_not_show_with_integer_weights_and_fast_numerics() {
-    settings_do_not_show(&quantized(), &plain(Numerics::Fast), 14);
-    settings_do_not_show(&quantized_with_offsets(), &plain(Numerics::Fast), 15);
+fn settings_do_not_change_outputs_with_integer_weights_and_fast_numerics() {
+    settings_do_not_change_outputs(&quantized(), &plain(Numerics::Fast), 14);
+    settings_do_not_change_outputs(&quantized_with_offsets(), &plain(Numerics::Fast), 15);
 }
 
 #[test]
-fn settings_do_not_show_with_keys_and_values_in_int8() {
-    settings_do_not_show(&quantized(), &plain_int8(), 16);
+fn settings_do_not_change_outputs_with_keys_and_values_in_int8() {
+    settings_do_not_change_outputs(&quantized(), &plain_int8(), 16);
 }
 
-/// The same promise on every instruction set that the machine has, with a budget and team that cut differently.
+/// Does the same comparison on each instruction set of the machine, with another budget and another work split.
 #[test]
-fn company_does_not_show_on_any_instruction_set() {
+fn batches_do_not_change_outputs_on_any_instruction_set() {
     for (isa, seed) in Isa::available().iter().copied().zip(21..) {
         for (model, mut config) in
             [(float(), plain(Numerics::Fast)), (quantized(), plain(Numerics::Fast)), (float(), plain_int8())]
@@ -157,7 +161,8 @@ fn company_does_not_show_on_any_instruction_set() {
     }
 }
 
-/// As many bytes hold nearly twice as many tokens in int8 as in f16: 68 bytes instead of 128 a head of 64.
+/// A budget in bytes holds nearly twice as many tokens in int8 as in f16: a head of 64 elements has 68 bytes instead of
+/// 128.
 #[test]
 fn a_budget_in_bytes_counts_the_scales() {
     let blocks = |dtype| {
@@ -167,14 +172,14 @@ fn a_budget_in_bytes_counts_the_scales() {
         let info = core.info();
         (info.kv_dtype, info.pool_blocks, info.pool_bytes)
     };
-    // A token has 2 heads of keys and values in each of 3 layers.
+    // A token has 2 KV heads in each of 3 layers.
     assert_eq!(blocks(KvDType::F16), (Some(KvDType::F16), 100, 100 * 16 * 2 * 3 * 2 * 128));
     assert_eq!(blocks(KvDType::I8), (Some(KvDType::I8), 188, 188 * 16 * 2 * 3 * 2 * 68));
 }
 
-/// Were the comparison blind, it would also find these equal.
+/// Different numeric modes and seeds must differ; otherwise the comparisons above would prove nothing.
 #[test]
-fn numeric_modes_and_seeds_do_show() {
+fn numeric_modes_and_seeds_change_outputs() {
     let model = quantized();
     let mut params = ascend_llm::sampler::SamplingParams::default();
     (params.max_tokens, params.logprobs, params.seed) = (Some(12), Some(2), Some(1));

@@ -1,5 +1,6 @@
-//! A device that was asked to times every step of a plan and computes the same bits; an engine says what its plan costs, and
-//! how well its last steps used the device.
+//! Tests of step times and costs: a profiled device times each plan step and computes the same bits.
+//!
+//! The engine reports the cost of its plan, and the device utilization of its last steps.
 
 #![allow(missing_docs)]
 
@@ -22,7 +23,7 @@ use ascend_llm::runner::{BatchId, ForwardInput, ForwardOutput, ModelExecutor, Mo
 use ascend_llm::sampler::SamplingParams;
 use op_table::OpTable;
 
-/// A thousand f32 operations a microsecond, four thousand on int8, fifty bytes.
+/// Per microsecond: a thousand f32 operations, four thousand int8 operations, fifty bytes.
 const PEAKS: PeakRates = PeakRates::new(1_000_000_000, 4_000_000_000, 50_000_000);
 
 fn model() -> PathBuf {
@@ -59,7 +60,7 @@ fn every_step_is_timed_and_changes_no_bit() {
     let expected = forward(&mut untimed, vec![3]);
     assert!(plain.take_profile(untimed.program()).is_empty());
 
-    assert!(device.take_profile(timed.program()).is_empty(), "nothing ran yet");
+    assert!(device.take_profile(timed.program()).is_empty(), "the profile must be empty before the first run");
     assert_eq!(forward(&mut timed, vec![3]), expected);
     assert_eq!(forward(&mut timed, vec![3]), expected);
     let times = device.take_profile(timed.program());
@@ -70,7 +71,7 @@ fn every_step_is_timed_and_changes_no_bit() {
     assert_eq!(layers, [Some(0), Some(1), Some(2)]);
     assert_eq!(times.last().unwrap().op, "row_status");
 
-    // Taken is taken, and another program has none.
+    // Taking a profile clears it, and another program has its own (empty) profile.
     assert!(device.take_profile(timed.program()).is_empty());
     forward(&mut timed, vec![]);
     assert!(device.take_profile(ProgramId(0)).is_empty());
@@ -78,22 +79,22 @@ fn every_step_is_timed_and_changes_no_bit() {
 }
 
 #[test]
-fn an_engine_says_what_its_plan_costs() {
+fn an_engine_reports_the_cost_of_its_plan() {
     let core = Engine::builder(model()).config(config()).build_core().unwrap();
     let info = core.info();
-    assert_eq!(info.plan_groups, info.plan_steps, "one lane: {info:?}");
+    assert_eq!(info.plan_groups, info.plan_steps, "with one stream each group has one step: {info:?}");
     let (decode, prefill) = (info.decode_cost, info.prefill_cost);
-    // Each weight that multiplies does so once a token, and all are read once whatever the tokens.
+    // Each weight of a matrix product is used once per token, and all weights are read once, for any number of tokens.
     assert!(decode.flops > info.parameters, "{info:?}");
     assert!(prefill.flops > 16 * info.parameters && prefill.flops < 32 * decode.flops, "{info:?}");
     assert!(prefill.weight_bytes >= decode.weight_bytes && prefill.weight_bytes < 2 * decode.weight_bytes, "{info:?}");
-    // Each token of the context is read, and one is written.
+    // The step reads each token of the context and writes one.
     let token_bytes = info.pool_bytes / info.pool_tokens;
     assert_eq!(decode.kv_bytes, token_bytes * (u64::from(info.max_model_len) + 1));
     assert_eq!(prefill.kv_bytes, token_bytes * (32 + 32));
 }
 
-/// A model whose batches take 100 microseconds a row by a clock that only they move.
+/// Model whose batches take 100 microseconds per row, on a clock that only the batches advance.
 struct Timed {
     model: ScriptedForward,
     clock: ManualClock,
@@ -119,7 +120,7 @@ impl ModelExecutor for Timed {
 
     fn cost(&self, input: &ForwardInput) -> Cost {
         let rows = input.tokens.len() as u64;
-        // 100 us at the peaks: 100,000 operations in f32, 400,000 in int8, 5,000 bytes.
+        // 100 us at the peak rates: 100,000 operations in f32, 400,000 in int8, 5,000 bytes.
         Cost::default().with_flops(90_000 * rows).with_int8_flops(80_000 * rows).with_weight_bytes(1_000)
     }
 }
@@ -140,19 +141,20 @@ fn a_window_has_the_shares_that_one_counts_by_hand() {
     assert_eq!((prefill.flops, prefill.int8_flops), (1_800_000, 1_600_000));
     drain(&mut core);
     drop(handle);
-    // Two more tokens, a row each. A row takes 10 us in f32 and 20 us in int8 at the peaks; a step's bytes 20 us.
+    // Two more tokens of one row each. At the peak rates a row takes 10 us in f32 and 20 us in int8; the bytes of a
+    // step take 20 us.
     let window = core.stats().utilization;
     assert_eq!((window.steps, window.elapsed_us, window.bytes), (3, 2_200, 3_000));
     let close = |share: Option<f64>, expected: f64| (share.unwrap() - expected).abs() < 1e-12;
     assert!(close(window.mfu(&PEAKS), 30.0 / 100.0), "{window:?}");
     assert!(close(window.mbu(&PEAKS), 60.0 / 2_200.0), "{window:?}");
-    // A step with nothing to compute is none.
+    // A step without rows is not counted.
     core.step().unwrap();
     assert_eq!(core.stats().utilization, window);
 }
 
 #[test]
-fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
+fn an_engine_on_a_device_reports_its_work_and_its_peaks() {
     let mut options = CpuOptions::default();
     options.peaks = Some(PEAKS);
     let device = Arc::new(CpuDevice::new(options).unwrap());
@@ -169,13 +171,13 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
     let window = core.stats().utilization;
     assert!((1..=5).contains(&window.steps) && window.elapsed_us > 0, "{window:?}");
     assert!(0 < window.int8_flops && window.int8_flops < window.flops, "{window:?}");
-    // Each step reads the weights, and each row multiplies with them.
+    // Each step reads the weights, and each row uses them.
     let rows = 10 + u64::from(window.steps) - 1;
     assert!(window.bytes > u64::from(window.steps) * info.decode_cost.weight_bytes, "{window:?}");
     assert!(window.flops <= rows * info.decode_cost.flops, "{window:?}");
     assert!(window.mfu(&PEAKS).unwrap() > 0.0 && window.mbu(&PEAKS).unwrap() > 0.0);
 
-    // Without figures of its own a device measures: once, for everybody.
+    // A device without known peak rates measures them, once for all engines.
     let engine = Engine::builder(model()).config(config()).build().unwrap();
     let peaks = engine.peak_rates().unwrap();
     assert!(peaks.f32_flops_per_s > 0 && peaks.int8_ops_per_s > 0 && peaks.read_bytes_per_s > 0, "{peaks:?}");
@@ -183,7 +185,7 @@ fn an_engine_on_a_device_knows_its_work_and_its_peaks() {
 }
 
 #[test]
-fn a_table_of_operations_shows_time_work_and_shares() {
+fn a_table_of_operations_lists_time_work_and_shares() {
     let cost = |flops, int8_flops, weight_bytes| {
         Cost::default().with_flops(flops).with_int8_flops(int8_flops).with_weight_bytes(weight_bytes)
     };

@@ -1,6 +1,7 @@
-//! What ends a choice, and that no character past the end is ever sent: stop strings, end-of-sequence and stop tokens,
-//! through the whole engine, read token by token, at the end, and without a reader's interest in text.
-//! The cases are those of `data/cases/stop_strings.json` and `data/cases/eos.json`.
+//! Tests of the end of a choice: stop strings, end-of-sequence tokens and stop tokens, through the whole engine.
+//!
+//! No character after the end is ever sent. The tests read the output token by token, at the end, and as ids without
+//! text. The cases are those of `data/cases/stop_strings.json` and `data/cases/eos.json`.
 
 use crate::common::scripted_engine::{BLOCK, Rig, drain, finish};
 use ascend_llm::engine::{EngineCore, FinishReason, Logprobs, Output, Request, StopMatch, default_stop_ids};
@@ -14,7 +15,8 @@ fn texts(value: &Value) -> Vec<String> {
     value.as_array().unwrap().iter().map(|text| text.as_str().unwrap().to_owned()).collect()
 }
 
-/// An engine that says `pieces` (ids 1 and up), then end-of-sequence; `prompt` is one piece more.
+/// Returns an engine that generates the token texts `pieces` (ids 1 and up), then end-of-sequence; `prompt` is one more
+/// token text.
 fn speaker(pieces: &[String], prompt: &str, script: Vec<u32>, prompt_tokens: usize) -> EngineCore {
     let all = [String::new()].iter().chain(pieces).cloned().chain([prompt.to_owned()]).collect::<Vec<_>>();
     let vocab = u32::try_from(all.len()).unwrap();
@@ -73,7 +75,7 @@ fn check(case: &Case, output: &Output, mode: &str) {
 }
 
 #[test]
-fn stop_strings_in_every_mode_and_behind_any_prompt() {
+fn stop_strings_in_every_mode_and_after_any_prompt() {
     let file: Value = serde_json::from_str(include_str!("../data/cases/stop_strings.json")).unwrap();
     let cases = file["cases"].as_array().unwrap().iter().chain(file["prompt_cases"].as_array().unwrap());
     for value in cases {
@@ -93,16 +95,20 @@ fn stop_strings_in_every_mode_and_behind_any_prompt() {
                 while let Some(delta) = handle.try_recv().unwrap() {
                     sent.push_str(&delta.text);
                     pieces += delta.token_ids.len();
-                    let whole: String = case.pieces[..pieces].concat();
+                    let full_text: String = case.pieces[..pieces].concat();
                     let held = value["max_chars_held_after_each_piece"].get(pieces.saturating_sub(1));
                     if let Some(held) = held.filter(|_| delta.finish_reason.is_none()) {
-                        let behind = whole.chars().count() - sent.chars().count();
-                        assert!(behind as u64 <= held.as_u64().unwrap(), "{} holds {behind} characters", case.id);
+                        let held_back = full_text.chars().count() - sent.chars().count();
+                        assert!(
+                            held_back as u64 <= held.as_u64().unwrap(),
+                            "{} holds back {held_back} characters",
+                            case.id
+                        );
                     }
                     assert!(case.expect["text"].as_str().unwrap().starts_with(&sent), "{} sent {sent:?}", case.id);
                 }
             }
-            assert_eq!(sent, case.expect["text"].as_str().unwrap(), "{} by tokens", case.id);
+            assert_eq!(sent, case.expect["text"].as_str().unwrap(), "{}, read token by token", case.id);
         }
     }
 }
@@ -123,8 +129,8 @@ fn held_text_is_flushed_when_the_request_is_cancelled() {
 }
 
 #[test]
-fn stop_text_is_found_in_whatever_tokens_it_comes() {
-    // STP-08: every piece whose text ends in T stops.
+fn stop_text_is_found_in_any_tokenization() {
+    // STP-08: each token whose text ends in T stops.
     let pieces: Vec<String> = ["T", " T", "aT", "xyzT"].map(str::to_owned).to_vec();
     for id in 1..=4 {
         let mut core = speaker(&pieces, "p", vec![id], 1);
@@ -158,7 +164,7 @@ fn id_list(value: &Value) -> Vec<u32> {
     }
 }
 
-/// An engine with the stop ids of a case of `eos.json`, and a vocabulary of 12 letters.
+/// Returns an engine with the stop ids of a case of `eos.json`, and a vocabulary of 12 letters.
 fn eos_rig(case: &Value) -> Rig {
     let mut rig = Rig::new(12, 16);
     let (generation, config) = (id_list(&case["gen"]["eos_token_id"]), id_list(&case["cfg"]["eos_token_id"]));
@@ -187,7 +193,11 @@ fn every_listed_id_ends_and_no_other() {
             if stops.contains(&id) {
                 let matched = if user { StopMatch::Token(id) } else { StopMatch::Eos(id) };
                 assert_eq!(choice.finish_reason, FinishReason::Stop { matched }, "{} {id}", case["id"]);
-                assert_eq!((choice.text.as_str(), choice.token_ids), ("bc", vec![1, 2]), "its own text is not sent");
+                assert_eq!(
+                    (choice.text.as_str(), choice.token_ids),
+                    ("bc", vec![1, 2]),
+                    "the text of the stop token must not be sent"
+                );
             } else {
                 assert_eq!(choice.finish_reason, FinishReason::Length, "{} {id}", case["id"]);
                 assert_eq!(choice.token_ids, [1, 2, id, 3]);
@@ -225,7 +235,7 @@ fn a_stop_token_stays_in_the_output_if_asked() {
     let handle = core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap();
     let choice = finish(&mut core, handle).choices.remove(0);
     assert_eq!((choice.text.as_str(), choice.token_ids.as_slice()), ("bce", [1, 2, 4].as_slice()));
-    assert_eq!(choice.logprobs.map(|logprobs| logprobs.len()), Some(3), "one entry a token");
+    assert_eq!(choice.logprobs.map(|logprobs| logprobs.len()), Some(3), "expected one entry per token");
 }
 
 #[test]

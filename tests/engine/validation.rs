@@ -1,4 +1,5 @@
-//! Bad requests are refused with the field named, and the next request works.
+//! Tests that bad requests are rejected with the name of the field, and that the next request works.
+//!
 //! The cases are those of `data/cases/request_validation.json`.
 
 use crate::common::scripted_engine::{BLOCK, Rig, assert_at_rest, drain};
@@ -8,7 +9,8 @@ use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
 use serde_json::{Map, Value};
 
-/// The file's model: a vocabulary of 1000 of which the tokenizer knows 990, and sequences of up to 64 tokens.
+/// The model of the case file: a vocabulary of 1000 ids, 990 of them in the tokenizer, and sequences of up to 64
+/// tokens.
 fn core() -> EngineCore {
     let mut rig = Rig::new(1000, 16);
     rig.model.max_model_len = 64;
@@ -26,7 +28,7 @@ fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
 }
 
-/// The field of the file's request that an error should name.
+/// Returns the field of the file's request that the error should name.
 fn suspect(fields: &Map<String, Value>) -> &str {
     fields.keys().map(String::as_str).find(|key| !key.starts_with("prompt")).unwrap_or("prompt")
 }
@@ -48,7 +50,7 @@ fn cases_of_the_file() {
         let params: SamplingParams = serde_json::from_value(Value::Object(fields)).unwrap();
         match run(&mut core, request.with_sampling(params)) {
             Ok(output) => {
-                assert!(expect.contains("ok"), "{id} was taken");
+                assert!(expect.contains("ok"), "{id} was accepted");
                 assert!(!output.choices[0].token_ids.is_empty(), "{id}");
                 oks += 1;
             }
@@ -65,9 +67,9 @@ fn cases_of_the_file() {
         }
         assert_at_rest(&core);
         let normal = run(&mut core, Request::tokens(vec![1, 2])).unwrap();
-        assert_eq!(normal.choices[0].token_ids.len(), 62, "{id}: a normal request right after it");
+        assert_eq!(normal.choices[0].token_ids.len(), 62, "{id}: the normal request after it failed");
     }
-    assert_eq!((errors, oks), (11, 2), "v05 and v10 complete, the others are refused");
+    assert_eq!((errors, oks), (11, 2), "v05 and v10 must succeed and the others be rejected");
 }
 
 #[test]
@@ -92,13 +94,16 @@ fn what_can_never_fit_is_refused_with_the_sizes() {
 }
 
 #[test]
-fn min_tokens_must_fit_behind_the_prompt() {
+fn min_tokens_must_fit_after_the_prompt() {
     let mut params = SamplingParams::default();
     params.min_tokens = 4;
     let core = core();
     let error = core.submit(Request::tokens(vec![1; 61]).with_sampling(params.clone())).unwrap_err();
     let SubmitError::Param(error) = error else { panic!("{error}") };
-    assert_eq!(error.to_string(), "min_tokens: got 4, expected at most 3, the room behind a prompt of 61 tokens");
+    assert_eq!(
+        error.to_string(),
+        "min_tokens: got 4, expected at most 3, the number of tokens that fit after a prompt of 61 tokens"
+    );
     assert!(core.submit(Request::tokens(vec![1; 60]).with_sampling(params)).is_ok());
 }
 

@@ -1,5 +1,6 @@
-//! Options of the compiler: presets, knobs that win over them, the spellings that files may use, and refusals that name
-//! the option, the value and what would be right.
+//! Tests of compile options: presets, options that override them, and the spellings in files.
+//!
+//! An invalid option is rejected with its name, its value and the valid values.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)]
 
@@ -14,7 +15,7 @@ fn in_force(options: &CompileOptions) -> (u8, bool) {
     (options.resolved_fusion(), options.resolved_memory_reuse())
 }
 
-/// The articles' own file, and what else a file may say.
+/// Reads the file of the published articles, and further options.
 #[test]
 fn every_knob_can_be_read_from_a_file() {
     let options = read(
@@ -107,7 +108,7 @@ fn files_may_use_the_usual_spellings() {
 
 #[test]
 fn files_are_refused_with_the_reason() {
-    let lanes = "expected a number from 1 to 4";
+    let expected_number = "expected a number from 1 to 4";
     for (json, words) in [
         (r#"{"opt_level": 4}"#, "compile option opt_level: got 4, expected a level from 0 to 3"),
         (r#"{"opt_level": -1}"#, "compile option opt_level: got -1, expected a level from 0 to 3"),
@@ -120,8 +121,8 @@ fn files_are_refused_with_the_reason() {
         (r#"{"fusion": [1]}"#, "compile option fusion"),
         (r#"{"memory_reuse": 1}"#, "compile option memory_reuse: got 1, expected true or false"),
         (r#"{"memory_reuse": "off"}"#, "compile option memory_reuse: got \"off\", expected true or false"),
-        (r#"{"parallel_ops": 5}"#, &format!("compile option parallel_ops: got 5, {lanes}")),
-        (r#"{"parallel_ops": 0}"#, &format!("compile option parallel_ops: got 0, {lanes}")),
+        (r#"{"parallel_ops": 5}"#, &format!("compile option parallel_ops: got 5, {expected_number}")),
+        (r#"{"parallel_ops": 0}"#, &format!("compile option parallel_ops: got 0, {expected_number}")),
         (r#"{"precision": "fp16"}"#, "compile option precision: got \"fp16\", expected \"f32\""),
         (r#"{"precision_overrides": {"q_proj": "half"}}"#, "unknown variant `half`"),
         (r#"{"overflow": "ignore"}"#, "compile option overflow: got \"ignore\", expected \"error\", \"clamp\""),

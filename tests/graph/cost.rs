@@ -1,4 +1,4 @@
-//! What a plan says it costs is what one counts by hand, and what fusion and batching leave alone.
+//! Tests that the cost of a plan equals a count by hand, and which costs fusion and batching do not change.
 
 #![allow(missing_docs)]
 
@@ -40,8 +40,10 @@ fn plan(graph: &Graph, numerics: Numerics, fusion: u8) -> Plan {
     compile(graph, TARGET, numerics, &options, BUCKET).unwrap()
 }
 
-/// Layers of hidden width 32: 2 query heads over 1 KV head of 16, a gated MLP of 64, 10 ids; weights of three types, which
-/// all layers share. A window belongs to the last layer.
+/// A graph of layers with hidden width 32: 2 query heads over 1 KV head of 16, a gated MLP of 64, a vocabulary of 10
+/// ids.
+///
+/// All layers share the weights, which have three types. The window applies to the last layer.
 fn small_graph(layers: usize, window: Option<u32>) -> Graph {
     let mut graph = GraphBuilder::new();
     let mut matrix = |name: &str, n: usize, k: usize, dtype: DType| {
@@ -90,7 +92,7 @@ fn small_graph(layers: usize, window: Option<u32>) -> Graph {
     graph.finish(x, logits)
 }
 
-/// Without integer operations.
+/// Returns a cost without integer operations.
 fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> Cost {
     Cost::default()
         .with_flops(flops)
@@ -100,8 +102,9 @@ fn cost(flops: u64, weight_bytes: u64, activation_bytes: u64, kv_bytes: u64) -> 
         .with_kv_bytes(kv_bytes)
 }
 
-/// Three rows of a sequence of 5 tokens; f16 keys and values; one row of logits. A row of 32 floats is 128 bytes, a
-/// `q8_0` block of 32 is 34.
+/// Three rows of a sequence of 5 tokens, with f16 keys and values and one logit row.
+///
+/// A row of 32 floats has 128 bytes, a `q8_0` block of 32 elements has 34.
 #[test]
 fn steps_cost_what_one_counts_by_hand() {
     let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
@@ -157,7 +160,7 @@ fn steps_cost_what_one_counts_by_hand() {
     assert_eq!((linear.launches, linear.cost.weight_bytes), (8, 4 * 96 * 32 + 128 + 192 * 34 + 640));
 }
 
-/// A factor costs an operation an element, whatever it is, and moves the rows in and out.
+/// A scale costs one operation per element for any factor, and reads and writes the rows.
 #[test]
 fn a_scale_costs_one_operation_an_element() {
     let mut graph = GraphBuilder::new();
@@ -188,20 +191,20 @@ fn fused_steps_cost_the_same_work_and_move_less() {
     assert_eq!(of(&one, "act_mul"), cost(3 * 64 * 5, 0, 3 * 768, 0));
     assert_eq!(of(&one, "add_rms_norm"), cost(3 * 32 * 5, 128, 3 * 4 * 128, 0));
     assert_eq!(of(&one, "rope_kv_write"), cost(3 * 8 * 6, 0, 3 * 3 * 64, 3 * 2 * 16 * 2));
-    // The product goes through scratch: written and read once.
+    // The product is written to scratch and read from it once.
     let down = cost(3 * (64 * 5 + 2 * 64 * 32), 32 * 2 * 34, 3 * (512 + 2 * 256 + 128), 0);
     assert_eq!(of(&two, "swiglu_linear"), down);
 }
 
-/// Two layers and three rows, in which the products with the three matrices of the MLP are int8.
+/// Two layers and three rows, with int8 products for the three matrices of the MLP.
 #[test]
 fn integer_operations_are_counted_apart() {
     let shape = CostShape::from_batch(&[3], &[5], 1, None, 2);
     let attention = 6240 + 2 * 3 * 2 * 16 * 32 + 3 * 3 * 8 * 6 + 12 * 4 * 2 * 16 + 3 * 2 * 32 * 32;
     let (gate_up, down) = (2 * 3 * 2 * 64 * 32, 3 * 2 * 32 * 64);
-    // Two norms, two sums, the activation and its product.
+    // Two norms, two sums, the activation function and its product.
     let rows = 2 * 3 * 32 * 4 + 2 * 3 * 32 + 3 * 64 * 5;
-    // The rows that go into the MLP, and those between its matrices.
+    // Quantization of the rows that enter the MLP, and of those between its matrices.
     let rounding = 3 * 32 * 3 + 3 * 64 * 3;
     let (angles, head) = (3 * 8 * 3, 32 * 4 + 2 * 10 * 32);
     for fusion in 0..=CompileOptions::MAX_FUSION {
@@ -246,8 +249,9 @@ fn fusion_keeps_operations_weights_and_keys_and_never_moves_more() {
     }
 }
 
-/// A decode step reads every matrix of the model once, however many rows share it; tied tables once as a matrix and by
-/// the row.
+/// A decode step reads each matrix of the model once, however many rows use it.
+///
+/// A tied embedding table is read once as a matrix, and one row per token.
 #[test]
 fn weights_are_read_once_a_launch() {
     for model in MODELS {
@@ -260,7 +264,8 @@ fn weights_are_read_once_a_launch() {
         let uses = |id: usize| {
             plan.steps.iter().flat_map(|step| step.op.weights()).filter(|used| used.0 as usize == id).count()
         };
-        // The table of the embedding is the first weight: a row a token, and whole only where it is also the head.
+        // The embedding table is the first weight: one row is read per token, and the whole table only if it is tied to
+        // the head.
         let (row, table) = bytes(&plan.weights[0]);
         let tied = uses(0) == 2;
         let rest: usize = plan.weights[1..].iter().map(|weight| bytes(weight).1).sum();
@@ -275,7 +280,7 @@ fn weights_are_read_once_a_launch() {
 }
 
 #[test]
-fn a_batch_costs_the_operations_of_its_sequences_alone() {
+fn a_batch_costs_the_sum_of_its_sequences_operations() {
     for model in MODELS {
         let plan = plan(&graph(model), Numerics::Fast, 2);
         let total = |q: &[u32], kv: &[u32], logits| plan.batch_costs(q, kv, logits, 4).into_iter().sum::<Cost>();
@@ -283,7 +288,7 @@ fn a_batch_costs_the_operations_of_its_sequences_alone() {
         let alone = total(&[3], &[3], 1) + total(&[1], &[70], 1) + total(&[12], &[40], 1);
         assert_eq!((together.flops, together.kv_bytes), (alone.flops, alone.kv_bytes), "{model}");
         assert!(together.weight_bytes < alone.weight_bytes, "{model}");
-        // In one chunk or in several: the same rows see the same keys.
+        // In one chunk or in several, the same rows see the same keys.
         let chunks = total(&[10], &[10], 0) + total(&[30], &[40], 1);
         assert_eq!(total(&[40], &[40], 1).flops, chunks.flops, "{model}");
     }
@@ -326,7 +331,7 @@ fn empty_and_absurd_batches_are_counted_without_panic() {
 proptest! {
     #![proptest_config(ProptestConfig { rng_seed: proptest::test_runner::RngSeed::Fixed(20), ..ProptestConfig::default() })]
 
-    /// The closed forms against a count of every key that every row sees.
+    /// Compares the closed formulas with a count of all keys that each row sees.
     #[test]
     fn seen_keys_are_counted_exactly(
         seqs in prop::collection::vec((1_u32..40, 0_u32..40), 0..5),
@@ -344,7 +349,7 @@ proptest! {
         prop_assert_eq!(attended_tokens(&q_lens, &kv_lens, window), attended);
         prop_assert_eq!(shown_tokens(&q_lens, &kv_lens, window), shown);
 
-        // Without the single rows, a windowed shape is no less than the exact one.
+        // Without the lengths of single rows, the cost of a windowed shape is at least the exact one.
         let exact = CostShape::from_batch(&q_lens, &kv_lens, 0, window, 2);
         let bound = CostShape::from_batch(&q_lens, &kv_lens, 0, None, 2).within(window);
         prop_assert!(bound.attended_tokens >= attended && bound.kv_tokens >= shown);
@@ -352,7 +357,8 @@ proptest! {
             prop_assert_eq!(bound, exact);
         }
     }
-    /// Rates say what the plan says, of batches with and without logits, more rows than the table has, and no rows at all.
+    /// The rates equal the plan's costs: for batches with and without logits, with more rows than the table has, and
+    /// without rows.
     #[test]
     fn rates_are_the_plan_s_own_costs(
         seqs in prop::collection::vec((0_u32..40, 0_u32..300), 0..5),

@@ -1,5 +1,7 @@
-//! Plans are what their golden dumps say, fusion fires as often as the model has the pattern, and `check` finds every
-//! way in which a plan can be broken. `ASCEND_LLM_BLESS=1` rewrites the dumps.
+//! Tests that plans equal their golden dumps, that fusion applies to each occurrence of a pattern, and that `check`
+//! finds broken plans.
+//!
+//! `ASCEND_LLM_BLESS=1` rewrites the dumps.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
@@ -16,7 +18,7 @@ use ascend_llm::weights::{DType, ModelKind, TensorView, WeightSource};
 const TARGET: Target = Target::new(128);
 const BUCKET: Bucket = Bucket { tokens: 64, logit_rows: 8, seqs: 8, kv_tokens: 256 };
 
-/// Short name, path under `tests/data`, layers, whether weights are quantized, whether it has head norms.
+/// Short name, path in `tests/data`, number of layers, whether weights are quantized, whether the model has head norms.
 const MODELS: [(&str, &str, u32, bool, bool); 3] = [
     ("llama-gqa-tied", "conformance/llama-gqa-tied", 2, false, false),
     ("qwen3", "conformance/qwen3", 2, false, true),
@@ -58,15 +60,15 @@ fn every_plan() -> Vec<Plan> {
 fn dumps_are_golden() {
     for (name, path, _, quantized, _) in MODELS {
         let graph = graph(path);
-        let laned = compile(&graph, TARGET, Numerics::Fast, &CompileOptions::preset(3), BUCKET).unwrap();
-        golden(&format!("{name}-lanes"), &laned);
+        let multi_stream = compile(&graph, TARGET, Numerics::Fast, &CompileOptions::preset(3), BUCKET).unwrap();
+        golden(&format!("{name}-lanes"), &multi_stream);
         for fusion in 0..=CompileOptions::MAX_FUSION {
             let exact = plan(&graph, Numerics::Exact, fusion);
             let fast = plan(&graph, Numerics::Fast, fusion);
             if quantized {
-                assert_ne!(exact, fast, "{name}: integer weights take int8 activations");
+                assert_ne!(exact, fast, "{name}: integer weights must use int8 activations");
             } else {
-                assert_eq!(exact, fast, "{name}: float weights keep f32 activations");
+                assert_eq!(exact, fast, "{name}: float weights must keep f32 activations");
             }
             for (numerics, plan) in [("exact", exact), ("fast", fast)] {
                 if !quantized && numerics == "fast" {
@@ -89,14 +91,14 @@ fn dumps_are_golden() {
     golden(&format!("{}-bf16", MODELS[0].0), &rounded);
 }
 
-/// Compares a plan with its dump in `tests/data/plans`, or writes it there.
+/// Compares a plan with its dump in `tests/data/plans`, or writes the dump.
 fn golden(name: &str, plan: &Plan) {
     let file = data("plans").join(format!("{name}.txt"));
     if std::env::var_os("ASCEND_LLM_BLESS").is_some_and(|value| value == "1") {
         std::fs::write(&file, plan.dump()).unwrap();
     }
     let golden = std::fs::read_to_string(&file).unwrap_or_default();
-    assert!(golden == plan.dump(), "{} differs; now it is\n{}", file.display(), plan.dump());
+    assert!(golden == plan.dump(), "the plan differs from {}; the new dump is\n{}", file.display(), plan.dump());
 }
 
 #[test]
@@ -127,7 +129,7 @@ fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
             let mut two = one.clone();
             two.linear_multi = 2 * layers;
             two.swiglu_linear = layers;
-            // Both norms of each layer and the final one, if the products that read them take int8.
+            // Both norms of each layer and the final norm, if int8 products read their results.
             two.norm_cast = if quantized && numerics == Numerics::Fast { 2 * layers + 1 } else { 0 };
             let mut three = two.clone();
             // The last layer's sum is gathered before it is normalized.
@@ -141,7 +143,7 @@ fn every_rule_fires_as_often_as_the_model_has_its_pattern() {
     }
 }
 
-/// Weights, constants and layers of a plan's unfused work, as a multiset: fusion must neither lose nor invent any.
+/// The multiset of weights, constants and layers in a plan stays the same: fusion neither loses nor adds any.
 #[test]
 fn fusion_keeps_every_weight_use() {
     for plans in every_plan().chunks(4) {
@@ -160,11 +162,14 @@ fn fusion_keeps_every_weight_use() {
 fn arenas_are_close_to_their_bound() {
     for plan in every_plan() {
         let (arena, bound) = (plan.arena_bytes, plan.arena_bound_bytes);
-        assert!(bound > 0 && bound <= arena && arena * 10 <= bound * 13, "{arena} for a bound of {bound}");
+        assert!(
+            bound > 0 && bound <= arena && arena * 10 <= bound * 13,
+            "the arena has {arena} bytes, the lower bound is {bound}"
+        );
     }
 }
 
-/// Without reuse every value has bytes of its own, nothing else changes, and `check` holds the plan to it.
+/// Without memory reuse, no two values share a byte; all else stays the same, and `check` verifies the offsets.
 #[test]
 fn without_memory_reuse_no_two_values_share_a_byte() {
     let mut options = CompileOptions::default();
@@ -174,15 +179,15 @@ fn without_memory_reuse_no_two_values_share_a_byte() {
         for fusion in 0..=CompileOptions::MAX_FUSION {
             options.fusion = Some(fusion);
             let apart = compile(&graph, TARGET, Numerics::Fast, &options, BUCKET).unwrap();
-            let mut rooms: Vec<(usize, usize)> = Vec::new();
+            let mut ranges: Vec<(usize, usize)> = Vec::new();
             for value in &apart.values {
                 if let Operand::Arena { offset } = value.operand {
-                    rooms.push((offset, offset + value.bytes(&BUCKET)));
+                    ranges.push((offset, offset + value.bytes(&BUCKET)));
                 }
             }
-            rooms.sort_unstable();
-            assert!(rooms.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{rooms:?}");
-            let sum: usize = rooms.iter().map(|(start, end)| (end - start).next_multiple_of(TARGET.alignment)).sum();
+            ranges.sort_unstable();
+            assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
+            let sum: usize = ranges.iter().map(|(start, end)| (end - start).next_multiple_of(TARGET.alignment)).sum();
             assert_eq!(apart.arena_bytes, sum);
 
             let shared = plan(&graph, Numerics::Fast, fusion);
@@ -198,7 +203,7 @@ fn without_memory_reuse_no_two_values_share_a_byte() {
     }
 }
 
-/// Tensors that have a shape and no bytes: enough to compile a model with.
+/// Tensors with shapes but without data, sufficient to compile a model.
 #[derive(Debug)]
 struct Shapes(std::collections::BTreeMap<String, Vec<usize>>);
 
@@ -212,7 +217,7 @@ impl WeightSource for Shapes {
     }
 }
 
-/// LLaMA-7B at 2,048 tokens, computed without loading it.
+/// Graph of LLaMA-7B at 2,048 tokens, built without weights.
 fn seven_billion() -> Graph {
     let config = config_from_hub(
         br#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
@@ -248,18 +253,21 @@ fn a_model_of_seven_billion_parameters_reuses_95_percent_of_its_arena() {
     let graph = seven_billion();
     let bucket = Bucket { tokens: 2048, logit_rows: 8, seqs: 8, kv_tokens: 2048 };
     for level in 0..=CompileOptions::MAX_FUSION {
-        let [shared, apart, laned] = [(true, 1), (false, 1), (true, 4)].map(|(memory_reuse, parallel_ops)| {
+        let [shared, apart, multi_stream] = [(true, 1), (false, 1), (true, 4)].map(|(memory_reuse, parallel_ops)| {
             let mut options = CompileOptions::default();
             (options.fusion, options.memory_reuse) = (Some(level), Some(memory_reuse));
             options.parallel_ops = Some(parallel_ops);
             compile(&graph, TARGET, Numerics::Fast, &options, bucket).unwrap()
         });
-        let bytes = [shared.arena_bytes, shared.arena_bound_bytes, apart.arena_bytes, laned.arena_bytes];
-        println!("level {level}: arena, bound, without reuse, on four lanes: {bytes:?}");
+        let bytes = [shared.arena_bytes, shared.arena_bound_bytes, apart.arena_bytes, multi_stream.arena_bytes];
+        println!("level {level}: arena, bound, without reuse, on four streams: {bytes:?}");
         assert!(20 * shared.arena_bytes <= apart.arena_bytes, "level {level}: {bytes:?}");
         assert!(10 * shared.arena_bytes <= 13 * shared.arena_bound_bytes, "level {level}: {bytes:?}");
-        // What runs side by side is alive together.
-        assert!(laned.arena_bytes >= shared.arena_bytes && 20 * laned.arena_bytes <= apart.arena_bytes, "{bytes:?}");
+        // Values of steps that run in parallel are live at the same time.
+        assert!(
+            multi_stream.arena_bytes >= shared.arena_bytes && 20 * multi_stream.arena_bytes <= apart.arena_bytes,
+            "{bytes:?}"
+        );
     }
 }
 
@@ -270,11 +278,11 @@ fn sound_plans_pass() {
     }
 }
 
-/// A plan broken by `change`, which says whether it found a place to break.
+/// Returns the reason why `check` rejects the plan after `change`.
 fn refused(plan: &Plan, what: &str, change: impl FnOnce(&mut Plan)) -> String {
     let mut broken = plan.clone();
     change(&mut broken);
-    assert_ne!(&broken, plan, "{what}: nothing was broken");
+    assert_ne!(&broken, plan, "{what}: the change has not changed the plan");
     match broken.check() {
         Err(CompileError::Invalid(reason)) => reason,
         other => panic!("{what}: {other:?}"),
@@ -291,7 +299,7 @@ fn is_arena(plan: &Plan, value: usize) -> bool {
 
 #[test]
 fn any_wait_that_is_taken_away_is_missed() {
-    for plan in laned_plans() {
+    for plan in multi_stream_plans() {
         let mut waits = 0;
         for at in 0..plan.steps.len() {
             for wait in 0..plan.steps[at].waits_on.len() {
@@ -305,16 +313,16 @@ fn any_wait_that_is_taken_away_is_missed() {
 }
 
 #[test]
-fn steps_on_lanes_that_are_not_there_and_waits_for_what_comes_later_are_found() {
-    for plan in laned_plans() {
-        refused(&plan, "a lane", |plan| plan.steps[1].stream = plan.streams);
+fn steps_on_missing_streams_and_waits_for_later_steps_are_found() {
+    for plan in multi_stream_plans() {
+        refused(&plan, "a stream", |plan| plan.steps[1].stream = plan.streams);
         refused(&plan, "a wait for itself", |plan| plan.steps[3].waits_on.push(3));
         refused(&plan, "a wait for nothing", |plan| plan.steps[3].waits_on.push(usize::MAX));
     }
 }
 
-/// Plans of four lanes, at every level.
-fn laned_plans() -> Vec<Plan> {
+/// Plans with four streams, at all fusion levels.
+fn multi_stream_plans() -> Vec<Plan> {
     let mut options = CompileOptions::default();
     options.parallel_ops = Some(4);
     let mut plans = Vec::new();
@@ -327,29 +335,40 @@ fn laned_plans() -> Vec<Plan> {
     plans
 }
 
-/// `SimdVector` shorten the way through a plan and change nothing else; what runs side by side shares no byte that one writes.
+/// Streams shorten the critical path of a plan and change nothing else.
+///
+/// Steps that run in parallel share no byte that one of them writes.
 #[test]
-fn lanes_group_steps_and_keep_them_apart() {
-    for (laned, single) in laned_plans().iter().zip(fast_plans()) {
-        let groups = laned.groups();
+fn streams_group_steps_and_keep_them_apart() {
+    for (multi_stream, single) in multi_stream_plans().iter().zip(fast_plans()) {
+        let groups = multi_stream.groups();
         assert_eq!(single.groups().len(), single.steps.len());
-        assert!(groups.len() < laned.steps.len(), "{} groups of {} steps", groups.len(), laned.steps.len());
+        assert!(
+            groups.len() < multi_stream.steps.len(),
+            "{} groups of {} steps",
+            groups.len(),
+            multi_stream.steps.len()
+        );
         assert!(groups.iter().all(|group| group.len() <= 4), "{groups:?}");
         let what = |plan: &Plan| -> Vec<_> {
             plan.steps.iter().map(|s| (s.op.clone(), s.inputs.clone(), s.outputs.clone(), s.scratch)).collect()
         };
-        assert_eq!(what(laned), what(&single));
+        assert_eq!(what(multi_stream), what(&single));
         for group in groups {
-            let span = |v: &usize| match laned.values[*v].operand {
-                Operand::Arena { offset } => Some(offset..offset + laned.values[*v].bytes(&BUCKET)),
+            let span = |v: &usize| match multi_stream.values[*v].operand {
+                Operand::Arena { offset } => Some(offset..offset + multi_stream.values[*v].bytes(&BUCKET)),
                 _ => None,
             };
             for a in group.clone() {
                 for b in group.clone().filter(|b| *b != a) {
-                    let (a, b) = (&laned.steps[a], &laned.steps[b]);
+                    let (a, b) = (&multi_stream.steps[a], &multi_stream.steps[b]);
                     for written in a.outputs.iter().chain(&a.scratch).filter_map(span) {
                         for touched in b.inputs.iter().chain(&b.outputs).chain(&b.scratch).filter_map(span) {
-                            assert!(written.end <= touched.start || touched.end <= written.start, "{}", laned.dump());
+                            assert!(
+                                written.end <= touched.start || touched.end <= written.start,
+                                "{}",
+                                multi_stream.dump()
+                            );
                         }
                     }
                 }
@@ -422,7 +441,7 @@ fn reads_before_writes_and_second_writes_are_found() {
     }
 }
 
-/// Each change makes an operand that its operation cannot take.
+/// Each change creates an operand that its operation does not support.
 #[test]
 fn operands_that_do_not_fit_are_found() {
     for plan in every_plan() {
@@ -449,7 +468,7 @@ fn operands_that_do_not_fit_are_found() {
         let touched: Vec<usize> = (0..count)
             .filter(|v| plan.steps.iter().any(|s| s.inputs.iter().chain(&s.outputs).chain(&s.scratch).any(|o| o == v)))
             .collect();
-        assert_eq!(touched.len(), count, "a value that no step touches");
+        assert_eq!(touched.len(), count, "no step uses one of the values");
         for &value in &touched {
             refused(&plan, "columns", |plan| plan.values[value].cols += 1);
             refused(&plan, "huge columns", |plan| plan.values[value].cols = usize::MAX);
@@ -470,7 +489,7 @@ fn operands_that_do_not_fit_are_found() {
                 Operand::Io(Io::TokenIds),
             ] {
                 let was = plan.values[value].operand;
-                // Another place in the arena is the overlap test's business.
+                // Another offset in the arena is a case of the overlap test.
                 if std::mem::discriminant(&was) != std::mem::discriminant(&operand) {
                     refused(&plan, "place", |plan| plan.values[value].operand = operand);
                 }
@@ -543,7 +562,7 @@ fn constants_that_do_not_fit_are_found() {
     });
 }
 
-/// Rows of int8 can only meet integer weights.
+/// int8 rows can only be multiplied by integer weights.
 #[test]
 fn int8_rows_for_float_weights_are_found() {
     let plan = plan(&graph(MODELS[2].1), Numerics::Fast, 2);

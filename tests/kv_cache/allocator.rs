@@ -1,4 +1,4 @@
-//! Promise: blocks are never lost, never doubled, and a refused call changes nothing.
+//! Tests that the allocator never loses a block or hands it out twice, and that a failed call changes nothing.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -28,7 +28,7 @@ struct TraceStep {
     free: u32,
 }
 
-/// Appends as a scheduler would: admits at first sight, then makes the rows' blocks writable.
+/// Appends as a scheduler would: admits a new sequence, then makes the blocks of the rows writable.
 fn append(blocks: &mut BlockAllocator, seq: SeqId, from: u32, tokens: u32) -> Result<(), BlockError> {
     if blocks.table(seq).is_empty() {
         blocks.admit(seq, &PrefixHit::default(), tokens)
@@ -82,16 +82,21 @@ fn open_traces() {
                 };
                 blocks.check().unwrap();
                 if result.is_err() {
-                    assert_eq!(format!("{blocks:?}"), before, "{} step {at} changed the pool", trace.id);
+                    assert_eq!(
+                        format!("{blocks:?}"),
+                        before,
+                        "{}: the failed call at step {at} changed the pool",
+                        trace.id
+                    );
                 }
                 assert_eq!(
                     (name(result), blocks.available()),
                     (step.result.as_str(), step.free),
-                    "{} step {at}",
+                    "{}: wrong result at step {at}",
                     trace.id
                 );
             }
-            assert_eq!(blocks.available(), trace.pool_blocks, "{} leaks", trace.id);
+            assert_eq!(blocks.available(), trace.pool_blocks, "{}: blocks leaked", trace.id);
         }
     }
 }
@@ -117,7 +122,7 @@ fn a_stale_hit_is_refused() {
     blocks.release(SeqId(0)).unwrap();
     let hit = blocks.lookup(&tokens, b"");
     assert_eq!(hit.tokens(), 4);
-    assert_eq!(blocks.admit(SeqId(1), &hit, 3), Ok(()), "3 tokens still fill the block of the hit");
+    assert_eq!(blocks.admit(SeqId(1), &hit, 3), Ok(()), "3 tokens fit into the block of the hit");
     blocks.release(SeqId(1)).unwrap();
     assert_eq!(blocks.admit(SeqId(1), &hit, 0), Err(BlockError::HitTooLong { hit_tokens: 4, tokens: 0 }));
     blocks.admit(SeqId(2), &PrefixHit::default(), 8).unwrap();
@@ -165,7 +170,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The oracle: tokens of each sequence, and what each slot of the pool was last given.
+/// Oracle: the tokens of each sequence, and the token last written to each slot of the pool.
 #[derive(Default)]
 struct Oracle {
     seqs: HashMap<u64, Vec<u32>>,
@@ -238,7 +243,7 @@ proptest! {
                                 }
                             }
                         }
-                        // Half of the appended tokens repeat, so that contents meet again.
+                        // Half of the appended tokens are equal, so that different sequences contain the same content.
                         let appended = (0..tokens).map(|i| if fresh.is_multiple_of(2) { 1 } else { fresh + i });
                         oracle.seqs.get_mut(&seq).unwrap().extend(appended);
                         fresh += 1;
@@ -286,7 +291,7 @@ proptest! {
             };
             blocks.check().map_err(TestCaseError::fail)?;
             if result.is_err() {
-                prop_assert_eq!(format!("{blocks:?}"), before, "a refused call changed the pool");
+                prop_assert_eq!(format!("{blocks:?}"), before, "a failed call changed the pool");
                 prop_assert!(copies.is_empty());
             }
             let mut distinct: BTreeSet<BlockId> = BTreeSet::new();
@@ -294,7 +299,7 @@ proptest! {
                 distinct.extend(blocks.table(SeqId(seq)));
                 prop_assert!(blocks.table(SeqId(seq)).len() as u32 * block_size >= tokens.len() as u32);
                 for (at, &token) in tokens.iter().enumerate() {
-                    prop_assert_eq!(oracle.slots[&slot(&blocks, seq, at)], token, "sequence {} row {}", seq, at);
+                    prop_assert_eq!(oracle.slots[&slot(&blocks, seq, at)], token, "wrong token of sequence {} at row {}", seq, at);
                 }
             }
             let stats = blocks.stats();

@@ -1,4 +1,4 @@
-//! Promise: the prefix cache changes what is computed, never what comes out.
+//! Tests that the prefix cache changes only which rows are computed, never the output.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use crate::common::digest_model::{Rig, oracle_output};
@@ -41,20 +41,20 @@ fn meta(prompt: &[u32], salt: &[u8], max_tokens: u32) -> NewSequence {
     NewSequence::new(prompt.to_vec(), max_tokens).with_salt(salt.into())
 }
 
-/// Runs one request alone and compares it with the cache-free model.
+/// Runs one request in a batch of its own, compares it with the model without cache, and returns its cached tokens.
 fn run_alone(rig: &mut Rig, id: u64, prompt: &[u32], salt: &[u8], max_tokens: u32) -> u32 {
     rig.add(id, meta(prompt, salt, max_tokens)).unwrap();
     rig.drain();
-    let twin = rig.finished(id);
-    assert_eq!(twin.output, oracle_output(prompt, salt, max_tokens), "request {id}");
-    twin.cached_tokens
+    let expected_seq = rig.finished(id);
+    assert_eq!(expected_seq.output, oracle_output(prompt, salt, max_tokens), "wrong output of request {id}");
+    expected_seq.cached_tokens
 }
 
 fn constant_digest(_parent: u128, _tokens: &[u32]) -> u128 {
     7
 }
 
-/// Two keys only: collisions between contents at any depth.
+/// Returns one of only two keys, so that contents collide at all depths.
 fn coarse_digest(parent: u128, tokens: &[u32]) -> u128 {
     (parent ^ u128::from(tokens.iter().fold(0u32, |sum, token| sum ^ token))) & 1
 }
@@ -67,7 +67,11 @@ fn every_case_at_every_chunk_size() {
             let mut rig = Rig::new(scheduler(chunk, 1), blocks);
             for (id, request) in case.requests.iter().enumerate() {
                 let cached = run_alone(&mut rig, id as u64, &request.prompt, request.lora.as_bytes(), 1);
-                assert_eq!(cached, request.expect_cached_tokens, "{} request {id} chunk {chunk}", case.id);
+                assert_eq!(
+                    cached, request.expect_cached_tokens,
+                    "{}: wrong cached tokens of request {id} with chunks of {chunk}",
+                    case.id
+                );
             }
         }
     }
@@ -82,7 +86,7 @@ fn colliding_keys_cost_hits_and_never_answers() {
             let mut rig = Rig::new(scheduler(5, 1), blocks);
             for (id, request) in case.requests.iter().enumerate() {
                 let cached = run_alone(&mut rig, id as u64, &request.prompt, request.lora.as_bytes(), 9);
-                assert!(cached <= request.expect_cached_tokens, "{} request {id}", case.id);
+                assert!(cached <= request.expect_cached_tokens, "{}: too many cached tokens of request {id}", case.id);
             }
         }
     }
@@ -95,9 +99,9 @@ fn a_collision_hides_the_newcomer_and_serves_the_first() {
     let (first, second) = ([1, 2, 3, 4, 5], [9, 9, 9, 9, 9]);
     assert_eq!(run_alone(&mut rig, 0, &first, b"", 1), 0);
     assert_eq!(run_alone(&mut rig, 1, &second, b"", 1), 0);
-    assert_eq!(run_alone(&mut rig, 2, &second, b"", 1), 0, "the key is taken");
+    assert_eq!(run_alone(&mut rig, 2, &second, b"", 1), 0, "another content already has the key");
     assert_eq!(run_alone(&mut rig, 3, &first, b"", 1), 4);
-    assert_eq!(run_alone(&mut rig, 4, &first, b"other", 1), 0, "same key, other salt");
+    assert_eq!(run_alone(&mut rig, 4, &first, b"other", 1), 0, "the same key with another salt is no hit");
 }
 
 #[test]
@@ -106,7 +110,7 @@ fn the_chain_goes_on_across_chunks() {
     for chunk in [1, 7, 16, 64, 199, 512] {
         let mut rig = Rig::new(scheduler(chunk, 1), BlockAllocator::new(40, 16).with_prefix_cache(1));
         assert_eq!(run_alone(&mut rig, 0, &prompt, b"", 1), 0);
-        assert_eq!(run_alone(&mut rig, 1, &prompt, b"", 1), 192, "chunk {chunk}");
+        assert_eq!(run_alone(&mut rig, 1, &prompt, b"", 1), 192, "wrong cached tokens with chunks of {chunk}");
     }
 }
 
@@ -128,14 +132,14 @@ fn output_tokens_are_found_by_the_next_turn() {
     let mut rig = Rig::new(scheduler(64, 1), BlockAllocator::new(40, 4).with_prefix_cache(1));
     let prompt: Vec<u32> = (10..16).collect();
     run_alone(&mut rig, 0, &prompt, b"", 10);
-    // 6 + 10 tokens; the last was sampled and never computed, so 15 rows exist: 3 whole blocks.
+    // The sequence has 6 + 10 tokens. The last one was sampled but not computed, so 15 rows exist: 3 full blocks.
     let next_turn = [&prompt[..], &oracle_output(&prompt, b"", 10), &[77, 78]].concat();
     assert_eq!(run_alone(&mut rig, 1, &next_turn, b"", 3), 12);
 }
 
 #[test]
 fn an_evicted_block_is_not_found_again() {
-    // 6 blocks: A leaves 5 cached, B needs all of them.
+    // The pool has 6 blocks: A leaves 5 cached ones, and B needs all of them.
     let mut rig = Rig::new(scheduler(64, 1), BlockAllocator::new(6, 4).with_prefix_cache(1));
     let (a, b): (Vec<u32>, Vec<u32>) = ((0..20).collect(), (100..124).collect());
     run_alone(&mut rig, 0, &a, b"", 2);
@@ -152,7 +156,7 @@ fn the_tail_of_a_chain_is_given_up_before_its_head() {
     let a: Vec<u32> = (0..20).collect();
     run_alone(&mut rig, 0, &a, b"", 1);
     run_alone(&mut rig, 1, &[50; 12], b"", 1);
-    // One block was free, two of A's five were taken: the last two.
+    // One block was free, so B evicted two of A's five: the last two.
     assert_eq!(run_alone(&mut rig, 2, &a, b"", 1), 12);
 }
 
@@ -165,8 +169,8 @@ fn two_thousand_prompts_pass_through_a_pool_of_a_hundred() {
     }
     rig.drain();
     for id in 0..2_000u32 {
-        let twin = rig.finished(u64::from(id));
-        assert_eq!(twin.output, oracle_output(&twin.prompt, b"", 3));
+        let expected_seq = rig.finished(u64::from(id));
+        assert_eq!(expected_seq.output, oracle_output(&expected_seq.prompt, b"", 3));
     }
     assert!(rig.blocks.stats().evicted_blocks > 5_000);
 }
@@ -192,7 +196,7 @@ fn bypassing_reads_still_publishes() {
     }
     assert_eq!(rig.blocks.stats().queried_tokens, 0);
     assert_eq!(run_alone(&mut rig, 2, &prompt, b"t", 1), 8);
-    assert_eq!(run_alone(&mut rig, 3, &prompt, b"", 1), 0, "another salt");
+    assert_eq!(run_alone(&mut rig, 3, &prompt, b"", 1), 0, "another salt is no hit");
 }
 
 #[test]
@@ -218,7 +222,7 @@ fn a_duplicate_is_offered_again_when_the_first_has_gone() {
     blocks.publish(b, &tokens[..4]);
     blocks.release(a).unwrap();
     blocks.admit(other, &blocks.lookup(&[9; 8], b""), 8).unwrap();
-    assert_eq!(blocks.stats().evicted_blocks, 2, "both blocks of a");
+    assert_eq!(blocks.stats().evicted_blocks, 2, "both blocks of `a` are evicted");
     assert_eq!(blocks.lookup(&tokens, b"").tokens(), 0);
     blocks.publish(b, &tokens[..6]);
     blocks.check().unwrap();
@@ -228,7 +232,8 @@ fn a_duplicate_is_offered_again_when_the_first_has_gone() {
 
 #[test]
 fn an_orphan_gives_its_key_to_a_content_that_can_be_reached() {
-    // b's second block hangs below a's first; a's first is evicted, then the same content comes anew.
+    // The second block of `b` has the first block of `a` as its parent. The first block of `a` is evicted, then the
+    // same content is computed again.
     let mut blocks = BlockAllocator::new(4, 2).with_prefix_cache(1);
     let (a, b, c) = (SeqId(0), SeqId(1), SeqId(2));
     let tokens = [1, 2, 3, 4, 5];
@@ -252,8 +257,9 @@ fn an_orphan_gives_its_key_to_a_content_that_can_be_reached() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Few tokens, few salts, a tight pool, bad and good digests: whatever is shared, evicted or preempted, each request's
-    /// output is the cache-free one.
+    /// The output of each request equals that without cache, also after sharing, eviction and preemption.
+    ///
+    /// The test uses few tokens, few salts, a tight pool, and good and bad digest functions.
     #[test]
     fn outputs_do_not_depend_on_the_cache(
         prompts in prop::collection::vec((prop::collection::vec(0u32..2, 1..24), 0u8..2, 1u32..12), 1..14),
@@ -283,12 +289,12 @@ proptest! {
         rig.drain();
         for id in taken {
             let (prompt, salt, max_tokens) = &prompts[id];
-            let (twin, _) = &rig.done[&SeqId(id as u64)];
+            let (expected_seq, _) = &rig.done[&SeqId(id as u64)];
             let expected = oracle_output(prompt, &[*salt], *max_tokens);
-            // A sequence larger than the pool ends early; what it said until then is right.
+            // A sequence larger than the pool ends early, with a correct output up to that point.
             let slots = pool * block_size;
             let said = (*max_tokens).min((slots + 1).saturating_sub(prompt.len() as u32));
-            prop_assert_eq!(&twin.output, &expected[..said as usize]);
+            prop_assert_eq!(&expected_seq.output, &expected[..said as usize]);
         }
     }
 }

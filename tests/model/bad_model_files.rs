@@ -1,5 +1,7 @@
-//! A bad model gets a typed error that names the file and the thing in it; damaged files of any kind never panic, hang or
-//! abort, and a model that loads in spite of damage answers or fails request by request.
+//! Tests that a bad model returns a typed error that names the file and the faulty item.
+//!
+//! Damaged files of any kind never cause a panic, a hang or an abort. A damaged model that still loads answers each
+//! request, or fails it with an error.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 #![cfg(feature = "text")]
 
@@ -24,7 +26,7 @@ fn chain(error: &dyn Error) -> String {
     std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
 }
 
-/// A copy of a model that may be spoilt; gone when dropped.
+/// Copy of a model that a test may damage; the files are removed when the value is dropped.
 struct Copy {
     folder: PathBuf,
 }
@@ -37,7 +39,7 @@ impl Copy {
         Self { folder }
     }
 
-    /// Every file of a model's folder.
+    /// Copies all files of a model's folder.
     fn of(model: &Path, name: &str) -> Self {
         let copy = Self::empty(name);
         for entry in std::fs::read_dir(model).unwrap().map(Result::unwrap) {
@@ -67,11 +69,12 @@ impl Copy {
         self.write(file, value.to_string());
     }
 
-    /// Replaces text in a file byte by byte; the lengths must agree, since files of weights have offsets.
+    /// Replaces text in a file; both texts must have the same length, because files of weights contain offsets.
     fn replace(&self, file: &str, from: &str, to: &str) {
         assert_eq!(from.len(), to.len());
         let mut bytes = self.read(file);
-        let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).expect("the text is there");
+        let at =
+            bytes.windows(from.len()).position(|window| window == from.as_bytes()).expect("the file contains the text");
         bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
         self.write(file, bytes);
     }
@@ -84,7 +87,7 @@ impl Drop for Copy {
 }
 
 fn refused(path: &Path) -> (BuildError, String) {
-    let error = builder(path, plain_config()).build_core().expect_err("must be refused");
+    let error = builder(path, plain_config()).build_core().expect_err("the model must be rejected");
     let text = chain(&error);
     (error, text)
 }
@@ -93,7 +96,7 @@ macro_rules! assert_refused {
     ($path:expr, $pattern:pat, $($part:expr),+) => {
         let (error, text) = refused($path.as_ref());
         assert!(matches!(error, $pattern), "{error:?}");
-        $(assert!(text.contains($part), "{text:?} does not say {:?}", $part);)+
+        $(assert!(text.contains($part), "{text:?} does not contain {:?}", $part);)+
     };
 }
 
@@ -145,11 +148,11 @@ fn models_that_cannot_be_run() {
     };
     let (error, text) = spoil(|c| c["model_type"] = json!("gpt9"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedArchitecture { .. })), "{error:?}");
-    let expected = "model architecture \"gpt9\" is not supported; supported are llama, mistral, ";
+    let expected = "model architecture \"gpt9\" is not supported; expected one of llama, mistral, ";
     assert!(text.starts_with(expected), "{text}");
     let (error, text) = spoil(|c| c["hidden_act"] = json!("relu"));
     assert!(matches!(error, BuildError::Model(ModelError::UnsupportedFeature { .. })), "{error:?}");
-    assert!(text.contains("hidden_act = relu is not supported; silu"), "{text}");
+    assert!(text.contains("hidden_act = relu is not supported; expected silu"), "{text}");
     let (error, text) = spoil(|c| c["num_attention_heads"] = json!(-4));
     assert!(matches!(error, BuildError::Model(ModelError::InvalidField { .. })), "{error:?}");
     assert!(text.contains("num_attention_heads = -4 is invalid"), "{text}");
@@ -164,7 +167,7 @@ fn models_that_cannot_be_run() {
     assert!(text.contains("lm_head.weight is missing"), "{text}");
     copy.write("config.json", std::fs::read(float().join("config.json")).unwrap());
 
-    // In the weights themselves.
+    // Errors in the weights themselves.
     copy.replace("model.safetensors", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weighs");
     assert_refused!(
         copy.folder,
@@ -208,7 +211,7 @@ fn gguf_files_that_cannot_be_run() {
     let (error, text) = spoil("blk.1.ffn_up.weight", "blk.1.ffn_ip.weight");
     assert!(matches!(error, BuildError::Model(ModelError::MissingTensor { .. })), "{error:?}");
     assert!(text.contains("model.layers.1.mlp.up_proj.weight is missing"), "{text}");
-    // The first tensor's number of dimensions, its dimensions, then its type: 8 is Q8_0, 23 is IQ4_XS.
+    // The number of dimensions of the first tensor, its dimensions, then its type: 8 is Q8_0, 23 is IQ4_XS.
     copy.write("m.gguf", &original);
     let name = b"token_embd.weight";
     let at = original.windows(name.len()).position(|window| window == name).unwrap() + name.len() + 4 + 2 * 8;
@@ -278,7 +281,7 @@ fn text_files_that_are_no_tokenizer() {
         ("tokenizer.json", &b"{}"[..]),
         ("tokenizer.json", b""),
         ("tokenizer.json", b"\xff\xfe"),
-        // Half a surrogate pair: JSON to whoever skips the string, none to whoever reads it.
+        // Half of a surrogate pair: valid JSON for a parser that skips the string, invalid for one that reads it.
         ("tokenizer.json", br#"{"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder": {"type": "\ud800"}}"#),
         ("tokenizer_config.json", b"[]"),
         ("tokenizer_config.json", b"{\"bos_token\": 7}"),
@@ -296,13 +299,13 @@ fn text_files_that_are_no_tokenizer() {
     assert!(text.contains("eos_token_id"), "{text}");
     let (error, text) = spoil("generation_config.json", b"{");
     assert!(matches!(error, BuildError::Model(ModelError::Json { .. })), "{error:?}");
-    assert!(text.contains("generation_config.json is no valid JSON"), "{text}");
+    assert!(text.contains("generation_config.json is not valid JSON"), "{text}");
     let (error, text) = spoil("config.json", b"[1]");
     assert!(matches!(error, BuildError::Model(ModelError::Json { .. })), "{error:?}");
-    assert!(text.contains("config.json is no valid JSON: it is no object"), "{text}");
+    assert!(text.contains("config.json is not valid JSON: expected an object"), "{text}");
 }
 
-/// If the model loads, it must answer, or fail a request with an error of its own and go on.
+/// If the model loads, it must answer, or fail a request with an error and then serve the next one.
 fn try_to_serve(path: &Path) -> Result<(), BuildError> {
     let mut core = builder(path, plain_config()).build_core()?;
     for prompt in ["Once upon", "a"] {
@@ -310,7 +313,7 @@ fn try_to_serve(path: &Path) -> Result<(), BuildError> {
         (params.seed, params.max_tokens, params.logprobs) = (Some(1), Some(3), Some(1));
         let handle = match core.submit(Request::text(prompt).with_sampling(params.clone())) {
             Ok(handle) => handle,
-            // A model without a tokenizer, or one whose ids are not the model's.
+            // The model has no tokenizer, or its tokenizer has other ids than the model.
             Err(SubmitError::Param(_) | SubmitError::Encode { .. }) => {
                 core.submit(Request::tokens(vec![0]).with_sampling(params)).unwrap()
             }
@@ -326,31 +329,33 @@ fn try_to_serve(path: &Path) -> Result<(), BuildError> {
     Ok(())
 }
 
-/// Cuts a file at many lengths; every cut must be refused, by a text that names `named`. Bytes from `padding` on are no
-/// loss.
+/// Truncates a file to many lengths: each must be rejected with an error that contains `named`.
+///
+/// Bytes from `padding` on may be missing.
 fn truncate(copy: &Copy, model: &Path, file: &str, named: &str, seed: u64) {
     let whole = copy.read(file);
     let mut dice = Dice::new(seed);
     let mut lens: Vec<usize> = (0..24).chain([whole.len() / 2, whole.len() - 2, whole.len() - 1]).collect();
     lens.extend((0..30).map(|_| dice.from(0, whole.len() as u32 - 1) as usize));
-    // Most cuts fall into the head, where the structure is.
+    // Most lengths are within the header, which contains the structure.
     lens.extend((0..30).map(|_| dice.from(0, whole.len().min(4_000) as u32 - 1) as usize));
     for len in lens {
-        // A text that has lost its last line break has lost nothing.
+        // Without its final line break, a text file is still complete.
         if whole[len..].iter().all(u8::is_ascii_whitespace) {
             continue;
         }
         copy.write(file, &whole[..len]);
-        let error = try_to_serve(model).expect_err(&format!("{file} cut to {len} bytes"));
+        let error = try_to_serve(model).expect_err(&format!("{file} truncated to {len} bytes"));
         let text = chain(&error);
-        assert!(text.contains(named), "{file} cut to {len} bytes: {text}");
+        assert!(text.contains(named), "{file} truncated to {len} bytes: {text}");
     }
     copy.write(file, whole);
     try_to_serve(model).unwrap();
 }
 
-/// Changes some bytes of a file, again and again; how many in a hundred of the results still loaded. For a longer search
-/// than a test run has time for, `ASCEND_LLM_DAMAGE=50` tries 50 times as many.
+/// Changes random bytes of a file many times; returns the percentage of damaged files that still loaded.
+///
+/// For a longer search than a test run, `ASCEND_LLM_DAMAGE=50` runs 50 times as many cases.
 fn flip(copy: &Copy, model: &Path, file: &str, cases: u64, seed: u64) -> u64 {
     let times = std::env::var("ASCEND_LLM_DAMAGE").map_or(1, |times| times.parse().expect("a number"));
     let whole = copy.read(file);
@@ -365,13 +370,13 @@ fn flip(copy: &Copy, model: &Path, file: &str, cases: u64, seed: u64) -> u64 {
             bytes[at] = match dice.from(0, 3) {
                 0 => bytes[at] ^ (1 << dice.from(0, 7)),
                 1 => dice.bits() as u8,
-                // Stays JSON more often than not.
+                // The result is usually still JSON.
                 2 => dice.one_of(b"0123456789"),
                 _ => dice.one_of(b"\"{}[],: \xffa"),
             };
         }
         copy.write(file, bytes);
-        // Printed so that a panic can be traced to its case.
+        // The output makes it possible to trace a panic to its case.
         println!("{file}, seed {seed}");
         loaded += u64::from(try_to_serve(model).is_ok());
     }
@@ -384,7 +389,7 @@ fn damaged_weights() {
     let copy = Copy::of(&data("conformance/llama-mha-untied-bias"), "damaged-safetensors");
     truncate(&copy, &copy.folder, "model.safetensors", "model.safetensors is corrupt", 1);
     let loaded = flip(&copy, &copy.folder, "model.safetensors", 120, 2);
-    assert!((5..95).contains(&loaded), "{loaded} % loaded: the damage is too small or too great to try anything");
+    assert!((5..95).contains(&loaded), "{loaded} % loaded: the damage is too small or too large for a useful test");
 }
 
 #[test]
@@ -394,15 +399,15 @@ fn damaged_gguf() {
     copy.write("m.gguf", std::fs::read(quantized()).unwrap());
     truncate(&copy, &path, "m.gguf", "m.gguf is corrupt", 3);
     let loaded = flip(&copy, &path, "m.gguf", 80, 4);
-    assert!((5..95).contains(&loaded), "{loaded} % loaded: the damage is too small or too great to try anything");
+    assert!((5..95).contains(&loaded), "{loaded} % loaded: the damage is too small or too large for a useful test");
 }
 
 #[test]
 fn damaged_descriptions() {
     let copy = Copy::of(&data("conformance/qwen3"), "damaged-config");
-    truncate(&copy, &copy.folder, "config.json", "config.json is no valid JSON", 5);
+    truncate(&copy, &copy.folder, "config.json", "config.json is not valid JSON", 5);
     flip(&copy, &copy.folder, "config.json", 150, 6);
-    truncate(&copy, &copy.folder, "generation_config.json", "generation_config.json is no valid JSON", 7);
+    truncate(&copy, &copy.folder, "generation_config.json", "generation_config.json is not valid JSON", 7);
     let copy = Copy::of(&data("conformance/llama-sharded"), "damaged-index");
     truncate(&copy, &copy.folder, "model.safetensors.index.json", "model.safetensors.index.json is corrupt", 8);
     flip(&copy, &copy.folder, "model.safetensors.index.json", 80, 9);
@@ -417,7 +422,7 @@ fn damaged_text_files() {
     flip(&copy, &copy.folder, "tokenizer_config.json", 60, 13);
 }
 
-/// Every field of every kind of config gets values that it should never have.
+/// Gives each field of each kind of config values that it should never have.
 #[test]
 fn strange_values_in_descriptions() {
     let values = [
@@ -455,7 +460,7 @@ fn strange_values_in_descriptions() {
     }
 }
 
-/// One token's embedding is infinite: requests with that token fail by themselves, all others are served as ever.
+/// The embedding of one token is infinite: only requests with that token fail, all others succeed.
 #[test]
 fn a_model_with_a_bad_row_fails_only_the_requests_that_meet_it() {
     let original = data("conformance/llama-mha-untied-bias");

@@ -1,5 +1,7 @@
-//! Model descriptions are read as their families mean them, and what is wrong or not implemented is refused by name:
-//! `config.json` in both spellings, and GGUF metadata.
+//! Tests that model descriptions are read as their model families define them: `config.json` in both spellings, GGUF
+//! metadata.
+//!
+//! Invalid or unsupported values are rejected with the name of the field.
 
 #![allow(missing_docs, clippy::cast_possible_truncation)] // sizes here are small
 
@@ -29,7 +31,7 @@ fn read(config: &Map<String, Value>) -> Result<ModelConfig, ModelError> {
     config_from_hub(&serde_json::to_vec(config).unwrap())
 }
 
-/// A small Llama with `changes` on top.
+/// Returns the configuration of a small Llama with `changes` applied.
 fn llama(changes: &Value) -> Map<String, Value> {
     let base = json!({
         "model_type": "llama", "vocab_size": 10, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -40,18 +42,20 @@ fn llama(changes: &Value) -> Map<String, Value> {
     config
 }
 
-/// Attention of a layer.
+/// Returns the attention of a layer.
 fn attention(layer: &LayerConfig) -> &GroupedQueryAttention {
     let AttentionConfig::GroupedQuery(attention) = &layer.attention else { panic!("{layer:?}") };
     attention
 }
 
 fn attention_mut(layer: &mut LayerConfig) -> &mut GroupedQueryAttention {
-    let AttentionConfig::GroupedQuery(attention) = &mut layer.attention else { panic!("other attention") };
+    let AttentionConfig::GroupedQuery(attention) = &mut layer.attention else {
+        panic!("the layer has another kind of attention")
+    };
     attention
 }
 
-/// Width and bias of a layer's MLP.
+/// Returns the width of a layer's MLP, and whether it has a bias.
 fn mlp(layer: &LayerConfig) -> (usize, bool) {
     let MlpConfig::Gated(GatedMlp { intermediate_size, bias, .. }) = layer.mlp else { panic!("{layer:?}") };
     (intermediate_size, bias)
@@ -61,7 +65,7 @@ fn windows_of(config: &ModelConfig) -> Vec<Option<u32>> {
     config.layers.iter().map(|layer| attention(layer).window).collect()
 }
 
-/// Zeros of every shape that the configuration asks for, with an `lm_head` only where it is not tied.
+/// Returns zero tensors of all shapes that the configuration requires; `lm_head` only if it is not tied.
 fn source(config: &ModelConfig) -> MemorySource {
     let mut source = MemorySource::new();
     let mut add = |name: String, shape: &[usize]| {
@@ -98,7 +102,7 @@ fn shape_of<'a>(graph: &'a Graph, name: &str) -> &'a [usize] {
     &graph.weights.iter().find(|weight| weight.name == name).unwrap_or_else(|| panic!("{name}")).shape
 }
 
-/// The field an error names and what it says in all.
+/// Returns the field that an error names, and its message.
 fn named(error: &ModelError) -> (String, String) {
     let name = match error {
         ModelError::UnsupportedArchitecture { name }
@@ -235,7 +239,7 @@ fn windows_follow_each_familys_rule() {
     let w = Some(8);
     assert_eq!(windows("llama", json!({ "sliding_window": 8 })).unwrap(), [None; 4]);
     assert_eq!(windows("mistral", json!({ "sliding_window": 8 })).unwrap(), [w; 4]);
-    // Mistral has no switch, so none can turn its window off; null does.
+    // Mistral has no `use_sliding_window`, so only null disables its window.
     assert_eq!(windows("mistral", json!({ "sliding_window": 8, "use_sliding_window": false })).unwrap(), [w; 4]);
     assert_eq!(windows("mistral", json!({ "sliding_window": null })).unwrap(), [None; 4]);
     assert_eq!(windows("qwen2", json!({ "sliding_window": 8 })).unwrap(), [None; 4]);
@@ -259,7 +263,7 @@ fn windows_follow_each_familys_rule() {
 }
 
 #[test]
-fn rope_parameters_are_found_wherever_they_stand() {
+fn rope_parameters_are_found_at_each_place() {
     let scaling = |changes: Value| read(&llama(&changes)).map(|mut config| config.ropes.remove(0));
     let yarn = |original: u32| RopeScaling::Yarn {
         factor: 4.0,
@@ -272,7 +276,7 @@ fn rope_parameters_are_found_wherever_they_stand() {
         truncate: true,
     };
     let given = json!({ "rope_type": "yarn", "factor": 4.0 });
-    // Without an original length: the one beside it, else the model's own.
+    // Without an original length: the length given next to the scaling, else the model's own.
     let rope = scaling(json!({ "rope_scaling": given })).unwrap();
     assert_eq!((rope.scaling, rope.theta), (yarn(64), 10_000.0));
     let rope = scaling(json!({ "rope_scaling": given, "original_max_position_embeddings": 16 })).unwrap();
@@ -285,7 +289,7 @@ fn rope_parameters_are_found_wherever_they_stand() {
     assert_eq!((rope.dim, rope.theta), (2, 10_000.0));
     let rope = scaling(json!({ "rope_parameters": { "partial_rotary_factor": 0.5, "rope_theta": 3.0 } })).unwrap();
     assert_eq!((rope.dim, rope.theta), (2, 3.0));
-    // One set a layer type would be read as no set at all.
+    // Parameters for a single layer type must not be read as those of all layers.
     let sets = json!({ "full_attention": { "rope_type": "default", "rope_theta": 5.0 } });
     let error = scaling(json!({ "rope_parameters": sets })).unwrap_err();
     assert_eq!(named(&error).0, "rope_parameters.full_attention");
@@ -301,10 +305,10 @@ fn other_architectures_are_refused_by_name() {
         let mut config = object(&path);
         let name = config["model_type"].as_str().unwrap().to_owned();
         if Architecture::from_hub(&name).is_ok() {
-            continue; // a family by now; its own tests have more to say
+            continue; // this family is supported; other tests cover it
         }
         assert_eq!(read(&config).unwrap_err(), ModelError::UnsupportedArchitecture { name: name.clone() });
-        // Without a type, the class says what it is.
+        // Without `model_type`, the class name determines the family.
         config.remove("model_type");
         let class = config["architectures"][0].as_str().unwrap().to_owned();
         assert_eq!(read(&config).unwrap_err(), ModelError::UnsupportedArchitecture { name: class });
@@ -388,7 +392,7 @@ fn values_that_cannot_be_are_refused_by_name() {
     for field in ["rms_norm_eps", "rope_theta", "partial_rotary_factor"] {
         for value in [json!("1"), json!(false), json!({}), json!(-1.0), json!(1e300)] {
             if field == "rope_theta" && value == json!(1e300) {
-                continue; // odd, but a number that the formula takes
+                continue; // unusual, but the formula accepts this number
             }
             let mut changes = Map::new();
             changes.insert(field.into(), value);
@@ -415,7 +419,7 @@ fn values_that_cannot_be_are_refused_by_name() {
         (json!({ "head_dim": 1 << 20 }), "head_dim"),
         (json!({ "partial_rotary_factor": 0.1 }), "rotary dimension"),
         (json!({ "rope_theta": 0 }), "rope_theta"),
-        // Its powers are beyond f32.
+        // Its powers exceed f32.
         (json!({ "rope_theta": 1e-300 }), "rope_scaling"),
         (json!({ "rope_scaling": [] }), "rope_scaling"),
         (json!({ "rope_parameters": "yarn" }), "rope_parameters"),
@@ -436,7 +440,7 @@ fn values_that_cannot_be_are_refused_by_name() {
         (yarn("beta_slow", json!(-1)), "rope_scaling.beta_slow"),
         (yarn("attention_factor", json!(0)), "rope_scaling.attention_factor"),
         (yarn("truncate", json!(1)), "rope_scaling.truncate"),
-        // All dimensions turn alike: a ramp between infinities.
+        // All dimensions have the same frequency: the ends of the ramp are infinite.
         (
             json!({ "rope_theta": 1, "original_max_position_embeddings": 65536,
                     "rope_scaling": { "rope_type": "yarn", "factor": 8 } }),
@@ -474,8 +478,9 @@ fn what_is_no_json_object_is_refused() {
     assert!(config_from_hub(&b"[".repeat(100_000)).is_err());
 }
 
-/// Every field of every conformance config, with every odd value: an error or a config, never a panic, and neither from
-/// the graph.
+/// Sets each field of each conformance config to each odd value: the result is an error or a config.
+///
+/// Neither reading the config nor building the graph panics.
 #[test]
 fn odd_values_never_panic() {
     let odd = [
@@ -515,7 +520,7 @@ fn odd_values_never_panic() {
                     match path.as_slice() {
                         [key] => drop(changed.insert(key.clone(), value.clone())),
                         [key, inner] => changed[key][inner] = value.clone(),
-                        _ => unreachable!("two levels"),
+                        _ => unreachable!("configs have at most two levels"),
                     }
                     match read(&changed).and_then(|config| {
                         let _ = config.parameters();
@@ -568,7 +573,7 @@ fn a_changed_configuration_is_checked_before_it_becomes_a_graph() {
     broken("rope_freqs.weight", &|config| config.ropes[0].divisors = Some(vec![1.0, 0.0]));
 }
 
-/// Layers are drawn as each of them says, not as the first does.
+/// Each layer of the graph follows its own description, not that of the first layer.
 #[test]
 fn layers_may_differ_in_rotation_and_window() {
     let mut config = read(&llama(&json!({ "num_hidden_layers": 3 }))).unwrap();
@@ -593,9 +598,9 @@ fn layers_may_differ_in_rotation_and_window() {
     assert_eq!(windows.collect::<Vec<_>>(), [None, None, Some(8)]);
 }
 
-/// A factor is one operation where the description has it, and none where it has not.
+/// The graph contains one operation for each factor of the description, and none without a factor.
 #[test]
-fn factors_stand_where_the_description_has_them() {
+fn factors_are_applied_where_the_description_has_them() {
     let mut config = read(&llama(&json!({ "num_hidden_layers": 2 }))).unwrap();
     let source = source(&config);
     let scales = |config: &ModelConfig| -> Vec<String> {
@@ -646,7 +651,7 @@ fn parameters_are_counted_and_never_overflow() {
 
 // --------------------------------------------------------------------------------------------------- tensors
 
-/// A source in which one tensor is missing, or has a row more.
+/// A source in which one tensor is missing or has an additional row.
 #[derive(Debug)]
 struct Changed<'a> {
     source: &'a dyn WeightSource,
@@ -698,7 +703,7 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// A metadata value: its type number and bytes.
+/// Encodes a metadata value; returns its type number and bytes.
 fn value(value: &Value) -> (u32, Vec<u8>) {
     match value {
         Value::Number(n) if n.is_u64() => (4, (n.as_u64().unwrap() as u32).to_le_bytes().to_vec()),
@@ -706,7 +711,7 @@ fn value(value: &Value) -> (u32, Vec<u8>) {
         Value::Number(n) => (6, (n.as_f64().unwrap() as f32).to_le_bytes().to_vec()),
         Value::Bool(b) => (7, vec![u8::from(*b)]),
         Value::String(text) => (8, string(text)),
-        // An array of u32, one a layer.
+        // An array of u32 with one element per layer.
         Value::Array(list) => {
             let words = list.iter().flat_map(|n| (n.as_u64().unwrap() as u32).to_le_bytes());
             (9, [&4u32.to_le_bytes()[..], &(list.len() as u64).to_le_bytes(), &words.collect::<Vec<u8>>()].concat())
@@ -715,7 +720,7 @@ fn value(value: &Value) -> (u32, Vec<u8>) {
     }
 }
 
-/// A file of metadata and of f32 zeros (or of the type given), dims slowest first.
+/// Encodes a file with metadata and zero tensors of the given types; dimensions are slowest first.
 fn gguf_bytes(metadata: &Map<String, Value>, tensors: &[(String, Vec<u64>, u32)]) -> Vec<u8> {
     let mut head = b"GGUF".to_vec();
     head.extend(3u32.to_le_bytes());
@@ -757,7 +762,7 @@ fn metadata(architecture: &str, changes: &Value) -> Map<String, Value> {
     all
 }
 
-/// All tensors of the model that [`metadata`] describes.
+/// Returns all tensors of the model that [`metadata`] describes.
 fn tensors() -> Vec<(String, Vec<u64>, u32)> {
     let mut tensors =
         vec![("token_embd.weight".to_owned(), vec![10, 16], 0), ("output_norm.weight".to_owned(), vec![16], 0)];
@@ -816,7 +821,7 @@ fn gguf_tensors_say_what_metadata_does_not() {
     assert!(mlp(&layer(&[("blk.0.ffn_gate.bias", &[24])])).1);
     assert!(attention(&layer(&[("blk.0.attn_q_norm.weight", &[4])])).qk_norm.is_some());
     assert_eq!(config(&[("rope_freqs.weight", &[2])]).ropes[0].divisors, Some(vec![0.0; 2]));
-    // A tensor that is there in a type that cannot be read is not a tensor that is absent.
+    // A tensor of an unsupported type must not be treated as absent.
     for name in
         ["token_embd.weight", "output.weight", "rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"]
     {
@@ -863,14 +868,16 @@ fn gguf_scalings_and_windows() {
     }
     let yarn =
         json!({ "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16 });
-    let RopeScaling::Yarn { factor, original_max_position_embeddings, .. } = rope(yarn) else { panic!("no yarn") };
+    let RopeScaling::Yarn { factor, original_max_position_embeddings, .. } = rope(yarn) else {
+        panic!("the scaling is not YaRN")
+    };
     assert_eq!((factor, original_max_position_embeddings), (4.0, 16));
     let windows =
         |window: u32| windows_of(&read_gguf("mistral", &json!({ "attention.sliding_window": window })).unwrap());
     assert_eq!((windows(0), windows(8)), (vec![None; 2], vec![Some(8); 2]));
 }
 
-/// Granite's factors have the same meaning in both forms; in a GGUF file 0 means that there is none.
+/// Granite's factors have the same meaning in both formats; in a GGUF file, 0 means that the factor is absent.
 #[test]
 fn granite_has_its_factors_from_both_forms() {
     let factors = |config: &ModelConfig| {
@@ -891,7 +898,7 @@ fn granite_has_its_factors_from_both_forms() {
     let in_gguf =
         json!({ "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 0.0625 });
     assert_eq!(factors(&gguf(in_gguf).unwrap()), given);
-    // The defaults of the hub's class, and a GGUF file's: scores by the size of a head.
+    // The defaults of the hub's class, and those of a GGUF file: the scale of the scores depends on the head size.
     let ones = json!({ "embedding_multiplier": 1.0, "residual_multiplier": 1, "logits_scaling": 1.0 });
     for config in [hub(json!({})), hub(json!({ "attention_multiplier": null })), hub(ones)] {
         assert_eq!(factors(&config.unwrap()), (None, None, None, 1.0));
@@ -908,7 +915,7 @@ fn granite_has_its_factors_from_both_forms() {
     for key in ["embedding_scale", "residual_scale", "logit_scale", "attention.scale"] {
         assert_eq!(named(&gguf(json!({ key: -1.0 })).unwrap_err()).0, format!("granite.{key}"));
     }
-    // Factors that Granite has not are refused as of any family.
+    // Factors that Granite does not have are rejected as in any other family.
     let error = gguf(json!({ "final_logit_softcapping": 30.0 })).unwrap_err();
     assert_eq!(named(&error).0, "granite.final_logit_softcapping");
 }
@@ -970,7 +977,7 @@ fn gguf_values_that_cannot_be_are_refused_by_key() {
     }
 }
 
-/// The tiny file with one float that JSON cannot write.
+/// The tiny file with one float that JSON cannot represent.
 fn with_float(key: &str, float: f32) -> Gguf {
     let marker = 1.234_567_9f32;
     let mut fields = metadata("llama", &json!({}));

@@ -1,5 +1,7 @@
-//! Every conformance model gives the logits, log-probabilities and greedy tokens of its float32 reference, in both
-//! spellings of `config.json`, at the least and the most fusion, on every instruction set that the machine has.
+//! Tests that each conformance model yields the logits, log-probabilities and greedy tokens of its float32 reference.
+//!
+//! The tests cover both spellings of `config.json`, the lowest and the highest fusion level, and each instruction set
+//! of the machine.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
@@ -15,13 +17,13 @@ use ascend_llm::graph::{CompileOptions, Numerics, Precision};
 use ascend_llm::kv_cache::KvDType;
 use ascend_llm::model::{Architecture, config_from_hub};
 
-/// What the reference promises an f32 engine can reach (its own f32 against f64 differs by up to 2e-5).
+/// Bound that the reference guarantees for an f32 engine (its own f32 results differ from f64 by up to 2e-5).
 const EXACT_BOUND: f32 = 2e-4;
-/// Fast numerics on float weights differ by the rounding of keys and values to f16 only: 11 bits on values of a few units,
-/// averaged by attention, over two layers.
+/// Fast numerics on float weights only round keys and values to f16: 11 bits of values of a few units, averaged by
+/// attention, over two layers.
 const FAST_BOUND: f32 = 2e-2;
 
-/// The folder with `config.hub-style.json` in the place of `config.json`.
+/// Returns a copy of the folder with `config.hub-style.json` as `config.json`.
 fn older_spelling(folder: &Path) -> PathBuf {
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hub-style").join(folder.file_name().unwrap());
     std::fs::create_dir_all(&copy).unwrap();
@@ -75,7 +77,7 @@ fn every_family_has_a_conformance_model() {
 fn exact_numerics_meet_the_reference() {
     for folder in conformance_models() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-        // The spelling does not reach the device: the older one runs on one instruction set.
+        // The spelling does not affect the device, so the older one runs on one instruction set only.
         let paths = Isa::available().iter().map(|&isa| ("new", folder.clone(), isa));
         for (spelling, folder, isa) in paths.chain([("older", older_spelling(&folder), Isa::detect())]) {
             for fusion in [0, 3] {
@@ -86,13 +88,16 @@ fn exact_numerics_meet_the_reference() {
                     model.restart();
                     let rows = model.forward(&case.input_ids, case.input_ids.len());
                     let error = largest_difference(rows.last().unwrap(), &case.last_logits);
-                    assert!(error <= EXACT_BOUND, "{label}: logits differ by {error}");
-                    let best: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
-                    assert_eq!(best, case.argmax, "{label}");
+                    assert!(error <= EXACT_BOUND, "{label}: the largest difference of a logit is {error}");
+                    let argmaxes: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+                    assert_eq!(argmaxes, case.argmax, "{label}");
                     assert_eq!(case.prompt_logprobs.len(), case.input_ids.len() - 1);
                     for (i, expected) in case.prompt_logprobs.iter().enumerate() {
                         let got = log_softmax_at(&rows[i], case.input_ids[i + 1]);
-                        assert!((got - expected).abs() <= 2.0 * f64::from(EXACT_BOUND), "{label}: {got} {expected}");
+                        assert!(
+                            (got - expected).abs() <= 2.0 * f64::from(EXACT_BOUND),
+                            "{label}: got {got}, expected {expected}"
+                        );
                     }
                     assert_eq!(model.greedy(&case.input_ids, case.greedy.len()), case.greedy, "{label}");
                 }
@@ -101,7 +106,8 @@ fn exact_numerics_meet_the_reference() {
     }
 }
 
-/// The GGUF form of a model has other names, other metadata and other rows of queries and keys, and the same answers.
+/// The GGUF file of a model has other names, other metadata and another order of query and key rows, but the same
+/// results.
 #[test]
 fn gguf_forms_meet_the_reference() {
     for (file, folder) in gguf_forms() {
@@ -111,9 +117,9 @@ fn gguf_forms_meet_the_reference() {
             model.restart();
             let rows = model.forward(&case.input_ids, case.input_ids.len());
             let error = largest_difference(rows.last().unwrap(), &case.last_logits);
-            assert!(error <= EXACT_BOUND, "{label}: logits differ by {error}");
-            let best: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
-            assert_eq!(best, case.argmax, "{label}");
+            assert!(error <= EXACT_BOUND, "{label}: the largest difference of a logit is {error}");
+            let argmaxes: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+            assert_eq!(argmaxes, case.argmax, "{label}");
             assert_eq!(model.greedy(&case.input_ids, case.greedy.len()), case.greedy, "{label}");
         }
     }
@@ -129,24 +135,26 @@ fn fast_numerics_stay_within_their_bound() {
                 let rows = model.forward(&case.input_ids, 1);
                 let error = largest_difference(&rows[0], &case.last_logits);
                 let bound = if mix_is_bf16(&folder, isa) { BF16_BOUND } else { FAST_BOUND };
-                assert!(error <= bound, "{}, {isa:?}: logits differ by {error}", folder.display());
+                assert!(error <= bound, "{}, {isa:?}: the largest difference of a logit is {error}", folder.display());
             }
         }
     }
 }
 
-/// Largest difference of a logit from the f32 reference, by what activations are rounded to: a rounding of 2^-9 (bf16) or
-/// 2^-12 (f16) of each input of a product, averaged over its sum, through two layers. Keys and values stay in f32 here.
+/// Largest difference of a logit from the f32 reference, by the type of the activations.
+///
+/// Each input of a product is rounded by 2^-9 (bf16) or 2^-12 (f16), averaged over the sum, through two layers. Keys
+/// and values stay in f32 here.
 const PRECISION_BOUNDS: [(Precision, f32); 4] =
     [(Precision::F32, EXACT_BOUND), (Precision::BF16, 1.2e-1), (Precision::F16, 1.5e-2), (Precision::Mix, EXACT_BOUND)];
 const BF16_BOUND: f32 = PRECISION_BOUNDS[1].1;
 
-/// Whether `mix` rounds to bfloat16: where products of bf16 weights are faster so.
+/// Returns whether `mix` rounds to bfloat16: only if products of bf16 weights are faster with it.
 fn mix_is_bf16(folder: &Path, isa: Isa) -> bool {
     isa == Isa::Avx512Bf16 && folder.ends_with("llama-bf16")
 }
 
-/// Every precision is as near to the reference as it says, bit-equal at every level, and not another one by another name.
+/// Each precision stays within its bound, is bit-equal at all fusion levels, and differs from the other precisions.
 #[test]
 fn precisions_stay_within_their_bounds() {
     let mut worst = [0.0f32; 4];
@@ -169,12 +177,12 @@ fn precisions_stay_within_their_bounds() {
             let error = largest_difference(rows.last().unwrap(), &case.last_logits);
             let mixed = precision == Precision::Mix && mix_is_bf16(&folder, Isa::detect());
             let bound = if mixed { BF16_BOUND } else { bound };
-            assert!(error <= bound, "{label}: logits differ by {error}");
+            assert!(error <= bound, "{label}: the largest difference of a logit is {error}");
             *worst = worst.max(error);
             for level in 1..=CompileOptions::MAX_OPT_LEVEL {
                 assert!(with(level, &[]) == rows, "{label}: level {level}");
             }
-            // Exceptions act one by one, and all of them together are the rule.
+            // Each override has its own effect, and all of them together equal a precision of f32.
             let projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"];
             let is_narrow = mixed || matches!(precision, Precision::BF16 | Precision::F16);
             for name in projections {
@@ -234,7 +242,7 @@ fn fusion_levels_and_chunks_agree_bit_by_bit() {
     }
 }
 
-/// The ends of the ladder above on every instruction set, and chunks.
+/// Fusion levels 0 and 3 as above on each instruction set, and chunks.
 #[test]
 fn fusion_and_chunks_agree_bit_by_bit_on_every_instruction_set() {
     for folder in conformance_models() {

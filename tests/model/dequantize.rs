@@ -1,6 +1,6 @@
-//! Stored elements and floats: block layouts as GGML has them, and rounding within each type's bound.
+//! Tests of stored elements and floats: block layouts equal those of GGML, and rounding stays within each type's bound.
 
-// Test data is made by wrapping and truncating on purpose.
+// The generators of test data wrap and truncate on purpose.
 #![allow(clippy::cast_possible_truncation)]
 
 use std::path::Path;
@@ -37,7 +37,7 @@ fn expand(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     out
 }
 
-/// The story model in one type; the f16 file is the one that comes with the examples.
+/// Returns the path of the story model in one type; the f16 file is the one of the examples.
 fn story(kind: &str) -> std::path::PathBuf {
     let folder = if kind == "f16" { "examples/models" } else { "tests/data/fable/gguf" };
     Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(format!("fable-{kind}.gguf"))
@@ -50,7 +50,7 @@ fn open(kind: &str) -> Gguf {
 #[test]
 fn floats_are_read_exactly() {
     assert_eq!(expand(DType::F32, &(-0.1_f32).to_le_bytes()), [-0.1]);
-    // f16: one, the smallest subnormal (2^-24), the largest, minus infinity.
+    // f16: one, the smallest subnormal (2^-24), the largest number, minus infinity.
     let bytes = [0x00, 0x3c, 0x01, 0x00, 0xff, 0x7b, 0x00, 0xfc];
     assert_eq!(expand(DType::F16, &bytes), [1.0, 1.0 / 16_777_216.0, 65_504.0, f32::NEG_INFINITY]);
     // bf16 is the upper half of an f32.
@@ -59,7 +59,8 @@ fn floats_are_read_exactly() {
 
 #[test]
 fn a_q4_0_block_by_hand() {
-    // Byte j holds element j in its low half and j + 16 in its high half; both less 8, times the scale.
+    // Byte j contains element j in its low half and element j + 16 in its high half; the value is (element - 8) times
+    // the scale.
     let mut block = half(0.5).to_vec();
     block.extend((0..16).map(|j| j | (15 - j) << 4));
     let out = expand(DType::Q4_0, &block);
@@ -82,7 +83,7 @@ fn a_q4_1_block_by_hand() {
 
 #[test]
 fn q5_blocks_by_hand() {
-    // Fifth bits set for elements 0, 15, 16 and 31 only; bit i of the u32 is element i's.
+    // Only elements 0, 15, 16 and 31 have their fifth bit set; bit i of the u32 belongs to element i.
     let fifth = (1_u32 | 1 << 15 | 1 << 16 | 1 << 31).to_le_bytes();
     let low: Vec<u8> = (0..16).map(|j| j | (15 - j) << 4).collect();
     let quant = |i: usize| {
@@ -108,8 +109,10 @@ fn a_q8_0_block_by_hand() {
     }
 }
 
-/// Six-bit scales and minima of the eight sub-blocks, packed as `Q4_K` and `Q5_K` have them: the first four in the low six
-/// bits of bytes 0..4 and 4..8; of the last four the low halves in bytes 8..12, the upper two bits on top of the first.
+/// Packs six-bit scales and minima of the eight sub-blocks as in `Q4_K` and `Q5_K`.
+///
+/// The first four are in the low six bits of bytes 0..4 and 4..8. The low halves of the last four are in bytes 8..12,
+/// their upper two bits in the upper bits of the first bytes.
 fn packed_scales(scales: [u8; 8], mins: [u8; 8]) -> [u8; 12] {
     let mut out = [0; 12];
     for j in 0..4 {
@@ -126,7 +129,7 @@ const MINS: [u8; 8] = [0, 5, 63, 33, 17, 60, 16, 1];
 #[test]
 fn a_q4_k_block_by_hand() {
     let mut block = [&half(0.5)[..], &half(0.25), &packed_scales(SCALES, MINS)].concat();
-    // Each run of 32 bytes serves 64 elements: low halves first.
+    // Each run of 32 bytes contains 64 elements: first those of the low halves.
     let low: Vec<u8> = (0..128_u32).map(|i| (i * 37 % 251) as u8).collect();
     block.extend(&low);
     for (i, x) in expand(DType::Q4_K, &block).into_iter().enumerate() {
@@ -168,9 +171,11 @@ fn a_q6_k_block_by_hand() {
     }
 }
 
-/// Largest distance of a value of a block to what is stored for it. From the step of the format: half a step for
-/// rounding (a whole one at the positive end of the types whose integers reach further down than up), and what the
-/// rounding of the scale itself to f16 (2^-11, or half a subnormal's unit, 2^-25) does over the block's integers.
+/// Returns the largest distance between a value of a block and its stored value.
+///
+/// It consists of half a step of the format for rounding (a whole step at the positive end of types whose integers
+/// reach further down than up), and the effect on the block's integers of rounding the scale itself to f16 (2^-11, or
+/// half of a subnormal's unit, 2^-25).
 fn bound(dtype: DType, block: &[f32]) -> f32 {
     let largest = block.iter().fold(0.0_f32, |a, x| a.max(x.abs()));
     let (min, max) = block.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), x| (a.min(*x), b.max(*x)));
@@ -185,8 +190,8 @@ fn bound(dtype: DType, block: &[f32]) -> f32 {
         DType::Q5_0 => largest / 16.0 * 1.001 + scale_error(16.0),
         DType::Q4_1 => range / 30.0 * 1.001 + 2.0 * scale_error(15.0),
         DType::Q5_1 => range / 62.0 * 1.001 + 2.0 * scale_error(31.0),
-        // Half a step, where the step is rounded up by at most one unit of the super-block's scale and the minimum by
-        // one of its own, each of which is a 63rd of the largest.
+        // Half a step, where the step is rounded up by at most one unit of the super-block's scale, and the minimum by
+        // one unit of its own; each unit is 1/63 of the largest.
         DType::Q4_K => (zero_range / 15.0) * (0.5 + 3.0 / 63.0 * 2.0) + 4.0 * scale_error(15.0 * 63.0),
         DType::Q5_K => (zero_range / 31.0) * (0.5 + 3.0 / 63.0 * 2.0) + 4.0 * scale_error(31.0 * 63.0),
         DType::Q6_K => (largest / 31.0) * (0.5 + 2.0 / 127.0) + 4.0 * scale_error(31.0 * 127.0),
@@ -198,7 +203,7 @@ fn assert_close(dtype: DType, src: &[f32], stored: &[f32], slack: f32) {
     for (block, stored) in src.chunks(dtype.block_len()).zip(stored.chunks(dtype.block_len())) {
         let bound = bound(dtype, block) * slack;
         for (x, y) in block.iter().zip(stored) {
-            assert!((x - y).abs() <= bound, "{dtype}: {x} became {y}, bound {bound}");
+            assert!((x - y).abs() <= bound, "{dtype}: {x} was rounded to {y}, beyond the bound {bound}");
         }
     }
 }
@@ -223,7 +228,7 @@ proptest! {
         }
     }
 
-    /// A block that came out of a format goes back into it unchanged, or at least stands for the same values.
+    /// Quantizing a dequantized block yields the same block, or at least the same values.
     #[test]
     fn rounding_twice_is_rounding_once(values in prop::collection::vec(-1.0_f32..1.0, 256)) {
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DType::Q4_0, DType::Q5_0] {
@@ -233,13 +238,13 @@ proptest! {
             quantize(dtype, &stored, &mut twice);
             let again = expand(dtype, &twice);
             for (x, y) in stored.iter().zip(&again) {
-                // The f16 scale of the second time may differ in its last bit.
+                // The f16 scale of the second quantization may differ in its last bit.
                 prop_assert!((x - y).abs() <= x.abs() / 1024.0, "{}: {} {}", dtype, x, y);
             }
         }
     }
 
-    /// Integers and scales are what the values are made of; in formats with minima the integers are not negative.
+    /// Integers, scales and minima yield the values; in formats with minima the integers are not negative.
     #[test]
     fn groups_give_the_values(bytes in prop::collection::vec(any::<u8>(), 210 * 4)) {
         for dtype in ALL {
@@ -306,7 +311,7 @@ fn the_story_model_is_the_same_in_every_file() {
             let (ours, stored) = (exact.require(name).unwrap(), gguf.require(name).unwrap());
             assert_eq!(ours.shape, stored.shape, "{file} {name}");
             let (src, out) = (ours.to_f32(), stored.to_f32());
-            // GGML's search for scales may leave the plain rounding's bound where that lessens the whole error.
+            // GGML's search for scales may exceed the bound of plain rounding if that reduces the total error.
             let slack = if matches!(stored.dtype, DType::Q4_K | DType::Q5_K | DType::Q6_K) { 2.5 } else { 1.0 };
             assert_close(stored.dtype, &src, &out, slack);
             let power: f32 = src.iter().map(|x| x * x).sum();
@@ -323,11 +328,11 @@ fn the_story_model_is_the_same_in_every_file() {
         }
     }
     for dtype in ALL {
-        assert!(met.contains(&dtype) || dtype == DType::BF16, "{dtype} was in no file");
+        assert!(met.contains(&dtype) || dtype == DType::BF16, "no file contains {dtype}");
     }
 }
 
-/// The plain formats are rounded as the writer of the files rounded them, to the byte.
+/// The plain formats are rounded like those of the files' writer, byte for byte.
 #[test]
 fn plain_formats_round_as_ggml_does() {
     let fable = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fable");
@@ -349,7 +354,7 @@ fn plain_formats_round_as_ggml_does() {
     assert!(compared >= 5 * 21, "{compared}");
 }
 
-/// Guards the test above: the files do keep query rows in another order than the hub.
+/// Precondition of the test above: the files store query rows in another order than the hub.
 #[test]
 fn the_files_own_name_gives_the_files_own_order() {
     let gguf = open("f16");

@@ -1,11 +1,11 @@
-//! GGUF: every value type and both versions are read; what the format forbids, or we do not have, is refused by name.
+//! Tests of GGUF files: all value types and both versions are read; invalid or unsupported content is rejected by name.
 
 use ascend_llm::model::gguf_conventions;
 use ascend_llm::text::TokenizerMetadata;
 use ascend_llm::weights::gguf::{Gguf, Value, ValueType};
 use ascend_llm::weights::{DType, WeightError, WeightSource as _};
 
-/// Writes a GGUF file piece by piece, sound or not.
+/// Writer of GGUF files, valid or invalid ones.
 #[derive(Clone)]
 struct Writer {
     version: u32,
@@ -47,7 +47,7 @@ impl Writer {
         self
     }
 
-    /// A tensor of f32, `dims` fastest first.
+    /// Adds a tensor of f32; `dims` are fastest first.
     fn f32s(mut self, name: &str, dims: &[u64], values: &[f32]) -> Self {
         self.data.resize(self.data.len().next_multiple_of(self.alignment), 0);
         let offset = self.data.len() as u64;
@@ -72,7 +72,7 @@ impl Writer {
     }
 
     fn refusal(&self) -> String {
-        self.parse().expect_err("it was loaded").to_string()
+        self.parse().expect_err("the file must be rejected").to_string()
     }
 }
 
@@ -163,7 +163,7 @@ fn versions_2_and_3_are_read_and_others_named() {
     }
     for version in [2_u32, 3] {
         writer.version = version.swap_bytes();
-        assert!(writer.refusal().contains("big-endian is not supported"));
+        assert!(writer.refusal().contains("expected a little-endian file"));
     }
 }
 
@@ -171,7 +171,7 @@ fn versions_2_and_3_are_read_and_others_named() {
 fn what_metadata_may_not_be() {
     let good = Writer::new("llama");
     for (writer, expected) in [
-        (good.clone().u32("a", 1).u32("a", 2), "\"a\" is given twice"),
+        (good.clone().u32("a", 1).u32("a", 2), "\"a\" occurs twice"),
         (good.clone().pair("a", 13, &[0; 16]), "\"a\": has value type 13"),
         (good.clone().pair("a", 7, &[2]), "\"a\": has boolean 2"),
         (good.clone().pair("a", 8, &[1, 0, 0, 0, 0, 0, 0, 0, 0xff]), "is not UTF-8"),
@@ -199,26 +199,26 @@ fn what_tensors_may_not_be() {
     good.data = vec![0; 256];
     for (writer, expected) in [
         (good.clone().info("a", &[4], 0, 0).info("a", &[4], 0, 32), "\"a\" is listed twice"),
-        (good.clone().info("a", &[16], 0, 0).info("b", &[4], 0, 32), "\"b\" shares bytes with \"a\""),
-        (good.clone().info("a", &[4], 0, 0).info("b", &[4], 0, 0), "shares bytes"),
+        (good.clone().info("a", &[16], 0, 0).info("b", &[4], 0, 32), "\"b\" overlaps \"a\""),
+        (good.clone().info("a", &[4], 0, 0).info("b", &[4], 0, 0), "\"b\" overlaps \"a\""),
         (good.clone().info("a", &[4], 0, 8), "multiple of the alignment 32"),
-        (good.clone().info("a", &[4], 0, 256), "past the end"),
-        (good.clone().info("a", &[65], 0, 0), "past the end"),
-        (good.clone().info("a", &[4], 0, u64::MAX - 31), "past the end"),
+        (good.clone().info("a", &[4], 0, 256), "beyond the end"),
+        (good.clone().info("a", &[65], 0, 0), "beyond the end"),
+        (good.clone().info("a", &[4], 0, u64::MAX - 31), "beyond the end"),
         (good.clone().info("a", &[1 << 32, 1 << 32], 0, 0), "larger than any file"),
         (good.clone().info("a", &[1 << 63, 2, 1, 1], 0, 0), "larger than any file"),
         (good.clone().info("a", &[1 << 62], 0, 0), "larger than any file"),
         (good.clone().info("a", &[4, 0], 0, 0), "no dimension of 0"),
-        (good.clone().info("a", &[1, 1, 1, 1, 1], 0, 0), "more dimensions than 4"),
-        // 64 elements are two blocks of Q4_0, but rows of 16 are not whole ones.
-        (good.clone().info("a", &[16, 4], 2, 0), "rows of 16, expected a multiple of 32 for q4_0"),
+        (good.clone().info("a", &[1, 1, 1, 1, 1], 0, 0), "more than 4 dimensions"),
+        // 64 elements are two blocks of Q4_0, but a row of 16 elements is not a whole block.
+        (good.clone().info("a", &[16, 4], 2, 0), "rows of 16 elements, expected a multiple of 32 for q4_0"),
         (good.clone().info("a", &[4], 4, 0), "ggml type 4"),
         (good.clone().info("a", &[4], 1_000, 0), "\"a\" in test.gguf has type unknown (ggml type 1000)"),
     ] {
         let error = writer.refusal();
         assert!(error.contains("test.gguf") && error.contains(expected), "{error}, expected {expected}");
     }
-    // A scalar, and a type that is only recognized.
+    // A scalar, and a type that is recognized but not supported.
     let gguf = good.info("s", &[], 0, 0).info("i", &[256, 1], 10, 32).parse().unwrap();
     assert_eq!(gguf.require("s").unwrap().shape, [0_usize; 0]);
     let error = gguf.require("i").unwrap_err().to_string();
@@ -266,7 +266,7 @@ fn hub_names_give_hub_order_and_raw_names_the_files() {
             "rope_freqs.weight"
         ]
     );
-    // Releasing pages does not take the reordered rows away from who still reads them.
+    // Releasing pages does not invalidate reordered rows that a view still uses.
     let view = llama.require("model.layers.0.self_attn.k_proj.weight").unwrap();
     llama.release("model.layers.0.self_attn.k_proj.weight");
     assert_eq!(view.to_f32(), [0.0, 2.0, 1.0, 3.0]);

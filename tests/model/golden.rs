@@ -1,5 +1,7 @@
-//! The story model in all its forms, and SmolLM2, against float32 references of the same (dequantized) weights: top
-//! logits, prompt log-probabilities, 64 greedy tokens. The story model runs on every instruction set that the machine has.
+//! Tests the story model in all its formats, and SmolLM2, against float32 references of the same (dequantized) weights.
+//!
+//! The tests compare top logits, prompt log-probabilities and 64 greedy tokens. The story model runs on each
+//! instruction set of the machine.
 
 #![allow(missing_docs, clippy::cast_possible_truncation, clippy::struct_field_names)]
 
@@ -24,14 +26,15 @@ fn device(isa: Isa) -> Arc<CpuDevice> {
     Arc::new(CpuDevice::new(options).unwrap())
 }
 
-/// [`compare_on`] every instruction set that this machine has.
+/// Runs [`compare_on`] on each instruction set of this machine.
 fn compare(model_path: &Path, golden: &Prompts, numerics: Numerics, bound: f32) {
     for &isa in Isa::available() {
         compare_on(isa, model_path, golden, numerics, bound);
     }
 }
 
-/// The same for one of [`QUANTIZED`], which plain code takes ten times as long for: one of them does there.
+/// Does the same for one of [`QUANTIZED`]. Plain code takes ten times as long for these, so only one of them runs on
+/// it.
 fn compare_quantized(kind: &str, numerics: Numerics, bound: f32) {
     let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));
     let path = data(&format!("fable/gguf/fable-{kind}.gguf"));
@@ -40,8 +43,9 @@ fn compare_quantized(kind: &str, numerics: Numerics, bound: f32) {
     }
 }
 
-/// Largest error of the top logits and of the log-probabilities; greedy tokens must agree up to the first step whose two
-/// best logits lie closer than that error could turn.
+/// Compares a model with its reference; returns the largest error of the top logits.
+///
+/// Greedy tokens must agree up to the first step whose two largest logits are so close that the error could swap them.
 fn compare_on(isa: Isa, model_path: &Path, golden: &Prompts, numerics: Numerics, bound: f32) -> f32 {
     let mut config = small_config();
     config.numerics = numerics;
@@ -63,24 +67,27 @@ fn compare_with(isa: Isa, model_path: &Path, golden: &Prompts, mut config: Engin
                 worst = worst.max((row[*id as usize] - logit).abs());
             }
         }
-        assert!(worst <= bound, "{label}: logits differ by {worst}");
+        assert!(worst <= bound, "{label}: the largest difference of a logit is {worst}");
         for (i, expected) in prompt.prompt_logprobs.iter().enumerate() {
             let got = log_softmax_at(&rows[i], prompt.input_ids[i + 1]);
-            assert!((got - expected).abs() <= 2.0 * f64::from(bound), "{label}: log-probability {got}, not {expected}");
+            assert!(
+                (got - expected).abs() <= 2.0 * f64::from(bound),
+                "{label}: log-probability {got}, expected {expected}"
+            );
         }
 
         let steps = prompt.greedy_top2_gap.iter().take_while(|gap| **gap > 2.0 * bound).count().min(64);
         if numerics == Numerics::Exact {
-            assert!(steps > 0, "{label}: nothing to compare");
+            assert!(steps > 0, "{label}: no greedy step can be compared");
         }
         assert_eq!(model.greedy(&prompt.input_ids, steps), prompt.greedy64[..steps], "{label}");
-        let best = rows.last().map(|row| argmax(row));
-        assert!(steps == 0 || best == Some(prompt.greedy64[0]), "{label}");
+        let argmax_of_last = rows.last().map(|row| argmax(row));
+        assert!(steps == 0 || argmax_of_last == Some(prompt.greedy64[0]), "{label}");
     }
     worst
 }
 
-/// `tests/data/fable` holds no weights of its own beyond safetensors and quantized files; the f16 file is the example's.
+/// Path of the example's f16 file; `tests/data/fable` only contains safetensors and quantized files.
 fn story_f16() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/fable-f16.gguf")
 }
@@ -101,9 +108,11 @@ fn the_quantized_story_models_meet_their_references_exactly() {
     }
 }
 
-/// With `numerics: fast` float weights see keys and values rounded to f16, integer weights int8 activations as well, bf16
-/// weights bf16 activations where these are faster. The logits of this model reach 15; 8 bits an activation and three layers
-/// leave errors of some hundredths, 127 steps an activation block some tenths.
+/// Bounds for `numerics: fast`: keys and values are rounded to f16; integer weights also use int8 activations, and bf16
+/// weights bf16 activations where these are faster.
+///
+/// The logits of this model reach 15. Activations of 8 bits over three layers cause errors of some hundredths,
+/// activation blocks of 127 steps some tenths.
 #[test]
 fn fast_numerics_stay_within_their_bounds() {
     let fable = prompts(&data("fable.json"));
@@ -118,8 +127,9 @@ fn fast_numerics_stay_within_their_bounds() {
     }
 }
 
-/// Each key and value moves by at most half a step, 1/254 of the largest element of its row. Over float weights that is all
-/// there is, and f16 would stay below 0.02.
+/// Each key and value changes by at most half a step, 1/254 of the largest element of its row.
+///
+/// With float weights there is no other error, and f16 would stay below 0.02.
 #[test]
 fn int8_keys_and_values_stay_within_their_bounds() {
     let mut config = small_config();
@@ -128,7 +138,7 @@ fn int8_keys_and_values_stay_within_their_bounds() {
     for path in [data("fable"), story_f16()] {
         let worst = compare_with(Isa::detect(), &path, &fable, config.clone(), 0.3);
         println!("{}: largest error {worst}", path.display());
-        assert!(worst > 0.02, "{}: f16 would be as near: {worst}", path.display());
+        assert!(worst > 0.02, "{}: the error {worst} is not larger than that of f16", path.display());
     }
     for kind in QUANTIZED {
         let golden = prompts(&data(&format!("fable/gguf/golden-{kind}.json")));

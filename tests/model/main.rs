@@ -1,4 +1,4 @@
-//! Tests of model files: configurations, weights, golden values of whole models.
+//! Tests of model files: configurations, weights, and golden results of whole models.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Rotary frequencies are those of the public reference.
+//! Tests that rotary frequencies equal those of the public reference.
 
 #![allow(clippy::cast_possible_truncation)] // test sizes are small
 
@@ -28,14 +28,14 @@ fn tables_are_equal() {
         };
         let (got, factor) =
             scaling.inv_freq(case["head_dim"].as_u64().unwrap() as usize, case["rope_theta"].as_f64().unwrap());
-        let want: Vec<f64> =
+        let expected: Vec<f64> =
             case["expect"]["inv_freq"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
-        assert_eq!(got.len(), want.len());
-        for (a, b) in got.iter().zip(&want) {
-            assert!((f64::from(*a) - b).abs() <= 1e-5 * b, "{}: {a} instead of {b}", case["id"]);
+        assert_eq!(got.len(), expected.len());
+        for (a, b) in got.iter().zip(&expected) {
+            assert!((f64::from(*a) - b).abs() <= 1e-5 * b, "{}: got {a}, expected {b}", case["id"]);
         }
-        let want = case["expect"]["attention_factor"].as_f64().unwrap();
-        assert!((f64::from(factor) - want).abs() <= 1e-6, "{}: factor {factor}", case["id"]);
+        let expected = case["expect"]["attention_factor"].as_f64().unwrap();
+        assert!((f64::from(factor) - expected).abs() <= 1e-6, "{}: factor {factor}", case["id"]);
     }
 }
 
@@ -63,15 +63,15 @@ fn yarn(
 fn the_factor_of_yarn() {
     let factor = |a, b, c| f64::from(yarn(40.0, 4096, a, b, c, true).inv_freq(64, 1e4).1);
     let scale = |coefficient: f64| 0.1 * coefficient * 40f64.ln() + 1.0;
-    for (got, want) in [
+    for (got, expected) in [
         (factor(None, None, None), scale(1.0)),
         (factor(Some(1.5), Some(1.0), Some(0.5)), 1.5),
         (factor(None, Some(1.0), Some(0.5)), scale(1.0) / scale(0.5)),
         (factor(None, Some(0.7), Some(0.7)), 1.0),
-        // One of the two alone is not used.
+        // If only one of the two factors is given, it is not used.
         (factor(None, Some(0.7), None), scale(1.0)),
     ] {
-        assert!((got - want).abs() < 1e-6, "{got} instead of {want}");
+        assert!((got - expected).abs() < 1e-6, "got {got}, expected {expected}");
     }
 }
 
@@ -84,7 +84,7 @@ fn yarn_lies_between_kept_and_stretched() {
         assert!((scaled[31] * 8.0 / plain[31] - 1.0).abs() < 1e-6);
         assert!(scaled.iter().zip(&plain).all(|(s, p)| *s <= *p && *s >= p / 8.000_01));
     }
-    // Ends that are not rounded give another ramp.
+    // Ends of the ramp that are not rounded yield other frequencies.
     let ramp = |truncate| yarn(8.0, 4096, None, None, None, truncate).inv_freq(64, 1e4).0;
     assert_ne!(ramp(true), ramp(false));
 }

@@ -1,6 +1,7 @@
-//! Weight files: sound ones give their values, unsound ones a typed error in bounded memory, and nothing panics.
+//! Tests of weight files: valid ones yield their values, invalid ones a typed error in bounded memory, and none causes
+//! a panic.
 
-// Test data is made by wrapping and truncating on purpose.
+// The generators of test data wrap and truncate on purpose.
 #![allow(clippy::cast_possible_truncation)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -13,7 +14,7 @@ use ascend_llm::weights::safetensors::SafetensorsFolder;
 use ascend_llm::weights::{DType, ModelKind, WeightError, WeightSource};
 use serde_json::Value;
 
-/// Counts bytes that are live on this thread, and their peak, so that tests beside do not show.
+/// Allocator that counts the live bytes of this thread and their peak, so that other tests do not affect the count.
 struct Counting;
 
 thread_local! {
@@ -22,7 +23,7 @@ thread_local! {
 }
 
 fn count(grown: usize, shrunk: usize) {
-    // Thread-locals may be gone while a thread ends.
+    // Thread-locals may already be destroyed while a thread ends.
     let _ = LIVE.try_with(|live| {
         live.set(live.get().saturating_add(grown).saturating_sub(shrunk));
         let _ = PEAK.try_with(|peak| peak.set(peak.get().max(live.get())));
@@ -30,25 +31,26 @@ fn count(grown: usize, shrunk: usize) {
 }
 
 #[allow(unsafe_code)]
-// SAFETY: every call goes to the system's allocator unchanged.
+// SAFETY: Each call is forwarded to the system allocator unchanged.
+// SAFETY: `count` does not allocate, so no call recurses.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 0);
-        // SAFETY: the caller's conditions are the system allocator's.
+        // SAFETY: The caller guarantees the preconditions of `alloc`, which are those of `System.alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         count(0, layout.size());
-        // SAFETY: the caller's conditions are the system allocator's.
+        // SAFETY: The caller guarantees the preconditions of `dealloc`, which are those of `System.dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // Old and new may both stand while the bytes are moved.
+        // The old and the new memory may both exist while the bytes are moved.
         count(size, 0);
         count(0, layout.size());
-        // SAFETY: the caller's conditions are the system allocator's.
+        // SAFETY: The caller guarantees the preconditions of `realloc`, which are those of `System.realloc`.
         unsafe { System.realloc(at, layout, size) }
     }
 }
@@ -56,7 +58,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Runs `work` and gives the most bytes that it had allocated at one time.
+/// Runs `work`, and returns its result and the largest number of bytes allocated at one time.
 fn peak_bytes<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = LIVE.get();
     PEAK.set(before);
@@ -64,7 +66,7 @@ fn peak_bytes<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (out, PEAK.get() - before)
 }
 
-/// The manifests' rule for a file that is refused.
+/// Limit of the manifests for a rejected file.
 fn allowed_bytes(file_len: usize) -> usize {
     16 * file_len + (1 << 20)
 }
@@ -93,7 +95,7 @@ fn parse_any(path: &Path, bytes: Vec<u8>) -> Result<Box<dyn WeightSource>, Weigh
     }
 }
 
-/// Touches everything that a source hands out.
+/// Reads all tensors of a source.
 fn read_all(source: &dyn WeightSource) -> usize {
     let mut sum = 0;
     for name in source.names() {
@@ -146,17 +148,17 @@ fn every_file_of_the_manifests_gets_its_verdict() {
                     }
                 }
                 "reject" => {
-                    let error = opened.err().unwrap_or_else(|| panic!("{name} was loaded"));
+                    let error = opened.err().unwrap_or_else(|| panic!("{name} must be rejected"));
                     assert!(
                         matches!(error, WeightError::Corrupt { .. } | WeightError::Unsupported { .. }),
                         "{name}: {error:?}"
                     );
                     assert!(error.to_string().contains(path.file_name().unwrap().to_str().unwrap()), "{error}");
-                    assert!(peak <= allowed_bytes(len as usize), "{name} took {peak} bytes");
+                    assert!(peak <= allowed_bytes(len as usize), "{name}: {peak} bytes were allocated");
                 }
-                // The policy here is the format's text: a header begins with '{'.
+                // The rule here is that of the format's specification: a header begins with '{'.
                 "policy" => {
-                    let error = opened.err().unwrap_or_else(|| panic!("{name} was loaded"));
+                    let error = opened.err().unwrap_or_else(|| panic!("{name} must be rejected"));
                     assert!(error.to_string().contains("does not begin with '{'"), "{error}");
                 }
                 other => panic!("unknown verdict {other}"),
@@ -168,10 +170,10 @@ fn every_file_of_the_manifests_gets_its_verdict() {
 }
 
 #[test]
-fn a_big_endian_file_is_told_so() {
+fn a_big_endian_file_is_rejected_by_name() {
     let error = Gguf::open(data().join("cases/gguf/bad_big_endian.gguf")).unwrap_err();
     assert!(matches!(error, WeightError::Unsupported { .. }));
-    assert!(error.to_string().contains("big-endian is not supported"), "{error}");
+    assert!(error.to_string().contains("expected a little-endian file"), "{error}");
 }
 
 #[test]
@@ -182,7 +184,7 @@ fn arrays_of_strings_keep_empty_and_non_ascii_ones() {
     assert_eq!(gguf.metadata().keys().collect::<Vec<_>>(), ["general.architecture", "x.arr"]);
 }
 
-/// A folder of its own for one test, gone with the value.
+/// Temporary folder for one test, removed when the value is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -204,7 +206,7 @@ impl Drop for Folder {
     }
 }
 
-/// A safetensors file of f32 tensors of one element each.
+/// Returns a safetensors file of f32 tensors with one element each.
 fn safetensors(tensors: &[(&str, f32)]) -> Vec<u8> {
     let entries: Vec<String> = tensors
         .iter()
@@ -239,12 +241,12 @@ fn every_shard_index_case_gets_its_verdict() {
             let file = file.as_str().unwrap();
             let held: Vec<(&str, f32)> = pairs.iter().filter(|pair| pair.1 == file).map(|pair| (pair.0, 1.5)).collect();
             if held.is_empty() && index.is_some() {
-                // A stray file that would be an error if it were opened.
+                // An unrelated file, which would cause an error if it were opened.
                 folder.write(file, b"not a weight file");
             } else if index.is_none() {
                 folder.write(file, &safetensors(&[("a", 1.5)]));
             } else if verdict.starts_with("error") {
-                // Nor are the shards that are there read when another is missing.
+                // If a shard is missing, the existing shards are not read either.
                 folder.write(file, b"not a weight file");
             } else {
                 folder.write(file, &safetensors(&held));
@@ -281,7 +283,7 @@ fn the_index_is_the_truth() {
     folder.write("model.safetensors", b"stray");
     folder.write("model.safetensors.index.json", br#"{"weight_map":{"a":"y.safetensors","b":"x.safetensors"}}"#);
     let source = SafetensorsFolder::open(&folder.0).unwrap();
-    // "a" also stands in x, and "c" in y, but the index does not say so.
+    // "a" is also in x, and "c" is in y, but the index does not list them there.
     assert_eq!(source.names(), ["b", "a"]);
     assert_eq!(source.require("a").unwrap().to_f32(), [3.0]);
     assert!(source.tensor("c").is_none());
@@ -309,7 +311,8 @@ fn a_tensor_of_another_type_is_refused_when_asked_for() {
     );
 
     let mut bytes = std::fs::read(data().join("cases/gguf/good_one_f32.gguf")).unwrap();
-    // The type number stands after magic, counts, one pair, name and two dimensions; 26 is i32, as wide as f32.
+    // The type number follows the magic, the counts, one pair, the name and two dimensions; 26 is i32, which is as wide
+    // as f32.
     let at = 24 + 8 + 20 + 4 + 8 + 5 + 8 + 1 + 4 + 16;
     bytes[at] = 26;
     let source = Gguf::parse("f", bytes.clone()).unwrap();
@@ -319,7 +322,7 @@ fn a_tensor_of_another_type_is_refused_when_asked_for() {
         "{error}"
     );
     assert!(error.to_string().contains("i32 (ggml type 26)"), "{error}");
-    // A number that the format does not have says nothing about sizes, so the file cannot be checked.
+    // An unknown type number has an unknown element size, so the file cannot be checked.
     bytes[at] = 99;
     let error = Gguf::parse("f", bytes).unwrap_err();
     assert!(matches!(error, WeightError::UnsupportedType { type_id: Some(99), .. }), "{error}");
@@ -335,26 +338,26 @@ fn truncation_at_every_length_is_an_error_or_harmless() {
         let bytes = std::fs::read(&path).unwrap();
         for len in 0..bytes.len() {
             let (parsed, peak) = peak_bytes(|| parse_any(&path, bytes[..len].to_vec()));
-            // What follows the last tensor of a GGUF file is padding, which may be missing.
+            // The last tensor of a GGUF file is followed by padding, which may be missing.
             let is_padding = name == "gguf/good_align64.gguf" && len >= 264;
-            assert_eq!(parsed.is_ok(), is_padding, "{name} cut to {len}");
-            assert!(peak <= allowed_bytes(len) + len, "{name} cut to {len} took {peak} bytes");
+            assert_eq!(parsed.is_ok(), is_padding, "{name} truncated to {len}");
+            assert!(peak <= allowed_bytes(len) + len, "{name} truncated to {len}: {peak} bytes were allocated");
         }
     }
     for name in ["fable/gguf/fable-q4_0.gguf", "fable/model.safetensors"] {
         let path = data().join(name);
         let bytes = std::fs::read(&path).unwrap();
-        // The heads densely, the data sparsely.
+        // All lengths within the headers at small intervals, those within the data at large ones.
         let mut lens: Vec<usize> = (0..bytes.len().min(60_000)).step_by(97).collect();
         lens.extend((60_000..bytes.len()).step_by(61_001));
         lens.push(bytes.len() - 1);
         for len in lens {
-            assert!(parse_any(&path, bytes[..len].to_vec()).is_err(), "{name} cut to {len}");
+            assert!(parse_any(&path, bytes[..len].to_vec()).is_err(), "{name} truncated to {len}");
         }
     }
 }
 
-/// splitmix64: enough randomness for flips, the same on every run.
+/// splitmix64: random enough for bit flips, and the same in each run.
 struct Flips(u64);
 
 impl Flips {
@@ -389,7 +392,7 @@ fn flipped_bytes_never_panic_and_stay_bounded() {
             }
             let len = bytes.len();
             let (parsed, peak) = peak_bytes(|| parse_any(&path, bytes));
-            assert!(peak <= allowed_bytes(len), "{path:?} took {peak} bytes");
+            assert!(peak <= allowed_bytes(len), "{path:?}: {peak} bytes were allocated");
             match parsed {
                 Ok(source) => {
                     read_all(&*source);
@@ -402,7 +405,7 @@ fn flipped_bytes_never_panic_and_stay_bounded() {
         }
     }
     assert!(refused > 10_000, "{refused}");
-    // The heads of real files.
+    // The headers of real files.
     for (name, head, rounds) in [("fable/gguf/fable-q4_0.gguf", 24_000, 400), ("fable/model.safetensors", 3_000, 400)] {
         let path = data().join(name);
         let good = std::fs::read(&path).unwrap();
@@ -415,7 +418,7 @@ fn flipped_bytes_never_panic_and_stay_bounded() {
     }
 }
 
-/// The crate that owns the format is the judge of ours, apart from what we refuse on top.
+/// Compares our verdicts with those of the format's own crate, apart from content that only we reject.
 #[test]
 fn safetensors_verdicts_agree_with_the_formats_own_crate() {
     let mut flips = Flips(7);
@@ -434,7 +437,7 @@ fn safetensors_verdicts_agree_with_the_formats_own_crate() {
                 let error = error.to_string();
                 assert!(error.contains("listed twice") || error.contains("does not begin with"), "{error}");
             }
-            (Ok(_), false) => panic!("only we accept {:?}", bytes.escape_ascii().to_string()),
+            (Ok(_), false) => panic!("only our reader accepts {:?}", bytes.escape_ascii().to_string()),
         }
     }
     assert!(both > 100 && neither > 1_000, "{both} {neither}");
@@ -464,7 +467,7 @@ fn headers_made_to_be_expensive_cost_little() {
         bytes
     };
     let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
-    // Pairs with short keys, the last one cut before its value.
+    // Pairs with short keys, the last one truncated before its value.
     let mut bytes = gguf_head(0, many as u64);
     for i in 0..many - 1 {
         bytes.extend(string(&format!("{i:x}")));
@@ -472,7 +475,7 @@ fn headers_made_to_be_expensive_cost_little() {
     }
     bytes.extend([0; 12]);
     files.push((PathBuf::from("pairs.gguf"), bytes));
-    // Empty arrays in arrays in an array.
+    // An array of arrays of empty arrays.
     let mut bytes = gguf_head(0, 1);
     bytes.extend(string("a"));
     bytes.extend(9_u32.to_le_bytes());
@@ -481,7 +484,7 @@ fn headers_made_to_be_expensive_cost_little() {
         bytes.extend(1_u64.to_le_bytes());
     }
     files.push((PathBuf::from("nested.gguf"), bytes));
-    // Scalars without end, all in the same place.
+    // Very many scalars, all at the same offset.
     let mut bytes = gguf_head(many as u64, 0);
     for i in 0..many {
         bytes.extend(string(&format!("{i:x}")));
@@ -494,12 +497,12 @@ fn headers_made_to_be_expensive_cost_little() {
         let len = bytes.len();
         let (parsed, peak) = peak_bytes(|| parse_any(&path, bytes));
         assert!(parsed.is_err(), "{i}");
-        assert!(peak <= allowed_bytes(len), "{i}: {len} bytes of file took {peak}");
+        assert!(peak <= allowed_bytes(len), "{i}: {peak} bytes were allocated for a file of {len} bytes");
     }
 }
 
 #[test]
-fn a_path_leads_to_the_model_that_stands_there() {
+fn a_path_opens_the_model_at_that_place() {
     let fable = data().join("fable");
     let files = open(&fable).unwrap();
     assert!(matches!(&files.kind, ModelKind::Folder(folder) if *folder == fable));
@@ -511,7 +514,7 @@ fn a_path_leads_to_the_model_that_stands_there() {
     assert_eq!(gguf.path(), file);
     assert_eq!(files.source.tensor("model.norm.weight").unwrap().dtype, DType::F32);
 
-    // Eight .gguf files and no config.json: which one is not for us to choose.
+    // Eight .gguf files and no config.json: the caller must choose one.
     let error = open(fable.join("gguf")).unwrap_err();
     assert!(matches!(error, WeightError::NotAModel { .. }));
     assert!(

@@ -1,7 +1,7 @@
-//! Promise: one sampling step gives what the public case files say.
+//! Tests that one sampling step returns the results of the public case files.
 //!
-//! Order of work: `temp_first` throughout (penalties and bias, then temperature, `min_p`, `top_k`, `top_p`).
-//! Probabilities are read through the public API: the processed log-probabilities of the whole vocabulary.
+//! All cases use the order `temp_first`: penalties and bias, then temperature, `min_p`, `top_k`, `top_p`. The tests
+//! read the probabilities through the public API, as processed log-probabilities of the whole vocabulary.
 
 #![allow(clippy::cast_possible_truncation)]
 
@@ -36,7 +36,7 @@ fn row<'a>(params: &'a SamplingParams, prompt: &'a [u32], output: &'a [u32], see
     SampleRow::new(0, params, prompt, output).with_seed(seed)
 }
 
-/// Parameters in the case file's spelling.
+/// Converts the parameters of a case file.
 fn params(case: &Value) -> SamplingParams {
     let mut params = SamplingParams::default();
     for (name, value) in case["params"].as_object().expect("params") {
@@ -56,7 +56,7 @@ fn params(case: &Value) -> SamplingParams {
                         .logit_bias;
             }
             "prompt" | "output" => {}
-            other => panic!("a parameter this test does not know: {other}"),
+            other => panic!("the test does not support the parameter {other}"),
         }
     }
     params
@@ -74,8 +74,8 @@ fn every_case_gives_its_probabilities_in_one_order() {
         params.logprobs = Some(logits.len() as u32);
         params.logprobs_mode = LogprobsMode::Processed;
         let (prompt, output) = (ids(&case["params"]["prompt"]), ids(&case["params"]["output"]));
-        let want = case.get("expect_probs").unwrap_or(&case["expect_probs_by_order"]["temp_first"]);
-        let want: Vec<(u32, f64)> = want
+        let expected = case.get("expect_probs").unwrap_or(&case["expect_probs_by_order"]["temp_first"]);
+        let expected: Vec<(u32, f64)> = expected
             .as_object()
             .expect("probabilities")
             .iter()
@@ -84,19 +84,23 @@ fn every_case_gives_its_probabilities_in_one_order() {
 
         let first = sample(&logits, row(&params, &prompt, &output, 0)).expect("a token");
         if params.is_greedy() {
-            assert_eq!(want.len(), 1, "{id}");
-            assert_eq!(first.token, want[0].0, "{id}");
+            assert_eq!(expected.len(), 1, "{id}");
+            assert_eq!(first.token, expected[0].0, "{id}");
             continue;
         }
         let got = |token: u32| first.top.iter().find(|e| e.token == token).map_or(0.0, |e| f64::from(e.logprob).exp());
         for token in 0..logits.len() as u32 {
-            let want = want.iter().find(|e| e.0 == token).map_or(0.0, |e| e.1);
-            assert!((got(token) - want).abs() < 1e-5, "{id}: token {token} has {}, expected {want}", got(token));
+            let expected = expected.iter().find(|e| e.0 == token).map_or(0.0, |e| e.1);
+            assert!(
+                (got(token) - expected).abs() < 1e-5,
+                "{id}: token {token} has probability {}, expected {expected}",
+                got(token)
+            );
         }
-        // Nothing is drawn that should have no probability, whatever the seed.
+        // No seed samples a token that should have no probability.
         for seed in 0..50 {
             let token = sample(&logits, row(&params, &prompt, &output, seed)).expect("a token").token;
-            assert!(got(token) > 0.0, "{id}: seed {seed} drew {token}");
+            assert!(got(token) > 0.0, "{id}: seed {seed} sampled token {token}, which has no probability");
         }
     }
 }
@@ -104,7 +108,7 @@ fn every_case_gives_its_probabilities_in_one_order() {
 #[test]
 fn bad_logits_end_their_row_only() {
     let list = sampling()["bad_inputs"].as_array().expect("bad inputs").len();
-    assert_eq!(list, 2, "m60 and m61");
+    assert_eq!(list, 2, "expected the cases m60 and m61");
     let nan = [0.5, f32::NAN, 2.0];
     let infinite = [f32::NEG_INFINITY; 3];
     let good = [0.0, 3.0, 1.0];
@@ -118,7 +122,11 @@ fn bad_logits_end_their_row_only() {
         assert_eq!(out[1], Err(SampleError::NonFinite { row: 1, token: Some(1) }));
         assert_eq!(out[2], Err(SampleError::NonFinite { row: 2, token: Some(0) }));
         assert_eq!(out[3], out[0]);
-        assert_eq!(out[4], Err(SampleError::NonFinite { row: 4, token: None }), "the device's own report counts");
+        assert_eq!(
+            out[4],
+            Err(SampleError::NonFinite { row: 4, token: None }),
+            "the device reports the row as not finite"
+        );
         assert_eq!(out[5], Err(SampleError::NoSuchRow { row: 5, rows: 5 }));
     }
 }
@@ -158,7 +166,7 @@ fn numbers_out_of_range_and_foreign_logits_are_errors() {
 
 #[test]
 fn no_temperature_and_no_logit_gives_nan() {
-    // 60,000 / 1e-3 overflows a half; differences of the largest numbers overflow an f32.
+    // 60,000 / 1e-3 overflows an f16; differences of the largest numbers overflow an f32.
     let rows = [[60_000.0, 59_999.0, -60_000.0], [f32::MAX, 0.0, f32::MIN], [1e-40, 0.0, -1e-40]];
     for logits in rows {
         for temperature in [0.0, 1e-7, 1e-5, 1e-4, 1e-3, 1.0, 2.0] {
@@ -173,7 +181,7 @@ fn no_temperature_and_no_logit_gives_nan() {
                 assert!(sampled.top.iter().all(|e| e.logprob.is_finite()));
                 assert_eq!(sampled.top[0].token, 0);
                 if temperature <= 1e-4 && logits[0] > 1.0 {
-                    assert_eq!(sampled.token, 0, "the best token at temperature {temperature}");
+                    assert_eq!(sampled.token, 0, "temperature {temperature} does not sample the argmax");
                 }
             }
         }
@@ -191,7 +199,7 @@ fn end_of_sequence_waits_for_min_tokens() {
             p.stop_token_ids = stop_token_ids;
         });
         params.validate(&limits(12)).expect("allowed");
-        // Whatever may be drawn early, the user's stop id would be first.
+        // The user's stop id, if any, has by far the largest logit, but must not be sampled before `min_tokens`.
         let mut logits = [0.0; 12];
         logits[3] = if params.stop_token_ids.is_empty() { 0.0 } else { 50.0 };
         let mut output = Vec::new();
@@ -201,10 +209,10 @@ fn end_of_sequence_waits_for_min_tokens() {
             if [7, 9].contains(&token) {
                 break;
             }
-            assert!(!params.stop_token_ids.contains(&token), "a stop id before min_tokens");
+            assert!(!params.stop_token_ids.contains(&token), "sampled a stop id before min_tokens");
             output.push(token);
         }
-        assert_eq!(output.len(), 3, "other tokens before the end");
+        assert_eq!(output.len(), 3, "expected 3 tokens before the end of sequence");
     }
 }
 
@@ -213,17 +221,21 @@ fn raw_logprobs_are_of_the_untouched_distribution() {
     let file = cases(include_str!("../data/sampler/logprobs.json"));
     let case = file["cases"].as_array().expect("cases").iter().find(|c| c["id"] == "l03").expect("l03");
     let logits = floats(&case["logits"]);
-    let want = floats(&case["expect_raw"]);
+    let expected = floats(&case["expect_raw"]);
     let mut params: SamplingParams = serde_json::from_value(case["request"].clone()).expect("a request");
     params.logprobs = Some(3);
     params.logit_bias = vec![(2, 50.0)];
     let sampled = sample(&logits, row(&params, &[], &[], 0)).expect("a token");
-    for (at, (entry, want)) in sampled.top.iter().zip(&want).enumerate() {
+    for (at, (entry, expected)) in sampled.top.iter().zip(&expected).enumerate() {
         assert_eq!(entry.token as usize, at);
-        assert!((entry.logprob - want).abs() < 1e-6, "{} against {want}", entry.logprob);
+        assert!((entry.logprob - expected).abs() < 1e-6, "got {}, expected {expected}", entry.logprob);
     }
-    assert_eq!(sampled.token, 2, "the bias acts");
-    assert_eq!((sampled.logprob, sampled.rank), (Some(sampled.top[2].logprob), 3), "but does not show");
+    assert_eq!(sampled.token, 2, "the bias does not change the sampled token");
+    assert_eq!(
+        (sampled.logprob, sampled.rank),
+        (Some(sampled.top[2].logprob), 3),
+        "the raw log-probabilities contain the bias"
+    );
 
     params.logprobs_mode = LogprobsMode::Processed;
     let processed = sample(&logits, row(&params, &[], &[], 0)).expect("a token");
@@ -262,7 +274,7 @@ fn masked_entries_are_dropped_and_json_stays_strict() {
             assert_eq!(back, sampled.top);
             match mode {
                 LogprobsMode::Processed => assert_eq!(text, r#"[{"token":0,"logprob":0.0}]"#),
-                _ => assert_eq!(back.len(), 3, "nothing is masked in the model's own distribution"),
+                _ => assert_eq!(back.len(), 3, "raw log-probabilities contain no masked token"),
             }
         }
     }
@@ -276,7 +288,7 @@ fn prompt_logprobs_repeat_and_refuse_what_they_cannot_read() {
     assert_eq!(sampler.prompt_logprobs(&logits, 1, 2).expect("finite"), first);
     assert!((first.0 - -1.407_606).abs() < 1e-6);
     assert_eq!((first.1, first.2.len(), first.2[0].token), (2, 2, 0));
-    // The same numbers as for an output token.
+    // The values are those for an output token.
     let params = with(SamplingParams::default(), |p| {
         p.logprobs = Some(2);
         p.allowed_token_ids = Some(vec![1]);

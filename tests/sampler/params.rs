@@ -1,4 +1,5 @@
-//! Promise: every parameter out of range is refused by name, with what would be right; every one in range passes.
+//! Tests that each parameter out of range is rejected with its name and the valid values, and each one in range
+//! accepted.
 
 use ascend_llm::sampler::{LogprobsMode, ParamLimits, SamplingParams};
 use serde_json::{Value, json};
@@ -7,7 +8,8 @@ fn limits() -> ParamLimits {
     ParamLimits::new(1000, 64).with_max_logprobs(20).with_has_vocabulary(true)
 }
 
-/// The field an error names, or "" if the parameters are fine. JSON cannot spell NaN: "nan" and "inf" stand for them.
+/// Returns the field that the error names, or "" if the parameters are valid. "nan" and "inf" replace values that JSON
+/// lacks.
 fn refused(request: &Value, limits: &ParamLimits) -> String {
     let params: SamplingParams = serde_json::from_value(request.clone()).expect("readable");
     params.validate(limits).err().map(|error| error.field.to_owned()).unwrap_or_default()
@@ -22,7 +24,7 @@ fn public_cases_about_parameters() {
         let mut request = case["request"].as_object().expect("a request").clone();
         request.remove("prompt");
         request.remove("prompt_ids");
-        // What each says of its parameters; the rest of the file is about prompts.
+        // Field that each case tests; the other cases of the file are about prompts.
         let field = match case["id"].as_str().expect("an id") {
             "v06" => "max_tokens",
             "v07" => "temperature",
@@ -41,7 +43,7 @@ fn public_cases_about_parameters() {
 
 #[test]
 fn each_rule_at_its_edge() {
-    // Field, values that pass, values that do not.
+    // Field, valid values, invalid values.
     let table = [
         ("temperature", json!([0, 1e-7, 2]), json!([-0.1, 2.1])),
         ("top_p", json!([1e-9, 0.5, 1]), json!([0, -0.5, 1.5])),
@@ -78,7 +80,7 @@ fn each_rule_at_its_edge() {
 #[test]
 fn rules_between_fields() {
     assert_eq!(refused(&json!({"n": 2, "temperature": 0}), &limits()), "n");
-    assert_eq!(refused(&json!({"n": 2, "temperature": 1e-6}), &limits()), "n", "that is greedy too");
+    assert_eq!(refused(&json!({"n": 2, "temperature": 1e-6}), &limits()), "n", "temperature 1e-6 is greedy too");
     assert_eq!(refused(&json!({"n": 2, "temperature": 0.01}), &limits()), "");
     assert_eq!(refused(&json!({"min_tokens": 5, "max_tokens": 4}), &limits()), "min_tokens");
     assert_eq!(refused(&json!({"min_tokens": 4, "max_tokens": 4}), &limits()), "");
@@ -87,7 +89,7 @@ fn rules_between_fields() {
     assert_eq!(refused(&json!({"bad_words": ["a"]}), &bare), "bad_words");
     assert_eq!(refused(&json!({"stop_token_ids": [1]}), &bare), "");
     let small = limits().with_vocab_size(10);
-    assert_eq!(refused(&json!({"logprobs": 11}), &small), "logprobs", "more than there are tokens");
+    assert_eq!(refused(&json!({"logprobs": 11}), &small), "logprobs", "logprobs exceeds the vocabulary");
 }
 
 #[test]

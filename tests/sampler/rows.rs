@@ -1,4 +1,5 @@
-//! Promise: a row's token depends on that row, its seed, choice and position alone, and draws follow the distribution.
+//! Tests that a row's token depends only on the row, its seed, choice and position, and that sampling follows the
+//! distribution.
 
 #![allow(clippy::cast_possible_truncation)]
 
@@ -8,7 +9,7 @@ use proptest::prelude::*;
 
 const VOCAB: usize = 40;
 
-/// A row with everything it needs, owned.
+/// A row with all data that sampling needs.
 #[derive(Clone, Debug)]
 struct Case {
     logits: Vec<f32>,
@@ -82,7 +83,7 @@ fn case() -> impl Strategy<Value = Case> {
 
 proptest! {
     #[test]
-    fn a_row_gives_the_same_alone_and_in_any_company(
+    fn a_row_has_the_same_result_in_any_batch(
         cases in prop::collection::vec(case(), 1..8), order in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
     ) {
         let order: Vec<usize> = order.iter().map(|at| at.index(cases.len())).collect();
@@ -95,7 +96,7 @@ proptest! {
             run(&mut Sampler::new(VOCAB), &cases, &[at], &mut alone);
             prop_assert_eq!(got, &alone[0]);
         }
-        // A used sampler and a used answer list change nothing.
+        // Reusing the sampler and the list of results does not change the results.
         let mut again = together.clone();
         run(&mut sampler, &cases, &order, &mut again);
         prop_assert_eq!(&again, &together);
@@ -114,17 +115,17 @@ proptest! {
 }
 
 proptest! {
-    /// Rows whose largest logit the model has found already give what they give without it.
+    /// Rows with an argmax found by the model yield the same results as without it.
     #[test]
     fn a_known_argmax_changes_nothing(cases in prop::collection::vec(case(), 1..6)) {
         let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.clone()).collect();
         let finite = |case: &Case| case.logits.iter().all(|logit| logit.is_finite());
         let status: Vec<u8> = cases.iter().map(|case| u8::from(!finite(case)) * 2).collect();
-        let best = |case: &Case| {
+        let argmax_of = |case: &Case| {
             let largest = case.logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             case.logits.iter().position(|logit| *logit == largest && finite(case)).map_or(u32::MAX, |id| id as u32)
         };
-        let argmax: Vec<u32> = cases.iter().map(best).collect();
+        let argmax: Vec<u32> = cases.iter().map(argmax_of).collect();
         let rows: Vec<SampleRow<'_>> = cases.iter().enumerate().map(|(at, case)| case.row(at)).collect();
         let mut out = [Vec::new(), Vec::new()];
         for (out, argmax) in out.iter_mut().zip([[].as_slice(), &argmax]) {
@@ -135,26 +136,26 @@ proptest! {
     }
 }
 
-/// What the model says of a row is taken for plain greedy requests, and only for them.
+/// The model's argmax is used for plain greedy requests only.
 #[test]
-fn a_known_best_is_used() {
+fn a_known_argmax_is_used() {
     let mut params = SamplingParams::greedy();
     let logits = [0.0, 1.0, 5.0, 2.0];
-    let mut token = |best: &[u32], change: fn(&mut SamplingParams)| {
+    let mut token = |argmax: &[u32], change: fn(&mut SamplingParams)| {
         change(&mut params);
         let row = SampleRow::new(0, &params, &[], &[]).with_seed(1);
         let mut out = Vec::new();
-        Sampler::new(4).sample(LogitRows::new(&logits, 4, &[0]).with_argmax(best), &[row], &mut out);
+        Sampler::new(4).sample(LogitRows::new(&logits, 4, &[0]).with_argmax(argmax), &[row], &mut out);
         out.remove(0).unwrap().token
     };
     assert_eq!(token(&[1], |_| {}), 1);
-    assert_eq!(token(&[9], |_| {}), 2, "no id of the vocabulary");
+    assert_eq!(token(&[9], |_| {}), 2, "an argmax outside of the vocabulary is ignored");
     assert_eq!(token(&[], |_| {}), 2);
     assert_eq!(token(&[1], |p| p.logprobs = Some(0)), 2);
     assert_eq!(token(&[1], |p| (p.logprobs, p.logit_bias) = (None, [(3, 9.0)].into_iter().collect())), 3);
 }
 
-fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, position: usize) -> u32 {
+fn sample_token(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, position: usize) -> u32 {
     let output = vec![0; position];
     let row = SampleRow::new(0, params, &[], &output).with_seed(seed).with_choice(choice);
     let mut out = Vec::new();
@@ -164,28 +165,30 @@ fn draw(logits: &[f32], params: &SamplingParams, seed: u64, choice: u32, positio
 }
 
 #[test]
-fn draws_differ_by_position() {
-    let drawn: std::collections::HashSet<u32> =
-        (0..50).map(|at| draw(&[0.0; 100], &SamplingParams::default(), 1, 0, at)).collect();
-    assert!(drawn.len() >= 30, "{} distinct ids", drawn.len());
+fn samples_differ_by_position() {
+    let sampled: std::collections::HashSet<u32> =
+        (0..50).map(|at| sample_token(&[0.0; 100], &SamplingParams::default(), 1, 0, at)).collect();
+    assert!(sampled.len() >= 30, "{} distinct ids", sampled.len());
 }
 
 #[test]
 fn choices_of_one_seed_differ_and_repeat() {
     let text = |choice| -> Vec<u32> {
-        (0..20).map(|at| draw(&[0.0; 100], &SamplingParams::default(), 7, choice, at)).collect()
+        (0..20).map(|at| sample_token(&[0.0; 100], &SamplingParams::default(), 7, choice, at)).collect()
     };
     let choices = [text(0), text(1), text(2)];
     assert!(choices[0] != choices[1] && choices[1] != choices[2] && choices[0] != choices[2]);
     assert_eq!(choices, [text(0), text(1), text(2)]);
 }
 
-/// Draws are part of the promise: a seed writes the same text in every release and on every machine.
+/// The sampling algorithm is part of the API: a seed yields the same tokens in all releases and on all machines.
 #[test]
 fn seeds_keep_their_meaning() {
-    let drawn: Vec<u32> = (0..12).map(|at| draw(&[0.0; 1000], &SamplingParams::default(), 42, 0, at)).collect();
-    // Computed by a second ChaCha8, written from the specification: key = seed and the crate's tail, stream = choice.
-    assert_eq!(drawn, [634, 103, 131, 645, 949, 81, 474, 487, 364, 66, 421, 460]);
+    let sampled: Vec<u32> =
+        (0..12).map(|at| sample_token(&[0.0; 1000], &SamplingParams::default(), 42, 0, at)).collect();
+    // Computed by an independent ChaCha8, written from the specification: the key is the seed and the crate's constant,
+    // the stream is the choice.
+    assert_eq!(sampled, [634, 103, 131, 645, 949, 81, 474, 487, 364, 66, 421, 460]);
 }
 
 #[test]
@@ -197,11 +200,11 @@ fn off_is_off_however_it_is_spelled() {
             let params = with(SamplingParams::default(), |p| {
                 p.top_k = top_k;
             });
-            (0..10).map(|seed| draw(&logits, &params, seed, 0, 0)).collect()
+            (0..10).map(|seed| sample_token(&logits, &params, seed, 0, 0)).collect()
         })
         .collect();
     assert!(spelled.iter().all(|tokens| tokens == &spelled[0]));
-    assert!(spelled[0].iter().any(|token| token != &spelled[0][0]), "ten seeds, one token: that is greedy");
+    assert!(spelled[0].iter().any(|token| token != &spelled[0][0]), "all ten seeds sampled the same token");
 }
 
 #[test]
@@ -222,7 +225,7 @@ fn one_token_left_is_greedy_whichever_filter_leaves_it() {
             true,
         ),
         (SamplingParams::greedy(), true),
-        // Equally likely tokens both pass min_p.
+        // Two equally likely tokens both pass min_p.
         (
             with(default, |p| {
                 p.min_p = 1.0;
@@ -231,13 +234,13 @@ fn one_token_left_is_greedy_whichever_filter_leaves_it() {
         ),
     ] {
         for seed in 0..40 {
-            let token = draw(&logits, &params, seed, 0, 0);
+            let token = sample_token(&logits, &params, seed, 0, 0);
             assert!(token == 1 || (!tie_broken && token == 2), "{token} with {params:?}");
         }
     }
 }
 
-/// 20,000 draws against the exact probabilities, over positions of one seed and over seeds at one position.
+/// Compares 20,000 samples with the exact probabilities, over the positions of one seed and over seeds at one position.
 #[test]
 fn frequencies_match_the_probabilities() {
     const DRAWS: usize = 20_000;
@@ -289,13 +292,14 @@ fn frequencies_match_the_probabilities() {
             for (count, weight) in counts.iter().zip(&expected) {
                 let want = weight / kept * DRAWS as f64;
                 if want == 0.0 {
-                    assert_eq!(*count, 0.0, "a token that was filtered out");
+                    assert_eq!(*count, 0.0, "sampled a token that was filtered out");
                 } else {
                     chi += (count - want) * (count - want) / want;
                     cells += 1.0;
                 }
             }
-            // Mean of chi-square is cells - 1, variance twice that; four deviations, with a fixed seed.
+            // The mean of chi-square is cells - 1, its variance twice that. The bound is four standard deviations; the
+            // seed is fixed.
             let bound = cells - 1.0 + 4.0 * (2.0 * (cells - 1.0f64)).sqrt();
             assert!(chi < bound, "chi-square {chi} over {cells} cells, bound {bound}");
         }

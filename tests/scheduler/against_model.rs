@@ -1,4 +1,4 @@
-//! Promise: whatever arrives and leaves, each step keeps to its budget and every request gets through.
+//! Tests that each step keeps to its token budget and each request completes, under any traffic.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::collections::BTreeMap;
@@ -26,11 +26,11 @@ struct Scenario {
     max_batched_tokens: Option<u32>,
     max_seqs: Option<u32>,
     #[serde(default)]
-    arrivals: Vec<Arrival>,
+    arrivals: Vec<ArrivingRequest>,
 }
 
 #[derive(Clone, Deserialize)]
-struct Arrival {
+struct ArrivingRequest {
     at: Option<u64>,
     every: Option<u64>,
     until: Option<u64>,
@@ -65,17 +65,17 @@ impl Scenario {
         rig
     }
 
-    /// Adds what arrives before the current step; ids count arrivals over all steps.
+    /// Adds the requests that arrive before the current step; ids count the arrivals over all steps.
     fn arrive(&self, rig: &mut Rig, next_id: &mut u64) -> Vec<ScheduleError> {
         let mut refused = Vec::new();
         for arrival in &self.arrivals {
             let now = match (arrival.at, arrival.every) {
                 (Some(at), _) => at == rig.step,
                 (None, Some(every)) => rig.step.is_multiple_of(every) && rig.step < arrival.until.unwrap(),
-                (None, None) => panic!("{} has an arrival without a time", self.id),
+                (None, None) => panic!("{}: an arrival has no time", self.id),
             };
             for _ in 0..if now { arrival.count.unwrap_or(1) } else { 0 } {
-                // Prompts differ from their first token on, so that no prefix is shared.
+                // Prompts differ in their first token, so no prefix is shared.
                 let prompt: Vec<u32> = (0..arrival.prompt).map(|i| (*next_id as u32) << 16 | i).collect();
                 let meta = NewSequence::new(prompt, arrival.max_tokens);
                 refused.extend(rig.add(*next_id, meta).err());
@@ -89,20 +89,20 @@ impl Scenario {
         self.arrivals.iter().map(|arrival| arrival.at.unwrap_or(0).max(arrival.until.unwrap_or(0))).max().unwrap()
     }
 
-    /// Runs it to the end; properties of every step are checked by the rig.
+    /// Runs the scenario to its end; the rig checks the invariants of each step.
     fn run(&self, rig: &mut Rig) -> Vec<ScheduleError> {
         let (mut refused, mut next_id) = (Vec::new(), 0);
         while rig.step <= self.last_arrival() || !rig.scheduler.is_idle() {
             refused.extend(self.arrive(rig, &mut next_id));
             rig.step();
-            assert!(rig.step < 10_000, "{} does not end", self.id);
+            assert!(rig.step < 10_000, "{}: the scenario does not end", self.id);
         }
         rig.assert_empty();
         refused
     }
 }
 
-/// Cache off and on, watermark 0 and 1: the promises are the same.
+/// Checks the scenario with the prefix cache off and on, and with watermark 0 and 1.
 fn each_setting(id: &str, check: impl Fn(Scenario, Rig)) {
     for (prefix_cache, watermark) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
         let scenario = scenario(id);
@@ -117,7 +117,7 @@ fn d01_what_can_never_fit_is_refused_with_the_sizes() {
         let refused = scenario.run(&mut rig);
         let expected = ScheduleError::NeverFits { prompt_tokens: 40, needed_blocks: 10, pool_blocks: 8, block_size: 4 };
         assert_eq!(refused, std::slice::from_ref(&expected));
-        let text = "the prompt has 40 tokens and needs 10 blocks of 4, the whole pool has 8";
+        let text = "the prompt has 40 tokens and needs 10 blocks of 4 tokens, but the whole pool has 8 blocks";
         assert_eq!(expected.to_string(), text);
         assert!(*rig.finished(1).token_steps.last().unwrap() < 6);
     });
@@ -127,9 +127,10 @@ fn d01_what_can_never_fit_is_refused_with_the_sizes() {
 fn d02_output_that_outgrows_the_pool_ends_with_length() {
     each_setting("d02", |scenario, mut rig| {
         scenario.run(&mut rig);
-        let (twin, end) = &rig.done[&SeqId(0)];
-        // 16 slots: 12 of the prompt, 4 output tokens computed, and one sampled that needs no slot.
-        assert_eq!((*end, twin.output.len()), (End::Exhausted, 5));
+        let (expected_seq, end) = &rig.done[&SeqId(0)];
+        // The pool has 16 slots: 12 of the prompt and 4 of computed output tokens. The fifth output token is sampled
+        // and needs no slot.
+        assert_eq!((*end, expected_seq.output.len()), (End::Exhausted, 5));
         assert!(rig.step < 10);
     });
 }
@@ -138,7 +139,7 @@ fn d02_output_that_outgrows_the_pool_ends_with_length() {
 fn d03_a_prompt_above_the_step_budget_is_chunked() {
     each_setting("d03", |scenario, mut rig| {
         scenario.run(&mut rig);
-        // Steps count from 0: the 7th gives the first token, the 8th the second.
+        // Steps count from 0: the 7th step samples the first token, the 8th the second.
         assert_eq!(rig.finished(0).token_steps, [6, 7]);
     });
 }
@@ -150,10 +151,13 @@ fn d04_a_long_prompt_never_stalls_the_streams() {
         for id in 0..8 {
             let steps = &rig.finished(id).token_steps;
             assert_eq!(steps.len(), 200);
-            assert!(steps.windows(2).all(|pair| pair[1] - pair[0] == 1), "sequence {id} stalls: {steps:?}");
+            assert!(
+                steps.windows(2).all(|pair| pair[1] - pair[0] == 1),
+                "sequence {id} is skipped in a step: {steps:?}"
+            );
         }
         assert_eq!(rig.finished(8).output.len(), 1);
-        assert!(rig.finished(8).token_steps[0] < 60, "2000 rows at 56 a step");
+        assert!(rig.finished(8).token_steps[0] < 60, "2000 rows take 36 steps of 56 rows");
     });
 }
 
@@ -171,9 +175,9 @@ fn d05_also_when_the_long_one_comes_late_and_the_pool_is_busy() {
     each_setting("d05", |mut scenario, mut rig| {
         scenario.arrivals[0].at = Some(20);
         scenario.arrivals[0].prompt = 250;
-        // Its id: one short a step before it, and the short of step 20 comes after it.
+        // Id of the request: one short request arrives in each step before it; that of step 20 arrives after it.
         scenario.run(&mut rig);
-        let long = rig.done.values().find(|(twin, _)| twin.prompt.len() == 250).unwrap();
+        let long = rig.done.values().find(|(expected_seq, _)| expected_seq.prompt.len() == 250).unwrap();
         assert_eq!(long.0.added_at, 20);
         assert!(*long.0.token_steps.last().unwrap() < 20 + 150);
     });
@@ -187,9 +191,9 @@ fn d06_preempted_sequences_finish_with_every_token_once() {
             assert_eq!(rig.finished(id).output.len(), 24);
         }
         assert!(rig.scheduler.preemptions() > 0);
-        assert!(!rig.preempted.contains(&SeqId(0)), "the oldest never gives way");
+        assert!(!rig.preempted.contains(&SeqId(0)), "the oldest sequence is never preempted");
         let mut ends: Vec<_> = (0..4).map(|id| *rig.finished(id).token_steps.last().unwrap()).collect();
-        assert!(ends.is_sorted(), "first come, first served: {ends:?}");
+        assert!(ends.is_sorted(), "the sequences do not end in order of arrival: {ends:?}");
         ends.dedup();
         assert_eq!(rig.blocks.available(), 10);
     });
@@ -214,7 +218,7 @@ fn d28_the_live_gauge_is_zero_when_idle() {
         scenario.run(&mut rig);
         let stats = rig.blocks.stats();
         assert_eq!(stats.live_blocks, 0);
-        assert!(stats.cached_blocks > 0, "{id}");
+        assert!(stats.cached_blocks > 0, "{id}: no block is cached");
     }
 }
 
@@ -246,8 +250,12 @@ fn sequences_that_cannot_work_are_refused() {
     rig.add(0, meta(19, 9)).unwrap();
     assert_eq!(rig.add(0, meta(1, 1)), Err(ScheduleError::SeqExists(SeqId(0))));
     rig.drain();
-    let (twin, end) = &rig.done[&SeqId(0)];
-    assert_eq!((twin.output.len(), *end), (1, End::Exhausted), "max_model_len is reached at one token");
+    let (expected_seq, end) = &rig.done[&SeqId(0)];
+    assert_eq!(
+        (expected_seq.output.len(), *end),
+        (1, End::Exhausted),
+        "the sequence reaches max_model_len after one token"
+    );
 }
 
 #[test]
@@ -259,7 +267,7 @@ fn unknown_sequences_are_harmless() {
     let foreign = SeqResult::new(SeqId(77), Some(1), true);
     rig.scheduler.commit(&StepOutput::from(vec![foreign]), &mut rig.blocks);
     rig.drain();
-    assert!(!rig.abort(0), "it has finished");
+    assert!(!rig.abort(0), "the sequence has already finished");
 }
 
 #[test]
@@ -286,7 +294,7 @@ fn a_failed_row_runs_again_and_a_missing_result_counts_as_not_run() {
     scheduler.commit(&StepOutput::default(), &mut blocks);
     assert_eq!(scheduler.schedule(Tick(1), &mut blocks).chunks, first);
     scheduler.commit(&result(None, false), &mut blocks);
-    assert_eq!(blocks.lookup(&[3; 9], b"").tokens(), 4, "the failed row's block is not offered");
+    assert_eq!(blocks.lookup(&[3; 9], b"").tokens(), 4, "the block of the failed row is not published");
     let again = scheduler.schedule(Tick(2), &mut blocks).chunks[0];
     assert_eq!((again.start, again.len, again.samples), (7, 1, true));
     scheduler.commit(&result(None, true), &mut blocks);
@@ -297,20 +305,20 @@ fn a_failed_row_runs_again_and_a_missing_result_counts_as_not_run() {
 }
 
 #[test]
-fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
+fn the_newest_of_the_lowest_priority_is_preempted_and_readmitted_first() {
     let policy = SchedulePolicy::Priority;
     let mut rig = rig(config().with_policy(policy).with_max_num_seqs(3), 6, 4);
     for (id, priority) in [(0, 1), (1, 0), (2, 0), (3, 0)] {
         rig.add(id, meta(7, 9).with_priority(priority)).unwrap();
     }
-    // 7 rows + 1 fill two blocks each; the ninth token of each needs a third.
+    // 7 + 1 rows fill two blocks of each sequence; the ninth token of each needs a third block.
     while rig.preempted.is_empty() {
         rig.step();
     }
     assert_eq!(rig.preempted, [SeqId(2)]);
     assert_eq!(rig.scheduler.waiting(), 2);
     while rig.live[&SeqId(2)].admissions < 2 {
-        assert_eq!(rig.live[&SeqId(3)].admissions, 0, "the preempted one is first of its class");
+        assert_eq!(rig.live[&SeqId(3)].admissions, 0, "the preempted sequence is the first of its priority");
         rig.step();
     }
     let planned: Vec<_> = rig.scheduler.plan().chunks.iter().map(|chunk| chunk.seq.0).collect();
@@ -322,18 +330,22 @@ fn the_newest_of_the_lowest_priority_gives_way_and_comes_back_first() {
 }
 
 #[test]
-fn admission_leaves_the_watermark_unless_it_is_alone() {
+fn admission_respects_the_watermark_unless_no_sequence_is_running() {
     for (watermark_blocks, admitted) in [(0, 2), (2, 2), (3, 1)] {
         let mut rig = rig(config().with_watermark_blocks(watermark_blocks), 6, 4);
         rig.add(0, meta(8, 1)).unwrap();
         rig.add(1, meta(8, 1)).unwrap();
         rig.step();
-        assert_eq!(rig.scheduler.plan().chunks.len(), admitted, "watermark {watermark_blocks}");
+        assert_eq!(
+            rig.scheduler.plan().chunks.len(),
+            admitted,
+            "wrong number of admissions with watermark_blocks = {watermark_blocks}"
+        );
         rig.drain();
     }
     let mut rig = rig(config().with_watermark_blocks(3), 6, 4);
     rig.add(0, meta(24, 1)).unwrap();
-    assert_eq!(rig.step(), 1, "alone it may have the whole pool");
+    assert_eq!(rig.step(), 1, "in a batch of its own the sequence may use the whole pool");
 }
 
 #[test]
@@ -347,7 +359,7 @@ fn waiting_outweighs_priority_in_bounded_time() {
         scheduler.add(SeqId(id), meta, now, blocks).unwrap();
     };
     add(&mut scheduler, &blocks, 0, 0, Tick(0));
-    // A request of priority 3 comes four times a second, and one is served four times a second.
+    // Four requests of priority 3 arrive per second, and the scheduler serves four requests per second.
     let mut served_at = None;
     for step in 0..40u64 {
         let now = Tick(step * PRIORITY_STEP_US / 4);
@@ -359,20 +371,20 @@ fn waiting_outweighs_priority_in_bounded_time() {
         let results = vec![SeqResult::new(seq, Some(1), true)];
         scheduler.commit(&StepOutput::from(results), &mut blocks);
     }
-    assert_eq!(served_at, Some(12), "three levels are worth three seconds");
+    assert_eq!(served_at, Some(12), "three priority levels equal three seconds of waiting");
 }
 
 #[test]
-fn a_fork_shares_until_somebody_writes() {
+fn a_fork_shares_blocks_until_a_write() {
     let mut rig = rig(config(), 16, 4);
     rig.add(0, meta(6, 8)).unwrap();
     rig.step();
     let live = rig.blocks.stats().live_blocks;
     for child in 1..4u64 {
         rig.scheduler.fork(SeqId(0), SeqId(child), child as u32, &mut rig.blocks).unwrap();
-        let mut twin = rig.live[&SeqId(0)].clone();
-        twin.output[0] = child as u32;
-        rig.live.insert(SeqId(child), twin);
+        let mut expected_seq = rig.live[&SeqId(0)].clone();
+        expected_seq.output[0] = child as u32;
+        rig.live.insert(SeqId(child), expected_seq);
     }
     rig.check();
     assert_eq!(rig.blocks.stats().live_blocks, live);
@@ -381,12 +393,12 @@ fn a_fork_shares_until_somebody_writes() {
     let taken = rig.scheduler.fork(SeqId(0), SeqId(1), 1, &mut rig.blocks);
     assert_eq!(taken, Err(ScheduleError::SeqExists(SeqId(1))));
     rig.step();
-    assert_eq!(rig.scheduler.plan().copies.len(), 3, "three copy, the last keeps the original");
+    assert_eq!(rig.scheduler.plan().copies.len(), 3, "three sequences copy the block, the last one keeps the original");
     rig.drain();
     for id in 0..4 {
-        let twin = rig.finished(id);
-        let continued = [&twin.prompt[..], &twin.output[..1]].concat();
-        assert_eq!(twin.output[1..], oracle_output(&continued, b"", 7));
+        let expected_seq = rig.finished(id);
+        let continued = [&expected_seq.prompt[..], &expected_seq.output[..1]].concat();
+        assert_eq!(expected_seq.output[1..], oracle_output(&continued, b"", 7));
     }
 }
 
@@ -493,7 +505,9 @@ fn nth_live(rig: &Rig, nth: usize) -> Option<u64> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
-    /// The rig checks every step; here: everything ends, with the tokens it would have had alone, in bounded time.
+    /// Random requests complete in bounded time, with the tokens that each would get in a batch of its own.
+    ///
+    /// The rig checks the invariants of each step.
     #[test]
     fn random_traffic(setting in setting(), events in prop::collection::vec(event(), 1..60)) {
         let mut rig = setting.rig();
@@ -530,19 +544,19 @@ proptest! {
                 Event::Fork { nth } => {
                     let Some(parent) = nth_live(&rig, nth) else { continue };
                     if rig.scheduler.fork(SeqId(parent), SeqId(next_id), 9, &mut rig.blocks).is_ok() {
-                        let mut twin = rig.live[&SeqId(parent)].clone();
-                        prop_assert!(!twin.output.is_empty() || twin.prompt.len() as u32 == twin.computed + 1);
-                        if let Some(last) = twin.output.last_mut() {
+                        let mut expected_seq = rig.live[&SeqId(parent)].clone();
+                        prop_assert!(!expected_seq.output.is_empty() || expected_seq.prompt.len() as u32 == expected_seq.computed + 1);
+                        if let Some(last) = expected_seq.output.last_mut() {
                             *last = 9;
                         } else {
-                            *twin.prompt.last_mut().unwrap() = 9;
+                            *expected_seq.prompt.last_mut().unwrap() = 9;
                         }
                         if rig.blocks.table(SeqId(next_id)).is_empty() {
-                            twin.computed = 0;
+                            expected_seq.computed = 0;
                         }
-                        work_rows += u64::from(twin.prompt.len() as u32 + twin.max_tokens);
-                        forks.insert(SeqId(next_id), twin.output.len());
-                        rig.live.insert(SeqId(next_id), twin);
+                        work_rows += u64::from(expected_seq.prompt.len() as u32 + expected_seq.max_tokens);
+                        forks.insert(SeqId(next_id), expected_seq.output.len());
+                        rig.live.insert(SeqId(next_id), expected_seq);
                         rig.check();
                         next_id += 1;
                     }
@@ -552,32 +566,33 @@ proptest! {
                 }
             }
         }
-        // Bounded waiting: a step without preemption computes at least one row that stays, and each preemption is paid by a
-        // decode of somebody older; so the square of the work is a safe bound, and a livelock exceeds it.
+        // Bound on the waiting time: a step without preemption computes at least one lasting row, and each preemption
+        // allows one decode row of an older sequence. So the square of the work is a safe bound, which a livelock
+        // exceeds.
         let bound = rig.step + 100 + work_rows * work_rows;
         while !rig.scheduler.is_idle() {
             let ended = rig.done.len();
-            prop_assert!(rig.step() > 0 || rig.done.len() > ended, "an empty step with work left");
-            prop_assert!(rig.step < bound, "no end in sight");
+            prop_assert!(rig.step() > 0 || rig.done.len() > ended, "the step made no progress although work is left");
+            prop_assert!(rig.step < bound, "the sequences do not end within the bound");
         }
         rig.assert_empty();
-        for (seq, (twin, end)) in &rig.done {
+        for (seq, (expected_seq, end)) in &rig.done {
             let from = forks.get(seq).copied().unwrap_or(0);
-            let known = [&twin.prompt[..], &twin.output[..from]].concat();
-            let room = setting.slots() + 1 - twin.prompt.len() as u32;
-            let limit = twin.max_tokens.min(64 - twin.prompt.len() as u32);
-            let said = match end {
-                End::Aborted => twin.output.len(),
-                End::Finished => twin.max_tokens as usize,
-                End::Exhausted => room.min(limit) as usize,
+            let known = [&expected_seq.prompt[..], &expected_seq.output[..from]].concat();
+            let capacity = setting.slots() + 1 - expected_seq.prompt.len() as u32;
+            let limit = expected_seq.max_tokens.min(64 - expected_seq.prompt.len() as u32);
+            let expected_len = match end {
+                End::Aborted => expected_seq.output.len(),
+                End::Finished => expected_seq.max_tokens as usize,
+                End::Exhausted => capacity.min(limit) as usize,
             };
-            prop_assert_eq!(twin.output.len(), said, "{:?} {:?}", seq, end);
-            let expected = oracle_output(&known, &twin.salt, (said - from) as u32);
-            prop_assert_eq!(&twin.output[from..], &expected);
+            prop_assert_eq!(expected_seq.output.len(), expected_len, "{:?} {:?}", seq, end);
+            let expected = oracle_output(&known, &expected_seq.salt, (expected_len - from) as u32);
+            prop_assert_eq!(&expected_seq.output[from..], &expected);
         }
     }
 
-    /// The same calls give the same plans.
+    /// The same calls yield the same plans.
     #[test]
     fn plans_are_a_function_of_the_calls(setting in setting(), prompts in prop::collection::vec(1usize..30, 1..10)) {
         let run = || {
@@ -596,7 +611,7 @@ proptest! {
         prop_assert_eq!(run(), run());
     }
 
-    /// First come, first served: nobody is admitted for the first time before an older one.
+    /// First come, first served: no sequence is first admitted before an older one.
     #[test]
     fn fcfs_admits_in_order_of_arrival(setting in setting(), prompts in prop::collection::vec(1usize..30, 1..12)) {
         let mut rig = Setting { priority: false, ..setting }.rig();

@@ -1,4 +1,4 @@
-//! Tests of the scheduler against a model of it, and of plans in flight.
+//! Tests of the scheduler against a reference model, and of in-flight plans.
 
 #[path = "../common/mod.rs"]
 mod common;

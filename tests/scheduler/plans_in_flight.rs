@@ -1,5 +1,7 @@
-//! Promise: plans in flight change when rows are computed, never which: every sequence gets the tokens it would have had
-//! alone, rows ahead of a result are void if it turns out otherwise, and nobody reads a block that is not its own.
+//! Tests that in-flight plans change when rows are computed, but not which.
+//!
+//! Each sequence gets the tokens that it would get in a batch of its own, rows computed ahead of a result become stale
+//! if the result invalidates them, and no sequence reads a block of another one.
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -11,38 +13,38 @@ use ascend_llm::scheduler::{
 };
 use proptest::prelude::*;
 
-/// A sequence as the test knows it.
+/// State of a sequence as the test expects it.
 #[derive(Clone, Debug)]
-struct Twin {
+struct ExpectedSeq {
     prompt: Vec<u32>,
     output: Vec<u32>,
     max_tokens: u32,
-    /// Output tokens at which it stops, whatever its length.
+    /// Number of output tokens after which the sequence stops, independent of its `max_tokens`.
     stops_at: usize,
-    /// Rows planned, of which `committed` are no longer in flight.
+    /// Number of planned rows; `committed` of them are no longer in flight.
     planned: u32,
     committed: u32,
-    /// Tokens drawn in plans that are in flight.
+    /// Tokens sampled in in-flight plans.
     ahead: Vec<u32>,
     ran_ahead: bool,
 }
 
-struct Flight {
+struct InFlightPlan {
     plan: u64,
     chunks: Vec<Chunk>,
-    drawn: Vec<Option<u32>>,
-    /// By chunk: whether the test holds it void.
-    void: Vec<bool>,
+    sampled: Vec<Option<u32>>,
+    /// For each chunk, whether the test expects it to be stale.
+    stale: Vec<bool>,
 }
 
-/// Scheduler, pool and a device that keeps digests of prefixes in its slots and runs plans in order.
+/// Scheduler, block pool and a device that runs plans in order and stores digests of prefixes in its slots.
 struct Rig {
     scheduler: Scheduler,
     blocks: BlockAllocator,
     slots: Vec<u64>,
-    live: BTreeMap<SeqId, Twin>,
-    ended: BTreeMap<SeqId, (Twin, bool)>,
-    flights: VecDeque<Flight>,
+    live: BTreeMap<SeqId, ExpectedSeq>,
+    ended: BTreeMap<SeqId, (ExpectedSeq, bool)>,
+    in_flight: VecDeque<InFlightPlan>,
     wasted: u64,
     now: u64,
     preemptions: u64,
@@ -57,7 +59,7 @@ impl Rig {
             slots,
             live: BTreeMap::new(),
             ended: BTreeMap::new(),
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             wasted: 0,
             now: 0,
             preemptions: 0,
@@ -75,7 +77,7 @@ impl Rig {
         if self.scheduler.add(SeqId(id), meta, Tick(self.now), &self.blocks).is_err() {
             return false;
         }
-        let twin = Twin {
+        let expected_seq = ExpectedSeq {
             prompt,
             output: Vec::new(),
             max_tokens,
@@ -85,30 +87,30 @@ impl Rig {
             ahead: Vec::new(),
             ran_ahead: false,
         };
-        self.live.insert(SeqId(id), twin);
+        self.live.insert(SeqId(id), expected_seq);
         true
     }
 
-    /// Its rows in flight mean nothing any more.
-    fn void(&mut self, seq: SeqId) {
-        for flight in &mut self.flights {
-            for (chunk, void) in flight.chunks.iter().zip(&mut flight.void) {
-                if chunk.seq == seq && !*void {
-                    *void = true;
+    /// Marks the sequence's in-flight rows as stale.
+    fn mark_stale(&mut self, seq: SeqId) {
+        for in_flight_plan in &mut self.in_flight {
+            for (chunk, stale) in in_flight_plan.chunks.iter().zip(&mut in_flight_plan.stale) {
+                if chunk.seq == seq && !*stale {
+                    *stale = true;
                     self.wasted += u64::from(chunk.len);
                 }
             }
         }
-        if let Some(twin) = self.live.get_mut(&seq) {
-            twin.ahead.clear();
-            twin.planned = twin.committed;
+        if let Some(expected_seq) = self.live.get_mut(&seq) {
+            expected_seq.ahead.clear();
+            expected_seq.planned = expected_seq.committed;
         }
     }
 
-    fn end(&mut self, seq: SeqId, whole: bool) {
-        self.void(seq);
-        let twin = self.live.remove(&seq).unwrap();
-        self.ended.insert(seq, (twin, whole));
+    fn end(&mut self, seq: SeqId, complete: bool) {
+        self.mark_stale(seq);
+        let expected_seq = self.live.remove(&seq).unwrap();
+        self.ended.insert(seq, (expected_seq, complete));
     }
 
     fn abort(&mut self, seq: SeqId) {
@@ -118,20 +120,26 @@ impl Rig {
         self.check();
     }
 
-    /// Plans a step and runs it at once, as a device does that is ahead of everybody; its rows.
+    /// Plans a step and runs it at once, like a device that is faster than the host; returns the number of chunks.
     fn launch(&mut self) -> usize {
         self.now += 1_000;
         let plan = self.scheduler.schedule(Tick(self.now), &mut self.blocks).clone();
         self.check();
         for seq in &plan.preempted {
-            let twin = self.live.get_mut(seq).unwrap();
-            assert_eq!(twin.planned, twin.committed, "{seq:?} is preempted in flight");
-            (twin.planned, twin.committed) = (0, 0);
+            let expected_seq = self.live.get_mut(seq).unwrap();
+            assert_eq!(
+                expected_seq.planned, expected_seq.committed,
+                "{seq:?} is preempted although it has in-flight rows"
+            );
+            (expected_seq.planned, expected_seq.committed) = (0, 0);
             self.preemptions += 1;
         }
         for seq in &plan.capped {
-            let twin = &self.live[seq];
-            assert_eq!(twin.planned, twin.committed, "{seq:?} is exhausted in flight");
+            let expected_seq = &self.live[seq];
+            assert_eq!(
+                expected_seq.planned, expected_seq.committed,
+                "{seq:?} is capped although it has in-flight rows"
+            );
             self.end(*seq, true);
         }
         let block_size = self.blocks.block_size() as usize;
@@ -139,24 +147,38 @@ impl Rig {
             let start = from.0 as usize * block_size;
             self.slots.copy_within(start..start + block_size, to.0 as usize * block_size);
         }
-        let mut drawn = Vec::new();
+        let mut sampled = Vec::new();
         for chunk in &plan.chunks {
-            let twin = self.live.get_mut(&chunk.seq).expect("only live sequences are planned");
-            let known = [&twin.prompt[..], &twin.output].concat();
-            assert_eq!(self.scheduler.tokens(chunk.seq), known, "placeholders are no tokens");
-            if twin.planned > 0 {
-                assert_eq!(chunk.start, twin.planned, "a gap or a repetition: {chunk:?}");
+            let expected_seq = self.live.get_mut(&chunk.seq).expect("the plan contains only live sequences");
+            let known = [&expected_seq.prompt[..], &expected_seq.output].concat();
+            assert_eq!(self.scheduler.tokens(chunk.seq), known, "the scheduler's tokens contain placeholders");
+            if expected_seq.planned > 0 {
+                assert_eq!(
+                    chunk.start, expected_seq.planned,
+                    "the chunk does not start at the next row to compute: {chunk:?}"
+                );
             }
             let end = (chunk.start + chunk.len) as usize;
             assert_eq!(chunk.placeholder.is_some(), chunk.start as usize >= known.len(), "{chunk:?}");
             if let Some(from) = chunk.placeholder {
                 assert_eq!(chunk.len, 1);
-                let flight = self.flights.iter().find(|flight| flight.plan == from.plan).expect("it is in flight");
-                assert_eq!((flight.chunks[from.chunk].seq, flight.void[from.chunk]), (chunk.seq, false));
-                assert_eq!(flight.drawn[from.chunk], twin.ahead.last().copied(), "the newest token feeds");
-                twin.ran_ahead = true;
+                let in_flight_plan = self
+                    .in_flight
+                    .iter()
+                    .find(|in_flight_plan| in_flight_plan.plan == from.plan)
+                    .expect("the plan of the placeholder is in flight");
+                assert_eq!(
+                    (in_flight_plan.chunks[from.chunk].seq, in_flight_plan.stale[from.chunk]),
+                    (chunk.seq, false)
+                );
+                assert_eq!(
+                    in_flight_plan.sampled[from.chunk],
+                    expected_seq.ahead.last().copied(),
+                    "the placeholder does not refer to the newest token"
+                );
+                expected_seq.ran_ahead = true;
             }
-            let all = [&known[..], &twin.ahead].concat();
+            let all = [&known[..], &expected_seq.ahead].concat();
             assert!(end <= all.len());
             let table = self.blocks.table(chunk.seq);
             let slot = |position: usize| table[position / block_size].0 as usize * block_size + position % block_size;
@@ -164,86 +186,95 @@ impl Rig {
             for (position, &token) in all[..end].iter().enumerate() {
                 state = digest(state, token);
                 if position < chunk.start as usize {
-                    assert_eq!(self.slots[slot(position)], state, "{:?} reads a wrong row {position}", chunk.seq);
+                    assert_eq!(
+                        self.slots[slot(position)],
+                        state,
+                        "{:?} reads a wrong row at position {position}",
+                        chunk.seq
+                    );
                 } else {
                     self.slots[slot(position)] = state;
                 }
             }
-            twin.planned = end as u32;
+            expected_seq.planned = end as u32;
             if chunk.placeholder.is_none() {
-                twin.committed = twin.committed.max(chunk.start);
+                expected_seq.committed = expected_seq.committed.max(chunk.start);
             }
-            drawn.push(chunk.samples.then_some(state as u32 % 5));
+            sampled.push(chunk.samples.then_some(state as u32 % 5));
             if chunk.samples {
-                twin.ahead.push(state as u32 % 5);
+                expected_seq.ahead.push(state as u32 % 5);
             }
         }
         let rows = plan.chunks.len();
         if rows > 0 {
-            let void = vec![false; rows];
-            self.flights.push_back(Flight { plan: plan.number, chunks: plan.chunks, drawn, void });
+            let stale = vec![false; rows];
+            self.in_flight.push_back(InFlightPlan { plan: plan.number, chunks: plan.chunks, sampled, stale });
         }
         rows
     }
 
-    /// Commits the oldest plan. `odd` says what else may happen to a chunk, if it is to happen.
+    /// Commits the oldest plan. For each chunk, `odd` selects an irregular outcome, or none.
     fn collect(&mut self, mut odd: impl FnMut() -> u8) {
-        let Some(flight) = self.flights.pop_front() else { return };
+        let Some(in_flight_plan) = self.in_flight.pop_front() else { return };
         let mut results = Vec::new();
         let mut redo = Vec::new();
-        for ((chunk, drawn), void) in flight.chunks.iter().zip(&flight.drawn).zip(&flight.void) {
-            assert_eq!(self.scheduler.is_stale(flight.plan, chunk.seq), *void, "{chunk:?}");
-            let mut result = SeqResult::new(chunk.seq, *drawn, false);
-            if *void {
-                // Whatever it says is ignored.
+        for ((chunk, sampled), stale) in
+            in_flight_plan.chunks.iter().zip(&in_flight_plan.sampled).zip(&in_flight_plan.stale)
+        {
+            assert_eq!(self.scheduler.is_stale(in_flight_plan.plan, chunk.seq), *stale, "{chunk:?}");
+            let mut result = SeqResult::new(chunk.seq, *sampled, false);
+            if *stale {
+                // The result of a stale chunk is ignored.
                 result.finished = true;
                 results.push(result);
                 continue;
             }
-            let twin = self.live.get_mut(&chunk.seq).unwrap();
+            let expected_seq = self.live.get_mut(&chunk.seq).unwrap();
             match odd() {
-                // Its rows turn out to be right only once they have run again: what is behind them is not.
+                // The rows ran in the f32 fallback plan, so the in-flight rows after them are stale.
                 0 => {
                     self.scheduler.set_f32_from(chunk.seq, chunk.start);
                     redo.push(chunk.seq);
                 }
-                // The row that samples failed, and runs again.
-                1 if drawn.is_some() => {
+                // The sampling row failed, and runs again.
+                1 if sampled.is_some() => {
                     result.token = None;
-                    twin.ahead.remove(0);
-                    twin.committed = chunk.start + chunk.len - 1;
+                    expected_seq.ahead.remove(0);
+                    expected_seq.committed = chunk.start + chunk.len - 1;
                     redo.push(chunk.seq);
                     results.push(result);
                     continue;
                 }
-                // It did not run.
+                // The chunk did not run.
                 2 => {
-                    twin.committed = chunk.start;
-                    if drawn.is_some() {
-                        twin.ahead.remove(0);
+                    expected_seq.committed = chunk.start;
+                    if sampled.is_some() {
+                        expected_seq.ahead.remove(0);
                     }
                     redo.push(chunk.seq);
                     continue;
                 }
                 _ => {}
             }
-            twin.committed = chunk.start + chunk.len;
-            if let Some(token) = *drawn {
-                assert_eq!(twin.ahead.remove(0), token);
-                twin.output.push(token);
-                result.finished = twin.output.len() == (twin.max_tokens as usize).min(twin.stops_at);
+            expected_seq.committed = chunk.start + chunk.len;
+            if let Some(token) = *sampled {
+                assert_eq!(expected_seq.ahead.remove(0), token);
+                expected_seq.output.push(token);
+                result.finished =
+                    expected_seq.output.len() == (expected_seq.max_tokens as usize).min(expected_seq.stops_at);
             }
             results.push(result);
         }
         for seq in redo {
-            self.void(seq);
+            self.mark_stale(seq);
         }
         for result in &results {
-            let ended = self.live.get(&result.seq).is_some_and(|twin| {
-                result.finished && twin.output.len() == (twin.max_tokens as usize).min(twin.stops_at)
+            let ended = self.live.get(&result.seq).is_some_and(|expected_seq| {
+                result.finished
+                    && expected_seq.output.len() == (expected_seq.max_tokens as usize).min(expected_seq.stops_at)
             });
-            let own = flight.chunks.iter().position(|chunk| chunk.seq == result.seq).unwrap();
-            if ended && !flight.void[own] {
+            let own = in_flight_plan.chunks.iter().position(|chunk| chunk.seq == result.seq).unwrap();
+            if ended && !in_flight_plan.stale[own] {
                 self.end(result.seq, true);
             }
         }
@@ -264,7 +295,7 @@ enum Event {
     Abort {
         nth: usize,
     },
-    /// Aborted, and another one under the same id at once.
+    /// Aborts a sequence and adds another one with the same id at once.
     Replace {
         nth: usize,
     },
@@ -301,7 +332,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_000))]
 
     #[test]
-    fn plans_in_flight_do_not_show(
+    fn plans_in_flight_do_not_change_outputs(
         depth in 1usize..4, pool in 4u32..24, block_size in 1u32..6, max_num_seqs in 1u32..6, spare_rows in 0u32..20,
         watermark_blocks in 0u32..3, prefix_cache in any::<bool>(), priority in any::<bool>(),
         max_logit_rows in prop_oneof![Just(u32::MAX), 1u32..6],
@@ -339,7 +370,7 @@ proptest! {
                         rig.ended.remove(&seq);
                     }
                 }
-                Event::Launch if rig.flights.len() < depth => {
+                Event::Launch if rig.in_flight.len() < depth => {
                     rig.launch();
                 }
                 Event::Launch => rig.collect(|| 9),
@@ -350,26 +381,26 @@ proptest! {
             }
         }
         let mut steps = 0;
-        while !rig.scheduler.is_idle() || !rig.flights.is_empty() {
-            let (before, ended) = (rig.flights.len(), rig.ended.len());
-            while rig.flights.len() < depth && rig.launch() > 0 {}
-            let moved = !rig.flights.is_empty() || rig.ended.len() > ended;
-            prop_assert!(moved || before > 0, "an empty plan with work left");
+        while !rig.scheduler.is_idle() || !rig.in_flight.is_empty() {
+            let (before, ended) = (rig.in_flight.len(), rig.ended.len());
+            while rig.in_flight.len() < depth && rig.launch() > 0 {}
+            let moved = !rig.in_flight.is_empty() || rig.ended.len() > ended;
+            prop_assert!(moved || before > 0, "the plan is empty although work is left");
             rig.collect(|| 9);
             steps += 1;
-            prop_assert!(steps < 100 + 4 * work * work, "no end in sight");
+            prop_assert!(steps < 100 + 4 * work * work, "the sequences do not end within the bound");
         }
         prop_assert!(rig.live.is_empty());
         prop_assert_eq!(rig.blocks.stats().live_blocks, 0);
         prop_assert_eq!(rig.scheduler.preemptions(), rig.preemptions);
-        for (seq, (twin, whole)) in &rig.ended {
+        for (seq, (expected_seq, complete)) in &rig.ended {
             let slots = pool * block_size;
-            let room = (slots + 1).saturating_sub(twin.prompt.len() as u32).min(64 - twin.prompt.len() as u32);
-            let said = room.min(twin.max_tokens).min(twin.stops_at as u32) as usize;
-            prop_assert!(!whole || twin.output.len() == said, "{:?} {:?} said {}", seq, twin, said);
-            let expected = oracle_output(&twin.prompt, b"", twin.output.len() as u32);
-            prop_assert_eq!(&twin.output, &expected);
-            prop_assert!(depth > 1 || !twin.ran_ahead);
+            let capacity = (slots + 1).saturating_sub(expected_seq.prompt.len() as u32).min(64 - expected_seq.prompt.len() as u32);
+            let expected_len = capacity.min(expected_seq.max_tokens).min(expected_seq.stops_at as u32) as usize;
+            prop_assert!(!complete || expected_seq.output.len() == expected_len, "{:?} {:?} has another output length than {}", seq, expected_seq, expected_len);
+            let expected = oracle_output(&expected_seq.prompt, b"", expected_seq.output.len() as u32);
+            prop_assert_eq!(&expected_seq.output, &expected);
+            prop_assert!(depth > 1 || !expected_seq.ran_ahead);
         }
     }
 }
@@ -382,34 +413,39 @@ fn a_stop_wastes_a_row_a_plan_in_flight_and_a_length_none() {
             let mut rig = Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(16, 4));
             assert!(rig.add(0, prompt(9, 1), 9, stops_at, true));
             while !rig.scheduler.is_idle() {
-                while rig.flights.len() < depth && rig.launch() > 0 {}
+                while rig.in_flight.len() < depth && rig.launch() > 0 {}
                 rig.collect(|| 9);
             }
-            assert_eq!(rig.scheduler.wasted_rows(), wasted, "depth {depth}, stops at {stops_at}");
+            assert_eq!(
+                rig.scheduler.wasted_rows(),
+                wasted,
+                "wasted rows at depth {depth}, stopping at {stops_at} tokens"
+            );
             assert_eq!(rig.ended[&SeqId(0)].0.ran_ahead, depth > 1);
         }
     }
 }
 
-/// Whoever needs a block gets it from a younger one within the plans in flight, also if that one could go on for long.
+/// An older sequence that needs a block gets it from a younger one within the in-flight plans, even if the younger one
+/// could continue for long.
 #[test]
-fn a_younger_one_in_flight_gives_way_soon() {
+fn a_younger_sequence_in_flight_is_preempted_soon() {
     for depth in 1..=3usize {
         let config = SchedulerConfig::new(64, 4, 64).with_max_logit_rows(u32::MAX);
         let mut rig = Rig::new(Scheduler::new(config).unwrap(), BlockAllocator::new(2, 16));
         assert!(rig.add(0, prompt(15, 1), 9, 99, true) && rig.add(1, prompt(2, 2), 14, 99, true));
         let mut launches = 0;
         while rig.preemptions == 0 {
-            while rig.flights.len() < depth && rig.launch() > 0 {
+            while rig.in_flight.len() < depth && rig.launch() > 0 {
                 launches += 1;
             }
             rig.collect(|| 9);
-            assert!(launches < 20, "depth {depth}: the older one starves");
+            assert!(launches < 20, "depth {depth}: the older sequence gets no block");
         }
-        // The older one fills its block with the second plan and asks for another with the third.
-        assert!(launches <= 2 + depth, "depth {depth}: after {launches} plans");
+        // The older sequence fills its block in the second plan and needs another block in the third.
+        assert!(launches <= 2 + depth, "depth {depth}: the preemption came only after {launches} plans");
         while !rig.scheduler.is_idle() {
-            while rig.flights.len() < depth && rig.launch() > 0 {}
+            while rig.in_flight.len() < depth && rig.launch() > 0 {}
             rig.collect(|| 9);
         }
         assert_eq!(rig.ended[&SeqId(1)].0.output, oracle_output(&prompt(2, 2), b"", 14));

@@ -1,5 +1,5 @@
-//! Promise: a chat template renders byte for byte as Transformers renders it, or ends with a typed error; a hostile one
-//! ends too.
+//! Tests that a chat template renders byte for byte like Transformers or returns a typed error, and that a hostile one
+//! ends.
 #![cfg(feature = "text")]
 
 use std::path::{Path, PathBuf};
@@ -20,10 +20,10 @@ fn messages_of(list: &Value) -> Vec<ChatMessage> {
     list.as_array().unwrap().iter().map(|message| ChatMessage::from_json(&message.to_string()).unwrap()).collect()
 }
 
-/// 29 November 2026, noon: the day the golden renderings were made.
+/// 29 November 2026, noon: the date of the golden renderings.
 const GOLDEN_DAY_UNIX_S: i64 = 1_795_953_600;
 
-/// Renders the golden conversations with the template; returns (rows, rows that differ).
+/// Renders the golden conversations with the template; returns the number of rows, and the rows that differ.
 fn check_golden(name: &str, source: &str) -> (usize, Vec<String>) {
     let conversations = json_file("chat/chat_golden.conversations.json");
     let template = ChatTemplate::new(source, Some("<BOS>"), Some("<EOS>"));
@@ -45,18 +45,18 @@ fn check_golden(name: &str, source: &str) -> (usize, Vec<String>) {
             Ok(template) => template.render(&messages_of(&conversation["messages"]), &options),
             Err(error) => Err(TextError::Encode { reason: error.to_string() }),
         };
-        let wanted = row.get("output").and_then(Value::as_str);
+        let expected = row.get("output").and_then(Value::as_str);
         let refusal = row["error"].as_str().and_then(|error| error.strip_prefix("TemplateError: "));
-        let right = match (&rendered, wanted, refusal) {
-            (Ok(text), Some(wanted), _) => text == wanted,
+        let right = match (&rendered, expected, refusal) {
+            (Ok(text), Some(expected), _) => text == expected,
             (Err(TextError::Refused { reason }), None, Some(refusal)) => reason == refusal,
             (Err(_), None, None) => true,
             _ => false,
         };
         if !right {
             let label = format!("{name} / {} / {}", row["conversation"], row["add_generation_prompt"]);
-            let wanted = wanted.unwrap_or_else(|| row["error"].as_str().unwrap());
-            wrong.push(format!("{label}\n  got    {rendered:?}\n  wanted {wanted:?}"));
+            let expected = expected.unwrap_or_else(|| row["error"].as_str().unwrap());
+            wrong.push(format!("{label}\n  got    {rendered:?}\n  expected {expected:?}"));
         }
     }
     (seen, wrong)
@@ -70,8 +70,9 @@ fn smollm2_renders_every_golden_conversation() {
     assert_eq!(seen, 17);
 }
 
-/// Set `ASCEND_LLM_CHAT_TEMPLATES` to a folder of templates (`NAME.jinja`, also one level down) to render the golden
-/// conversations with all of them.
+/// Renders the golden conversations with further templates.
+///
+/// Set `ASCEND_LLM_CHAT_TEMPLATES` to a folder of templates (`NAME.jinja`, also one level down).
 #[test]
 fn other_templates_render_the_golden_conversations() {
     let Some(folder) = std::env::var_os("ASCEND_LLM_CHAT_TEMPLATES") else { return };
@@ -90,8 +91,8 @@ fn other_templates_render_the_golden_conversations() {
             }
         }
     }
-    // Python's lazy `map` cannot be written as JSON, and its `safe` makes what is added to it HTML: two templates fall
-    // over that there, and render here.
+    // In Python, two templates fail on tools, but render here: a lazy `map` cannot be serialized as JSON, and text
+    // added to a `safe` string is escaped as HTML.
     wrong.retain(|row| {
         let tools = row.contains("\"tools\"") || row.contains("\"tool-roundtrip\"");
         !(tools
@@ -124,8 +125,8 @@ fn jinja_cases_render_as_the_reference_does() {
         }
         let template = ChatTemplate::new(case["template"].as_str().unwrap(), None, None).unwrap();
         let rendered = template.render(&messages, &options);
-        if let Some(wanted) = case["expect"]["render"].as_str() {
-            assert_eq!(rendered.unwrap(), wanted, "{id}");
+        if let Some(expected) = case["expect"]["render"].as_str() {
+            assert_eq!(rendered.unwrap(), expected, "{id}");
         } else {
             let error = rendered.unwrap_err().to_string();
             assert!(error.contains(case["expect"]["error_contains"].as_str().unwrap()), "{id}: {error}");
@@ -165,7 +166,7 @@ fn a_template_that_would_run_forever_or_fill_memory_is_stopped() {
         let started = Instant::now();
         let result = ChatTemplate::new(&bomb, None, None)
             .and_then(|template| template.render(&[ChatMessage::user("hi")], &ChatOptions::default()));
-        // The bound is the promise itself: a second on any machine for what takes milliseconds.
+        // A second on any machine is the guaranteed bound; the rendering takes milliseconds.
         assert!(started.elapsed() < Duration::from_secs(1), "{bomb}: {:?}", started.elapsed());
         if let Ok(text) = &result {
             assert!(text.len() < 64, "{bomb}: {} bytes", text.len());

@@ -1,11 +1,11 @@
-//! Promise: streamed text is made of whole characters, each sent when its last byte arrives, and nothing sent is ever
-//! changed.
+//! Tests that streamed text consists of complete characters, each sent with its last byte, and that sent text never
+//! changes.
 
 use ascend_llm::text::{Detokenizer, Vocabulary};
 use proptest::prelude::*;
 use serde_json::Value;
 
-/// A vocabulary of bytes: id `b` is the byte `b`, id 256 is a control token, 257 is " word".
+/// Vocabulary of bytes: id `b` is the byte `b`, id 256 is a control token, id 257 is " word".
 #[derive(Debug)]
 struct Bytes;
 
@@ -43,10 +43,10 @@ fn golden_streams_come_out_piece_by_piece() {
         let mut detokenizer = Detokenizer::new(true);
         let mut full = String::new();
         let deltas = case["deltas"].as_array().unwrap();
-        for (piece, wanted) in case["pieces_hex"].as_array().unwrap().iter().zip(deltas) {
+        for (piece, expected) in case["pieces_hex"].as_array().unwrap().iter().zip(deltas) {
             let mut delta = String::new();
             detokenizer.push_bytes(&unhex(piece.as_str().unwrap()), &mut delta);
-            assert_eq!(delta, wanted.as_str().unwrap(), "{}", case["id"]);
+            assert_eq!(delta, expected.as_str().unwrap(), "{}", case["id"]);
             full.push_str(&delta);
         }
         let mut rest = String::new();
@@ -58,13 +58,13 @@ fn golden_streams_come_out_piece_by_piece() {
 
 #[test]
 fn control_tokens_are_left_out_without_breaking_a_character() {
-    for (skip, wanted) in [(true, "é"), (false, "\u{fffd}<end>\u{fffd}")] {
+    for (skip, expected) in [(true, "é"), (false, "\u{fffd}<end>\u{fffd}")] {
         let (mut detokenizer, mut text) = (Detokenizer::new(skip), String::new());
         for id in [0xC3, 256, 0xA9] {
             detokenizer.push(&Bytes, id, &mut text);
         }
         detokenizer.flush(&mut text);
-        assert_eq!(text, wanted);
+        assert_eq!(text, expected);
     }
 }
 
@@ -82,7 +82,7 @@ fn only_the_first_token_of_a_text_may_lose_its_space() {
     assert_eq!(text_of(Detokenizer::continuing(true), &[257, 257]), " word word");
 }
 
-/// Bytes that are often near a character: pieces of real ones, cut anywhere, with stray bytes between.
+/// Byte strings that are nearly UTF-8: fragments of real characters, split anywhere, with stray bytes between them.
 fn ragged_bytes() -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         "[aé鬱🚀\u{fffd}]{1,2}".prop_map(String::into_bytes),
@@ -105,7 +105,7 @@ proptest! {
         for pair in cuts.windows(2) {
             detokenizer.push_bytes(&bytes[pair[0]..pair[1]], &mut text);
             prop_assert!(detokenizer.held_bytes() <= 3);
-            // Nothing is held that could have been sent: what is held is the start of a character.
+            // The detokenizer holds back only the start of an incomplete character.
             let sent = &bytes[..pair[1] - detokenizer.held_bytes()];
             prop_assert_eq!(&text, &String::from_utf8_lossy(sent));
             let held = &bytes[pair[1] - detokenizer.held_bytes()..pair[1]];

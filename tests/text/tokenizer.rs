@@ -1,5 +1,5 @@
-//! Promise: text becomes the reference tokenizer's ids, and ids become exactly the bytes they stand for, whichever kind
-//! of file the tokenizer was read from.
+//! Tests that text becomes the reference tokenizer's ids, and ids become exactly their bytes, for all kinds of
+//! tokenizer files.
 #![cfg(feature = "text")]
 
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ fn fable() -> Tokenizer {
 
 static FABLE: LazyLock<Tokenizer> = LazyLock::new(fable);
 
-/// Checks a tokenizer against a file of golden rows; returns how many rows there were.
+/// Checks a tokenizer against a file of golden rows; returns the number of rows.
 fn check_rows(name: &str, tokenizer: &Tokenizer, rows: &str) -> usize {
     let mut seen = 0;
     for line in rows.lines().skip(1) {
@@ -50,7 +50,8 @@ fn check_rows(name: &str, tokenizer: &Tokenizer, rows: &str) -> usize {
     seen
 }
 
-/// Deltas are never later than the reference's (which holds a whole token back) and add up to the same text.
+/// Checks that deltas are never later than the reference's (which holds a whole token back) and add up to the same
+/// text.
 fn check_stream(name: &str, tokenizer: &Tokenizer, ids: &[u32], pieces: &[Value]) {
     let (mut sent, mut reference) = (String::new(), String::new());
     let mut detokenizer = Detokenizer::new(false);
@@ -93,9 +94,11 @@ fn smollm2_from_gguf_tokenizes_as_the_reference_does() {
     assert!(tokenizer.chat_template().is_some());
 }
 
+/// Checks further vocabularies against the reference.
+///
 /// Set `ASCEND_LLM_TOKENIZERS` to a folder with `NAME/tokenizer.json`, `NAME/tokenizer_config.json` and `NAME.jsonl`
-/// (golden rows) to check further vocabularies, each from its own file, from GGUF metadata made of it, and from
-/// `NAME.gguf` where there is one.
+/// (golden rows). Each vocabulary is read from its own file, from GGUF metadata converted from that file, and from
+/// `NAME.gguf` if it exists.
 #[test]
 fn other_vocabularies_tokenize_as_the_reference_does() {
     let Some(folder) = std::env::var_os("ASCEND_LLM_TOKENIZERS").map(PathBuf::from) else { return };
@@ -129,10 +132,10 @@ fn other_vocabularies_tokenize_as_the_reference_does() {
         }
         seen += 1;
     }
-    assert!(seen > 0, "no tokenizer below {}", folder.display());
+    assert!(seen > 0, "the folder {} contains no tokenizer", folder.display());
 }
 
-/// GGUF metadata as a plain map.
+/// GGUF metadata as a map.
 #[derive(Clone, Default)]
 struct Meta(HashMap<&'static str, Value>);
 
@@ -168,7 +171,7 @@ impl Meta {
         self
     }
 
-    /// What a converter would write for this byte-level `tokenizer.json`.
+    /// Returns the metadata that a converter would write for this byte-level `tokenizer.json`.
     fn byte_level_of(json: &[u8], pre: &str) -> Self {
         let file: Value = serde_json::from_slice(json).unwrap();
         let mut tokens: Vec<Option<String>> = Vec::new();
@@ -209,7 +212,7 @@ impl Meta {
         Self::byte_level_of(&read("fable/tokenizer.json"), "gpt-2").with("tokenizer.ggml.eos_token_id", 2)
     }
 
-    /// A small `SentencePiece` vocabulary: `ab` and `▁ab` can be made in more ways than one.
+    /// A small `SentencePiece` vocabulary, in which `ab` and `▁ab` can be merged in more than one way.
     fn sentence_piece() -> Self {
         let bytes = (0..=255).map(|byte| (format!("<0x{byte:02X}>"), 6, 0.0));
         let pieces = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5), ("▁a", -0.2), ("▁ab", -0.3), ("\n", -9.0)];
@@ -245,7 +248,7 @@ fn bytes_of(tokenizer: &Tokenizer, id: u32, first: bool) -> Vec<u8> {
 fn sentence_piece_joins_by_score_and_falls_back_to_bytes() {
     let tokenizer = Meta::sentence_piece().build().unwrap();
     let id = |token: &str| tokenizer.token_id(token).unwrap();
-    // "▁a" scores above "ab", and "▁ab" is then made of it.
+    // "▁a" has a higher score than "ab", and "▁ab" is then merged from it.
     assert_eq!(tokenizer.encode("ab", false).unwrap(), [id("▁ab")]);
     assert_eq!(tokenizer.encode("ab", true).unwrap(), [1, id("▁ab")]);
     assert_eq!(tokenizer.encode("b ab", false).unwrap(), [id("▁"), id("b"), id("▁ab")]);
@@ -272,7 +275,7 @@ fn sentence_piece_without_a_space_prefix_neither_adds_nor_strips_one() {
 }
 
 #[test]
-fn a_prompt_gets_what_the_file_says_around_it() {
+fn a_prompt_gets_the_special_tokens_of_the_file() {
     let around = |meta: Meta| meta.build().unwrap().encode("ab", true).unwrap();
     let plain = Meta::sentence_piece();
     let ab = plain.build().unwrap().encode("ab", false).unwrap()[0];
@@ -415,7 +418,7 @@ proptest! {
     }
 }
 
-/// A file with a component of every kind and hardly a vocabulary, so that damage hits what is read by structure.
+/// A file with one component of each kind and a tiny vocabulary, so that random damage mostly hits the structure.
 fn small_file() -> Vec<u8> {
     let file = json!({
         "version": "1.0", "truncation": null, "padding": null,
@@ -448,7 +451,7 @@ fn the_small_file_is_sound() {
     assert_eq!(tokenizer.bos_id(), Some(4));
 }
 
-/// Encodes something if the bytes are a tokenizer after all; no damage may panic.
+/// Encodes a text if the bytes are still a valid tokenizer; damage must never cause a panic.
 fn try_file(file: &[u8]) {
     if let Ok(tokenizer) = Tokenizer::from_json(file, None) {
         let _ = tokenizer.encode("Once upon a time <s> 12", true);

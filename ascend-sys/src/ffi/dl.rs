@@ -1,7 +1,8 @@
-//! The system's dynamic loader: open, look up, ask where an address came from.
+//! The system's dynamic loader: opens libraries, looks up symbols, and finds the file that contains an address.
 //!
-//! Libraries are never closed: `AscendCL` leaves threads and exit handlers behind. On systems without `dlopen` (`AscendCL`
-//! exists for Linux only) opening is an error with that reason, so that the crate still builds there.
+//! Libraries are never closed, because `AscendCL` leaves threads and exit handlers running. On systems without
+//! `dlopen`, opening a library returns an error with that reason, so that the crate still builds there; `AscendCL`
+//! itself exists for Linux only.
 
 #![allow(unsafe_code)]
 
@@ -14,34 +15,34 @@ use libloading::os::unix as system;
 #[cfg(unix)]
 use std::mem::ManuallyDrop;
 
-/// An open library. Dropping it leaves the library open.
+/// Open library. Dropping the handle does not close the library.
 #[cfg(unix)]
 #[derive(Debug)]
 pub(crate) struct Handle(ManuallyDrop<system::Library>);
 
 #[cfg(unix)]
 impl Handle {
-    /// Opens a file, or a bare name by the system's own search; the error is in the loader's words.
+    /// Opens a path, or searches a bare file name with the system's loader. The error is the loader's message.
     pub(crate) fn open(file: &Path) -> Result<Self, String> {
-        // SAFETY: the vendor answers for the start-up code of the library.
-        // SAFETY: exit code of the library runs only at the end of the process, since the handle is never closed.
+        // SAFETY: The vendor supports running the library's initialization code at any time.
+        // SAFETY: The library's exit code runs only at the end of the process, because the handle is never closed.
         let library = unsafe { system::Library::open(Some(file), system::RTLD_NOW | system::RTLD_GLOBAL) };
         library.map(|library| Self(ManuallyDrop::new(library))).map_err(|error| match error {
             libloading::Error::DlOpen { source } => source.to_string(),
-            libloading::Error::InteriorZeroElements => "the path holds a NUL".to_owned(),
+            libloading::Error::InteriorZeroElements => "the path contains a NUL byte".to_owned(),
             other => other.to_string(),
         })
     }
 
-    /// The address of a symbol.
+    /// Returns the address of a symbol.
     pub(crate) fn find(&self, name: &CStr) -> Option<NonNull<c_void>> {
-        // SAFETY: only the symbol's address is taken, and it is that of some object, of whatever type.
+        // SAFETY: Only the address of the symbol is used; no access depends on the type `*mut c_void`.
         let symbol = unsafe { self.0.get::<*mut c_void>(name) };
         NonNull::new(symbol.ok()?.into_raw())
     }
 }
 
-/// The file an address was loaded from.
+/// Returns the file from which an address was loaded.
 #[cfg(unix)]
 pub(crate) fn file_of(address: NonNull<c_void>) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
@@ -52,18 +53,19 @@ pub(crate) fn file_of(address: NonNull<c_void>) -> Option<PathBuf> {
         dli_sname: std::ptr::null(),
         dli_saddr: std::ptr::null_mut(),
     };
-    // SAFETY: any address may be asked for.
-    // SAFETY: the answer goes to a valid place.
+    // SAFETY: `dladdr` accepts any address.
+    // SAFETY: `info` is a local variable; the call only writes to it.
     let known = unsafe { libc::dladdr(address.as_ptr(), &raw mut info) } != 0;
     if !known || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: a C string that lives as long as the library, which is never unloaded.
+    // SAFETY: `dli_fname` is not null, hence a NUL-terminated string.
+    // SAFETY: The string is valid as long as the library is loaded; libraries are never unloaded.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
     Some(std::ffi::OsStr::from_bytes(name.to_bytes()).into())
 }
 
-/// An open library, of which there is none.
+/// Uninhabited: no library can be opened on this system.
 #[cfg(not(unix))]
 #[derive(Debug)]
 pub(crate) enum Handle {}
@@ -71,7 +73,7 @@ pub(crate) enum Handle {}
 #[cfg(not(unix))]
 impl Handle {
     pub(crate) fn open(_: &Path) -> Result<Self, String> {
-        Err("this system has no dlopen; AscendCL exists for Linux only".to_owned())
+        Err("this system has no dlopen; AscendCL is available for Linux only".to_owned())
     }
 
     pub(crate) fn find(&self, _: &CStr) -> Option<NonNull<c_void>> {
@@ -90,17 +92,18 @@ mod tests {
 
     #[test]
     fn an_address_leads_back_to_its_file() {
-        // The test binary and what it is linked with: any of them has malloc.
-        let here = Handle::open(Path::new("libc.so.6")).or_else(|_| Handle::open(Path::new("libc.so"))).expect("opens");
-        let file = file_of(here.find(c"malloc").expect("malloc")).expect("a file");
+        // The test binary or a library that it is linked with contains `malloc`.
+        let here =
+            Handle::open(Path::new("libc.so.6")).or_else(|_| Handle::open(Path::new("libc.so"))).expect("libc opens");
+        let file = file_of(here.find(c"malloc").expect("libc contains malloc")).expect("the address belongs to a file");
         assert!(file.to_string_lossy().contains('/'), "{}", file.display());
         assert_eq!(here.find(c"no such symbol"), None);
     }
 
     #[test]
     fn the_reason_is_in_the_loaders_words() {
-        let reason = |file| Handle::open(Path::new(file)).expect_err("no library");
+        let reason = |file| Handle::open(Path::new(file)).expect_err("the library does not exist");
         assert!(reason("libno-such-acl.so").contains("libno-such-acl.so"), "{}", reason("libno-such-acl.so"));
-        assert_eq!(reason("a\0b"), "the path holds a NUL");
+        assert_eq!(reason("a\0b"), "the path contains a NUL byte");
     }
 }

@@ -1,14 +1,14 @@
-//! Finds and opens the library, and looks symbols up.
+//! Finds and opens the libraries, and looks up symbols.
 //!
-//! Places, in this order: the path given, and then nothing else; `$ASCEND_HOME_PATH/lib64`; `$ASCEND_TOOLKIT_HOME/lib64`;
-//! the system loader's own search. The first place that has the library is taken. The runtime's functions live in
-//! `libascendcl.so`, from CANN 8.5 on also in `libacl_rt.so`: both are opened where both are, and a symbol is looked up
-//! in both. Libraries are opened globally and for good, since the vendor's other libraries resolve against them and
-//! unloading is not supported.
+//! Search order: the given path and no other; without a path `$ASCEND_HOME_PATH/lib64`, then
+//! `$ASCEND_TOOLKIT_HOME/lib64`, then the system loader's own search. The first place that contains the library is
+//! used. The runtime's functions are in `libascendcl.so`, from CANN 8.5 on also in `libacl_rt.so`: all existing ones of
+//! these two files are opened, and a symbol is looked up in each. Libraries are opened globally, because the vendor's
+//! other libraries resolve symbols against them, and are never closed, because unloading is not supported.
 //!
-//! Beside the runtime stand its companions: descriptors (`libnnopbase.so`), operations, collectives. From CANN 8.5 on the
-//! operations are split over several `libopapi_*.so`; where one of those exists the old `libopapi.so` is left alone, since
-//! the two must not be mixed. A runtime that has the descriptors itself (the simulator) has no companions.
+//! The runtime has companion libraries: descriptors (`libnnopbase.so`), operations and collectives. From CANN 8.5 on
+//! the operations are split into several `libopapi_*.so`; if one of those exists, the old `libopapi.so` is not opened,
+//! because the two must not be mixed. A runtime that contains the descriptors itself (the simulator) has no companions.
 
 #![forbid(unsafe_code)]
 
@@ -19,19 +19,19 @@ use std::ffi::{CStr, OsString, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
-/// Names the runtime's library goes by, the usual one first.
+/// File names of the runtime's library, the usual one first.
 const NAMES: [&str; 2] = ["libascendcl.so", "libacl_rt.so"];
 
-/// Function that tells whether a library has the descriptors of `aclnn`.
+/// Function whose presence shows that a library contains the descriptors of `aclnn`.
 const DESCRIPTORS: &CStr = c"aclCreateTensor";
 
-/// Libraries of operations by repository, from CANN 8.5 on.
+/// Operation libraries from CANN 8.5 on, one per source repository.
 const SPLIT_OPS: [&str; 3] = ["libopapi_math.so", "libopapi_nn.so", "libopapi_transformer.so"];
 
-/// Variables that the toolkit's `set_env.sh` sets; the second is that of older versions.
+/// Variables set by the toolkit's `set_env.sh`; older versions set the second one.
 const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
-/// An open library. It stays loaded until the process ends.
+/// Open library. It stays loaded until the process ends.
 #[derive(Debug)]
 pub struct Library {
     handles: Vec<Handle>,
@@ -40,14 +40,18 @@ pub struct Library {
 }
 
 impl Library {
-    /// Opens the library at `path` (a file, or a folder that holds it), or finds one.
+    /// Opens the library at `path` (a file, or a folder that contains it), or searches for it if `path` is `None`.
     ///
-    /// Opening runs the library's own start-up code, as linking to it would.
+    /// Opening a library runs its initialization code, as linking to it would.
+    ///
+    /// # Errors
+    /// [`LoadError::NotFound`] if no searched place contains the library; [`LoadError::Unloadable`] if the system's
+    /// loader cannot load an existing file.
     pub fn open(path: Option<&Path>) -> Result<Self, LoadError> {
         Self::open_among(&places(path, |variable| std::env::var_os(variable)))
     }
 
-    /// Opens one file and nothing beside it; the error is in the loader's words.
+    /// Opens one file without companions. The error is the loader's message.
     pub(crate) fn open_alone(path: &Path) -> Result<Self, String> {
         if !path.exists() {
             return Err("no such file".to_owned());
@@ -55,17 +59,18 @@ impl Library {
         Ok(Self { handles: vec![Handle::open(path)?], path: path.to_owned(), companions: Vec::new() })
     }
 
-    /// Where it was loaded from: the system loader's answer if it has one, else the name it was opened by.
+    /// Returns the path of the loaded library: that reported by the system's loader, else that with which it was
+    /// opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Libraries opened beside the runtime: descriptors, operations, collectives.
+    /// Returns the companion libraries that were opened: descriptors, operations, collectives.
     pub fn companions(&self) -> &[PathBuf] {
         &self.companions
     }
 
-    /// Address of a function; `symbol` is its name once more, for the error.
+    /// Returns the address of a function; `symbol` is the same name, for the error.
     pub(crate) fn address(&self, name: &CStr, symbol: &'static str) -> Result<NonNull<c_void>, LoadError> {
         self.find(name).ok_or_else(|| LoadError::MissingSymbol { library: self.path.clone(), symbol })
     }
@@ -79,7 +84,7 @@ impl Library {
         for place in places {
             let mut opened: Option<Self> = None;
             for file in &place.files {
-                // A file in a known place is looked for first, so that "absent" and "broken" are told apart.
+                // Check that the file exists before opening it, to distinguish a missing file from a broken one.
                 if place.known && !file.exists() {
                     if opened.is_none() {
                         tried.push(Attempt { path: file.clone(), reason: "no such file".into() });
@@ -114,8 +119,9 @@ impl Library {
         Err(LoadError::NotFound { tried })
     }
 
-    /// Opens what stands in the runtime's folder, or by name where the system's loader found the runtime. What is absent
-    /// shows when its first function is looked up; what is there must load.
+    /// Opens the companions in the runtime's folder, or by name if the system's loader found the runtime.
+    ///
+    /// A missing companion is reported when its first function is looked up; an existing one must load.
     fn open_companions(&mut self, folder: Option<&Path>) -> Result<(), LoadError> {
         for name in companion_names(folder) {
             let file = folder.map_or_else(|| PathBuf::from(&name), |folder| folder.join(&name));
@@ -135,22 +141,22 @@ impl Library {
     }
 }
 
-/// Files of one place; the first that opens names it, the others are its companions.
+/// Files of one search place; the first one that opens is the library's path.
 #[derive(Debug, PartialEq)]
 struct Place {
     files: Vec<PathBuf>,
-    /// Whether the files are paths, not names for the system loader to search.
+    /// Whether the files are paths. If not, they are names for the system's loader to search.
     known: bool,
 }
 
 impl Place {
-    /// Folder of the files, none where the system's loader searches.
+    /// Returns the folder of the files; `None` if the system's loader searches.
     fn folder(&self) -> Option<&Path> {
         self.files.first().filter(|_| self.known).and_then(|file| file.parent())
     }
 }
 
-/// Companions in the order opened: a library resolves against those before it.
+/// Returns the companions in the order of opening: a library resolves symbols against those opened before it.
 fn companion_names(folder: Option<&Path>) -> Vec<String> {
     let mut split: Vec<String> = match folder {
         None => SPLIT_OPS.map(String::from).into(),
@@ -183,7 +189,7 @@ mod tests {
     use super::*;
 
     fn files(place: &Place) -> Vec<&str> {
-        place.files.iter().map(|file| file.to_str().expect("text")).collect()
+        place.files.iter().map(|file| file.to_str().expect("the path is UTF-8")).collect()
     }
 
     #[test]
@@ -195,22 +201,22 @@ mod tests {
         assert_eq!(files(&found[1]), ["/old/lib64/libascendcl.so", "/old/lib64/libacl_rt.so"]);
         assert_eq!(files(&found[2]), ["libascendcl.so", "libacl_rt.so"]);
         assert!(found[0].known && !found[2].known);
-        // A path given is the only place, and an empty variable is none.
+        // A given path is the only place, and an empty variable is ignored.
         assert_eq!(places(Some(Path::new("/x/y.so")), both), [Place { files: vec!["/x/y.so".into()], known: true }]);
         assert_eq!(places(None, |_| Some(OsString::new())).len(), 1);
         assert_eq!(places(None, |_| None).len(), 1);
     }
 
     #[test]
-    fn split_operations_stand_in_for_the_old_library() {
+    fn split_operations_replace_the_old_library() {
         let folder = std::env::temp_dir().join(format!("ascend-companions-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).expect("folder");
+        std::fs::create_dir_all(&folder).expect("the folder is created");
         assert_eq!(companion_names(Some(&folder)), ["libnnopbase.so", "libopapi.so", "libhccl.so"]);
         for name in ["libopapi.so", "libopapi_nn.so", "libopapi_cv.so", "libopapi_nn.so.bak"] {
-            std::fs::write(folder.join(name), "").expect("file");
+            std::fs::write(folder.join(name), "").expect("the file is written");
         }
         let names = companion_names(Some(&folder));
-        std::fs::remove_dir_all(&folder).expect("removed");
+        std::fs::remove_dir_all(&folder).expect("the folder is removed");
         assert_eq!(names, ["libnnopbase.so", "libopapi_cv.so", "libopapi_nn.so", "libhccl.so"]);
     }
 
@@ -218,11 +224,11 @@ mod tests {
     fn every_place_tried_is_named() {
         let home = |name: &str| (name == "ASCEND_HOME_PATH").then(|| OsString::from("/nowhere/ascend"));
         let mut list = places(None, home);
-        // Names nobody has installed, so that the test holds on machines with the real library too.
+        // No system has a library of this name, so the test also passes on machines with the real library.
         list[1].files = vec!["libno-such-acl.so".into()];
-        let error = Library::open_among(&list).expect_err("nothing there");
+        let error = Library::open_among(&list).expect_err("no place contains the library");
         let LoadError::NotFound { tried } = &error else { panic!("{error:?}") };
-        let paths: Vec<_> = tried.iter().map(|attempt| attempt.path.to_str().expect("text")).collect();
+        let paths: Vec<_> = tried.iter().map(|attempt| attempt.path.to_str().expect("the path is UTF-8")).collect();
         let folder = "/nowhere/ascend/lib64";
         assert_eq!(
             paths,

@@ -1,4 +1,4 @@
-//! The shim's functions that make ops, as `shim.h` declares them.
+//! Functions of the kernel shim that create ops, as declared in `shim.h`.
 
 #![allow(unsafe_code)]
 

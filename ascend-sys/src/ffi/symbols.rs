@@ -1,9 +1,9 @@
-//! Declarations of the functions used, and their look-up.
+//! Declarations of the C functions that this crate uses, and their lookup.
 //!
-//! Signatures are those that have been stable from CANN 8.0 to 9.2; the C prototype stands above each. Functions that every
-//! version has are required, so that a library that lacks one is refused when it is loaded and not in the middle of a
-//! step. Functions that came later, or that only add something, are optional: [`Symbols::missing`] names the absent ones.
-//! The operations of `aclnn` are declared in the kernel shim.
+//! The signatures have been stable from CANN 8.0 to 9.2; the C prototype precedes each function. Functions that all
+//! versions have are required: a library without one of them fails to load, instead of failing in the middle of a step.
+//! Later or supplementary functions are optional: [`Symbols::missing`] lists the absent ones. The kernel shim declares
+//! the operations of `aclnn`.
 
 use crate::abi::{
     AclmdlRI, AclrtContext, AclrtEvent, AclrtStream, AclrtTaskGrp, AclrtUtilizationInfo, DcmiHbmInfo, HcclComm,
@@ -13,19 +13,19 @@ use crate::error::LoadError;
 use crate::ffi::loader::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-/// The C string of a symbol's name.
+/// Expands to the C string of a symbol's name.
 macro_rules! c_name {
     ($symbol:literal) => {
         const {
             match CStr::from_bytes_with_nul(concat!($symbol, "\0").as_bytes()) {
                 Ok(name) => name,
-                Err(_) => panic!("a symbol has no inner NUL"),
+                Err(_) => panic!("a symbol name contains a NUL byte"),
             }
         }
     };
 }
 
-/// Declares a struct of function pointers, each field named after its C function.
+/// Declares a struct of function pointers with one field per C function.
 macro_rules! symbols {
     (
         $(#[$meta:meta])*
@@ -42,18 +42,22 @@ macro_rules! symbols {
         }
 
         impl $name {
-            /// Looks every function up; the first required one that is missing is the error.
+            /// Looks up all functions.
+            ///
+            /// # Errors
+            /// [`LoadError::MissingSymbol`] with the first required function that the library lacks.
             #[allow(unsafe_code)]
             pub fn load(library: &Library) -> Result<Self, LoadError> {
                 Ok(Self {
                     $($field: {
                         let address = library.address(c_name!($symbol), $symbol)?.as_ptr();
-                        // SAFETY: the address is that of a function of this name in a library that is never unloaded;
-                        // its type is the one its header has had in every version since CANN 8.0.
+                        // SAFETY: The address is that of the function `$symbol`, in a library that is never unloaded.
+                        // SAFETY: The type is that of the function in the headers of all versions since CANN 8.0.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> $ret>(address) }
                     },)*
                     $($ofield: library.find(c_name!($osymbol)).map(|address| {
-                        // SAFETY: as above; its type is that of every version that has it.
+                        // SAFETY: The address is that of the function `$osymbol`, in a library that is never unloaded.
+                        // SAFETY: The type is that of the function in the headers of all versions that have it.
                         unsafe {
                             std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($oarg),*) -> $oret>(address.as_ptr())
                         }
@@ -61,7 +65,7 @@ macro_rules! symbols {
                 })
             }
 
-            /// Optional functions that the library lacks.
+            /// Returns the names of the optional functions that the library lacks.
             pub fn missing(&self) -> Vec<&'static str> {
                 let optional = [$((self.$ofield.is_none(), $osymbol)),*];
                 optional.into_iter().filter_map(|(is_missing, name)| is_missing.then_some(name)).collect()
@@ -71,7 +75,8 @@ macro_rules! symbols {
 }
 
 symbols! {
-    /// The runtime's functions as they stand in the library. Calling one is unsafe: the arguments must be what C expects.
+    /// Functions of the runtime. Calling one is unsafe: the caller must pass the arguments that the C function
+    /// requires.
     pub struct Symbols {
         required {
             /// `aclError aclInit(const char *configPath)`.
@@ -207,7 +212,7 @@ symbols! {
 }
 
 symbols! {
-    /// Collectives between devices.
+    /// Functions of the collectives library (HCCL).
     pub struct HcclSymbols {
         required {
             /// `HcclResult HcclGetRootInfo(HcclRootInfo *rootInfo)`.
@@ -237,7 +242,7 @@ symbols! {
 }
 
 symbols! {
-    /// Device management: power, clocks, temperature, health.
+    /// Functions of the device management library (DCMI): power, clocks, temperature, health.
     pub struct DcmiSymbols {
         required {
             /// `int dcmi_init(void)`.

@@ -1,7 +1,8 @@
-//! Attention over stored keys and values: what the operation must know on the host.
+//! Attention over the KV cache, and the parameters that the operation reads on the host.
 //!
-//! Lengths and the scale are read when the op is made; a captured op is refreshed by making it again in a task update.
-//! What a library accepts depends on its version: probe each layout, head size and type once with small tensors.
+//! The operation reads lengths and scale when the op is created; to change them in a captured graph, create the op
+//! again in a task update. The supported combinations depend on the library's version: probe each layout, head size and
+//! type once with small tensors.
 
 #![allow(unsafe_code)]
 
@@ -13,56 +14,66 @@ use crate::tensor::TensorDesc;
 use std::ffi::CStr;
 use std::ptr;
 
-/// Rows and columns of the causal mask that attention takes for any length.
+/// Number of rows and of columns of the causal mask, for sequences of any length.
 pub const MASK_SIDE: usize = 2048;
 
-/// How queries lie in memory.
+/// Layout of the queries in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueryLayout {
-    /// `[tokens, heads, D]`: sequences one after the other, of any lengths.
+    /// `[tokens, heads, D]`: sequences of any lengths, concatenated.
     Packed,
-    /// `[sequences, tokens, heads, D]`: all sequences bring the same number of tokens.
+    /// `[sequences, tokens, heads, D]`: all sequences have the same number of tokens.
     Padded,
 }
 
-/// Which keys a query sees.
+/// Keys to which a query attends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mask {
-    /// All.
+    /// All keys.
     Full,
-    /// Those up to its own place.
+    /// Keys up to and including the query's own position.
     Causal,
-    /// As many up to its own place, itself included.
+    /// Sliding window: that many keys up to and including the query's own position.
     Window(u32),
 }
 
-/// What attention must know on the host. Lengths are read when the op is made.
+/// Host-side parameters of attention; the operation reads them when the op is created.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Layout of queries and output.
     pub layout: QueryLayout,
-    /// Packed: sums of the query lengths up to and with each sequence. Else empty.
+    /// For [`QueryLayout::Packed`], the cumulative query lengths, one per sequence, its own included; otherwise empty.
     pub query_ends: &'a [i64],
-    /// Stored keys of each sequence, at least 1.
+    /// Number of keys in the cache for each sequence, at least 1.
     pub kv_lens: &'a [i64],
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key heads; divides `heads`.
+    /// Number of KV heads; it divides `heads`.
     pub kv_heads: usize,
-    /// Factor on the scores.
+    /// Factor of the attention scores.
     pub scale: f64,
-    /// Which keys a query sees; all but [`Mask::Full`] take the mask tensor.
+    /// Keys to which a query attends; all masks except [`Mask::Full`] require the mask tensor.
     pub mask: Mask,
-    /// Tokens a block.
+    /// Number of tokens per block.
     pub block_size: usize,
 }
 
 impl Ops {
-    /// `softmax(query · keyᵀ · scale + mask) · value` over each sequence's stored keys.
+    /// Computes `softmax(query · keyᵀ · scale + mask) · value` over the cached keys and values of each sequence.
     ///
-    /// `mask` is the causal matrix of [`MASK_SIDE`] squared, bool, 1 above the diagonal; `block_table` int32
-    /// `[sequences, blocks]`, whose ids nobody checks; caches `[blocks, block, kv_heads · D]`. Operands for
-    /// [`Op::rebind`]: query, key cache, value cache, mask, table, output.
+    /// - `mask`: bool `[MASK_SIDE, MASK_SIDE]`, 1 above the diagonal;
+    /// - `block_table`: int32 `[sequences, blocks]`; the operation does not check the block ids;
+    /// - `key_cache`, `value_cache`: `[blocks, block_size, kv_heads · D]`.
+    ///
+    /// Operands for [`Op::rebind`]: query, key cache, value cache, mask, block table, output.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Refused`](crate::AscendErrorKind::Refused) if the operation does not support the
+    /// shapes, types or parameters; of kind [`Unsupported`](crate::AscendErrorKind::Unsupported) if the libraries lack
+    /// the operation.
+    ///
+    /// # Panics
+    /// If `shape.query_ends` is neither empty nor has one element per sequence.
     #[allow(clippy::too_many_arguments)]
     pub fn attention(
         &self,
@@ -98,8 +109,12 @@ impl Ops {
             inner_precise: 0,
             block_size: shape.block_size as i64,
         };
-        assert!(shape.query_ends.is_empty() || shape.query_ends.len() == shape.kv_lens.len(), "one length a sequence");
-        // SAFETY: this table, descriptions and lengths that are alive, and a place for the op.
+        assert!(
+            shape.query_ends.is_empty() || shape.query_ends.len() == shape.kv_lens.len(),
+            "query_ends does not have one element per sequence"
+        );
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions, the lengths and `raw` are borrowed, hence alive during the call.
         unsafe {
             self.make(|table, op| {
                 ascend_attention(

@@ -1,9 +1,9 @@
-//! The operations: each describes its operands, runs the library's first phase and gives back an [`Op`].
+//! The operations: each method describes its operands, runs phase 1 of the library's call and returns an [`Op`].
 //!
-//! T tokens, H hidden elements, N outputs, K inputs, D elements a head. All need their context current on the thread.
-//! Shapes and types are checked by the library: a refusal is an error of kind
-//! [`Refused`](crate::AscendErrorKind::Refused), an operation it lacks one of kind
-//! [`Unsupported`](crate::AscendErrorKind::Unsupported); in both cases nothing has run.
+//! Dimensions of shapes: T tokens, H hidden elements, N outputs, K inputs, D elements per head. The context must be
+//! current on the calling thread. The library checks shapes and types: if it does not support them, the error is of kind
+//! [`Refused`](crate::AscendErrorKind::Refused); if it lacks the operation, the error is of kind
+//! [`Unsupported`](crate::AscendErrorKind::Unsupported). In both cases nothing has run.
 
 #![allow(unsafe_code)]
 
@@ -26,7 +26,7 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-/// The operations that the libraries have.
+/// Table of the operations that the libraries contain.
 #[derive(Clone, Debug)]
 pub struct Ops {
     table: Arc<Table>,
@@ -34,35 +34,45 @@ pub struct Ops {
 }
 
 impl Ops {
-    /// Looks all operations up. None of them is required here: making an op that is missing is the error.
+    /// Looks up all operations.
+    ///
+    /// A missing operation is not an error here: its method returns the error.
     pub fn load(library: &Library, runtime: &Runtime) -> Self {
         Self { table: Arc::new(Table::load(library)), runtime: runtime.clone() }
     }
 
-    /// Symbols that the libraries lack.
+    /// Returns the C functions that the libraries lack.
     pub fn missing(&self) -> &[&'static str] {
         self.table.missing()
     }
 
-    /// Whether the libraries have an operation, named as in C (`aclnnMm`).
+    /// Returns whether the libraries have an operation, given its C name (e.g. `aclnnMm`).
     pub fn has(&self, name: &str) -> bool {
         !self.missing().iter().any(|missing| missing.strip_suffix("GetWorkspaceSize").unwrap_or(missing) == name)
     }
 
+    /// Creates an op by calling a function of the shim.
+    ///
     /// # Safety
-    /// `make` calls a function of the shim that makes an op, with the table and place it is given.
+    /// `make` must call a function of the shim that creates an op, with the table and the output pointer that it
+    /// receives.
     pub(crate) unsafe fn make(
         &self,
         make: impl FnOnce(*const c_void, *mut *mut RawOp) -> Status,
     ) -> Result<Op, AscendError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: `make` calls a function of the shim with the given arguments, as the caller guarantees.
         unsafe { Op::make(&self.table, &self.runtime, make) }
     }
 
-    /// Elements of the buffer of a tiled weight `[rows, cols]`.
+    /// Returns the number of elements of the buffer for a tiled weight `[rows, cols]`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Unsupported` if the libraries lack `aclnnCalculateMatmulWeightSizeV2`; with the code of
+    /// the call if it fails.
     pub fn tiled_elements(&self, rows: usize, cols: usize, elem: ElemType) -> Result<usize, AscendError> {
         let mut elements = 0;
-        // SAFETY: this table and a place for a number.
+        // SAFETY: The table has all entries that the shim expects.
+        // SAFETY: `elements` is a local variable; the call only writes to it.
         let status = unsafe {
             ascend_nz_elements(self.table.as_ptr(), rows as i64, cols as i64, elem.code(), &raw mut elements)
         };
@@ -70,8 +80,13 @@ impl Ops {
         Ok(usize::try_from(elements).unwrap_or(usize::MAX))
     }
 
-    /// `out[T,N] = x[T,K] · weight[N,K]ᵀ + bias[N]`. The weight is given by rows, plain or tiled; tiled ones take
-    /// no bias.
+    /// Computes `out[T,N] = x[T,K] · weight[N,K]ᵀ + bias[N]`.
+    ///
+    /// The weight is row-major or tiled. A tiled weight must not have a bias.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnAddmm` (with bias) or `aclnnMm` (without).
     pub fn linear(
         &self,
         x: &TensorDesc,
@@ -79,19 +94,31 @@ impl Ops {
         bias: Option<&TensorDesc>,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_linear(table, x, weight, optional(bias), out, op)) }
     }
 
-    /// Brings a weight `[N,K]` into tiles, in place, in a buffer of [`Ops::tiled_elements`] elements. Slow: once,
-    /// at load.
+    /// Converts a weight `[N,K]` to the tiled layout, in place.
+    ///
+    /// The buffer must have [`Ops::tiled_elements`] elements. The operation is slow: run it once per weight, at load.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnTransMatmulWeight`.
     pub fn tile_weight(&self, weight: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_tile_weight(table, weight, op)) }
     }
 
-    /// `out = x / rms(x) · gamma`. `rstd` is f32 scratch: one value a row, its shape that of x with the normed
-    /// dimension 1.
+    /// Computes the RMS norm `out = x / rms(x) · gamma`.
+    ///
+    /// `rstd` is f32 scratch memory with one value per row; its shape is that of `x` with the normalized dimension 1.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnRmsNorm`.
     pub fn rms_norm(
         &self,
         x: &TensorDesc,
@@ -100,11 +127,18 @@ impl Ops {
         out: &TensorDesc,
         rstd: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_rms_norm(table, x, gamma, epsilon, out, rstd, op)) }
     }
 
-    /// `sum = a + b`, `out = sum / rms(sum) · gamma`. One type throughout.
+    /// Computes `sum = a + b` and its RMS norm `out = sum / rms(sum) · gamma`.
+    ///
+    /// All tensors except the f32 scratch memory `rstd` have the same type.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnAddRmsNorm`.
     #[allow(clippy::too_many_arguments)]
     pub fn add_rms_norm(
         &self,
@@ -116,12 +150,19 @@ impl Ops {
         rstd: &TensorDesc,
         sum: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_add_rms_norm(table, a, b, gamma, epsilon, out, rstd, sum, op)) }
     }
 
-    /// `x[T,heads,D]` rotated by `cos` and `sin[T,1,D]`. `interleaved` 1 pairs elements 2i and 2i+1, 0 i and i+D/2.
-    /// `out` is another buffer; D is at most 1,024.
+    /// Rotates `x[T,heads,D]` by the rotary embedding `cos[T,1,D]` and `sin[T,1,D]`.
+    ///
+    /// If `is_interleaved` is true, elements 2i and 2i+1 form a pair, otherwise elements i and i+D/2. `out` must be
+    /// another buffer than `x`; D is at most 1,024.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnRotaryPositionEmbedding`.
     pub fn rope(
         &self,
         x: &TensorDesc,
@@ -130,78 +171,141 @@ impl Ops {
         is_interleaved: bool,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_rope(table, x, cos, sin, i32::from(is_interleaved), out, op)) }
     }
 
-    /// `out[T,n] = silu(x[T,..n]) · x[T,n..]`, x without gaps.
+    /// Computes `out[T,n] = silu(x[T,..n]) · x[T,n..]`; `x` must be contiguous.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnSwiGlu`.
     pub fn swiglu(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_swiglu(table, x, out, op)) }
     }
 
-    /// `x · sigmoid(x)`.
+    /// Computes `out = x · sigmoid(x)`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnSilu`.
     pub fn silu(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_silu(table, x, out, op)) }
     }
 
-    /// The tanh approximation of GELU.
+    /// Computes the tanh approximation of GELU.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnGeluV2`.
     pub fn gelu(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_gelu(table, x, out, op)) }
     }
 
-    /// `tanh(x)`.
+    /// Computes `out = tanh(x)`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnTanh`.
     pub fn tanh(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_tanh(table, x, out, op)) }
     }
 
-    /// `a + b`.
+    /// Computes `out = a + b`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnAdd`.
     pub fn add(&self, a: &TensorDesc, b: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_add(table, a, b, out, op)) }
     }
 
-    /// `a · b`.
+    /// Computes `out = a · b`, element by element.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnMul`.
     pub fn mul(&self, a: &TensorDesc, b: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_mul(table, a, b, out, op)) }
     }
 
-    /// `x · factor`.
+    /// Computes `out = x · factor`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnMuls`.
     pub fn scale(&self, x: &TensorDesc, factor: f32, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_scale(table, x, factor, out, op)) }
     }
 
-    /// `out[T,H] = weight[ids[T]]`. Ids too large give garbage: check them before.
+    /// Gathers embeddings: `out[T,H] = weight[ids[T]]`.
+    ///
+    /// The operation does not check the ids: an id beyond the table yields undefined values.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnEmbedding`.
     pub fn embedding(&self, weight: &TensorDesc, ids: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_embedding(table, weight, ids, out, op)) }
     }
 
-    /// `out[R,H] = x[rows[R]]`.
+    /// Gathers rows: `out[R,H] = x[rows[R]]`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnIndexSelect`.
     pub fn gather_rows(&self, x: &TensorDesc, rows: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_gather_rows(table, x, rows, out, op)) }
     }
 
-    /// `dst = src`, strided and broadcast as the views say.
+    /// Copies `src` to `dst`; strides and broadcasting are those of the two views.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnInplaceCopy`.
     pub fn copy(&self, dst: &TensorDesc, src: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_copy(table, dst, src, op)) }
     }
 
-    /// `x` in the type of `out`.
+    /// Converts `x` to the type of `out`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnCast`.
     pub fn cast(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_cast(table, x, out, op)) }
     }
 
-    /// Writes `key` and `value[T,heads,D]` to `slots[T]` of the caches `[blocks,block,heads,D]`. Slots are unique
-    /// and in range. Needs CANN 8.3.
+    /// Writes `key` and `value`, `[T,heads,D]` each, to `slots[T]` of the caches `[blocks,block,heads,D]`.
+    ///
+    /// Slots must be unique and in range. Requires CANN 8.3.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnScatterPaKvCache`.
     pub fn kv_scatter(
         &self,
         key: &TensorDesc,
@@ -210,28 +314,47 @@ impl Ops {
         key_cache: &TensorDesc,
         value_cache: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_kv_scatter(table, key, value, slots, key_cache, value_cache, op)) }
     }
 
-    /// `cache[rows,H]` at `indices[T,1]` becomes `updates[T,H]`: what there is before CANN 8.3.
+    /// Writes `updates[T,H]` to the rows `indices[T,1]` of `cache[rows,H]`.
+    ///
+    /// Before CANN 8.3 this operation replaces [`Ops::kv_scatter`].
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnScatterNdUpdate`.
     pub fn scatter_rows(
         &self,
         cache: &TensorDesc,
         indices: &TensorDesc,
         updates: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_scatter_rows(table, cache, indices, updates, op)) }
     }
 
-    /// `y` int8 and `scale` f32 of each row of f16 or bf16 `x`: `x ≈ y · scale`.
+    /// Quantizes each row of `x` (f16 or bf16) to `y` (int8) and `scale` (f32), with `x ≈ y · scale`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnDynamicQuant`.
     pub fn dynamic_quant(&self, x: &TensorDesc, y: &TensorDesc, scale: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_dynamic_quant(table, x, y, scale, op)) }
     }
 
-    /// `out[T,N] = (x · weightᵀ) · weight_scale[N] · row_scale[T]`, x int8 `[T,K]`, weight int8 `[N,K]`.
+    /// Computes `out[T,N] = (x · weightᵀ) · weight_scale[N] · row_scale[T] + bias`.
+    ///
+    /// `x` is int8 `[T,K]`, and `weight` is int8 `[N,K]`.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnQuantMatmulV4`.
     pub fn quant_linear(
         &self,
         x: &TensorDesc,
@@ -241,7 +364,8 @@ impl Ops {
         bias: Option<&TensorDesc>,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe {
             self.make(|table, op| {
                 ascend_quant_linear(table, x, weight, weight_scale, row_scale, optional(bias), out, op)
@@ -249,8 +373,14 @@ impl Ops {
         }
     }
 
-    /// `out[T,N] = x · ((weight + offset) · scale)`. Group 0: weight `[N,K]`, scale `[N]`; else weight `[K,N]`,
-    /// scale `[K/group,N]`. K and N at most 65,535; int4 may be carried as int32, eight a word.
+    /// Computes `out[T,N] = x · ((weight + offset) · scale) + bias` with a quantized weight.
+    ///
+    /// If `group` is 0, the shapes are weight `[N,K]` and scale `[N]`; otherwise weight `[K,N]` and scale
+    /// `[K/group,N]`. K and N are at most 65,535. An int4 weight may be passed as int32, with eight values per word.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnWeightQuantBatchMatmulV2`.
     #[allow(clippy::too_many_arguments)]
     pub fn weight_quant_linear(
         &self,
@@ -262,7 +392,8 @@ impl Ops {
         group: i32,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe {
             self.make(|table, op| {
                 ascend_weight_quant_linear(table, x, weight, scale, optional(offset), optional(bias), group, out, op)
@@ -270,38 +401,69 @@ impl Ops {
         }
     }
 
-    /// Place of the largest of each row, int32 or int64.
+    /// Computes the argmax of each row, as int32 or int64.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnArgMax`.
     pub fn argmax(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_argmax(table, x, out, op)) }
     }
 
-    /// The k largest of each row, descending, and their places (int64).
+    /// Computes the `k` largest values of each row, in descending order, and their indices (int64).
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnTopk`.
     pub fn topk(&self, x: &TensorDesc, k: i64, values: &TensorDesc, indices: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_topk(table, x, k, values, indices, op)) }
     }
 
-    /// Soft-max of each row.
+    /// Computes the softmax of each row.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnSoftmax`.
     pub fn softmax(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_softmax(table, x, out, op)) }
     }
 
-    /// Bool: whether each element is finite.
+    /// Computes for each element whether it is finite (bool).
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnIsFinite`.
     pub fn is_finite(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_is_finite(table, x, out, op)) }
     }
 
-    /// Bool: whether all of a row are true.
+    /// Computes for each row whether all its elements are true (bool).
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnAll`.
     pub fn all(&self, x: &TensorDesc, out: &TensorDesc) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_all(table, x, out, op)) }
     }
 
-    /// `weights[T,k]` and `experts` int32 `[T,k]` of `logits[T,E]`; `renorm` 1: top-k first, then soft-max; 0: the
-    /// other way round.
+    /// Selects the experts of each token: `weights[T,k]` and `experts[T,k]` (int32) from `logits[T,E]`.
+    ///
+    /// If `is_renormed` is true, the top k are selected before the softmax, so that the weights add up to 1; otherwise
+    /// after the softmax.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnMoeGatingTopKSoftmaxV2`.
     pub fn moe_gate(
         &self,
         logits: &TensorDesc,
@@ -310,13 +472,21 @@ impl Ops {
         weights: &TensorDesc,
         experts: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe {
             self.make(|table, op| ascend_moe_gate(table, logits, k, i64::from(is_renormed), weights, experts, op))
         }
     }
 
-    /// Rows of x by expert `[T·k,H]`, where each went (int32 `[T·k]`), rows of each expert (int32 `[E]`).
+    /// Sorts the rows of `x` by expert.
+    ///
+    /// Outputs: `expanded[T·k,H]`, the sorted rows; `row_index[T·k]` (int32), the index of each row among the sorted
+    /// ones; `counts[E]` (int32), the number of rows of each expert.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnMoeInitRoutingV2`.
     pub fn moe_route(
         &self,
         x: &TensorDesc,
@@ -326,13 +496,18 @@ impl Ops {
         row_index: &TensorDesc,
         counts: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe {
             self.make(|table, op| ascend_moe_route(table, x, experts, expert_count, expanded, row_index, counts, op))
         }
     }
 
-    /// Rows of expert e times `weight[E,K,N][e]`; counts int64 `[E]`.
+    /// Multiplies the rows of each expert e by `weight[E,K,N][e]`; `counts[E]` is int64.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnGroupedMatmulV4`.
     pub fn moe_linear(
         &self,
         x: &TensorDesc,
@@ -340,11 +515,16 @@ impl Ops {
         counts: &TensorDesc,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_moe_linear(table, x, weight, counts, out, op)) }
     }
 
-    /// `out[T,H]`: the weighted sum of each token's rows.
+    /// Computes `out[T,H]`: for each token, the weighted sum of the rows of its experts.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind `Refused` if the operation does not support the shapes or types; of kind `Unsupported`
+    /// if the libraries lack `aclnnMoeFinalizeRoutingV2`.
     pub fn moe_combine(
         &self,
         expanded: &TensorDesc,
@@ -353,7 +533,8 @@ impl Ops {
         experts: &TensorDesc,
         out: &TensorDesc,
     ) -> Result<Op, AscendError> {
-        // SAFETY: this table, descriptions that are alive, and a place for the op.
+        // SAFETY: The closure passes `table` and `op` to a function of the shim that creates an op.
+        // SAFETY: The tensor descriptions are borrowed, hence alive during the call.
         unsafe { self.make(|table, op| ascend_moe_combine(table, expanded, row_index, weights, experts, out, op)) }
     }
 }

@@ -1,4 +1,4 @@
-//! The kernel shim as Rust sees it: its C functions, the table of operations, and an op's life.
+//! Rust side of the kernel shim: its C functions, the table of operations, and the ownership of an op.
 
 #![allow(unsafe_code)]
 
@@ -36,32 +36,32 @@ unsafe extern "C" {
     fn ascend_free_op(op: *mut RawOp);
 }
 
-/// Addresses of descriptors and operations; absent ones are null.
+/// Addresses of descriptor functions and operations; null for absent ones.
 #[derive(Debug)]
 pub(crate) struct Table {
     entries: Box<[*mut c_void]>,
     missing: Vec<&'static str>,
 }
 
-// SAFETY: addresses of functions, written once before the table is shared.
+// SAFETY: The table contains addresses of functions, which any thread may use.
 unsafe impl Send for Table {}
-// SAFETY: as above.
+// SAFETY: The table is written only in `load`, before it is shared.
 unsafe impl Sync for Table {}
 
 impl Table {
-    /// Looks up all names that the shim gives.
+    /// Looks up all names that the shim lists.
     pub(crate) fn load(library: &Library) -> Self {
-        // SAFETY: takes no argument.
+        // SAFETY: `ascend_table_bytes` takes no argument.
         let words = unsafe { ascend_table_bytes() } / size_of::<*mut c_void>();
         let mut table = Self { entries: vec![ptr::null_mut(); words].into(), missing: Vec::new() };
         for i in 0..words {
-            // SAFETY: any index may be asked for.
+            // SAFETY: `ascend_symbol_name` accepts any index.
             let name = unsafe { ascend_symbol_name(i) };
-            assert!(!name.is_null(), "a name for each of {words} entries");
-            // SAFETY: not null, hence a literal of the shim.
+            assert!(!name.is_null(), "entry {i} of the shim's table has no name, expected {words} names");
+            // SAFETY: `name` is not null, hence a string literal of the shim.
             let name: &'static CStr = unsafe { CStr::from_ptr(name) };
             match library.find(name) {
-                // SAFETY: the table has `words` entries.
+                // SAFETY: `i` is less than `words`, the number of entries of the table.
                 Some(address) => unsafe { ascend_table_set(table.as_mut_ptr(), i, address.as_ptr()) },
                 None => table.missing.push(literal(name)),
             }
@@ -82,9 +82,10 @@ impl Table {
     }
 }
 
-/// An operation after its first phase: checked, tiled, ready to be queued once, or repeatedly where it allows that.
+/// Operation after its first phase: checked and tiled, ready for one launch, or for several if it is repeatable.
 ///
-/// It borrows no memory: whoever launches it keeps operands and workspace alive until the stream has passed it.
+/// An op borrows no memory: the caller of [`Op::launch`] must keep operands and workspace allocated until the stream
+/// has executed the op.
 #[derive(Debug)]
 pub struct Op {
     raw: *mut RawOp,
@@ -92,14 +93,16 @@ pub struct Op {
     runtime: Runtime,
 }
 
-// SAFETY: an op is used by one thread at a time; the libraries do not tie executors to threads.
+// SAFETY: `Op` is not `Sync`, so only one thread at a time uses it.
+// SAFETY: The libraries do not bind executors to threads.
 unsafe impl Send for Op {}
 
 impl Op {
-    /// Runs a function of the shim that makes an op.
+    /// Creates an op by calling a function of the shim.
     ///
     /// # Safety
-    /// `make` calls such a function with this table and place.
+    /// `make` must call a function of the shim that creates an op, with the table and the output pointer that it
+    /// receives.
     pub(crate) unsafe fn make(
         table: &Arc<Table>,
         runtime: &Runtime,
@@ -110,29 +113,50 @@ impl Op {
         Ok(Self { raw, table: table.clone(), runtime: runtime.clone() })
     }
 
-    /// Bytes of workspace its launch needs; consecutive ops of one stream may share a workspace.
+    /// Returns the bytes of workspace that a launch needs; consecutive ops of one stream may share a workspace.
     pub fn workspace_bytes(&self) -> usize {
-        // SAFETY: a live op.
+        // SAFETY: `self` owns the op, which is alive.
         usize::try_from(unsafe { ascend_workspace_bytes(self.raw) }).unwrap_or(usize::MAX)
     }
 
-    /// Keeps the executor for more than one launch. Operations with copies of their own refuse; numbers and lengths stay as
-    /// they are.
+    /// Keeps the executor for more than one launch.
+    ///
+    /// Later launches use the scalars and lengths with which the op was created.
+    ///
+    /// # Errors
+    /// [`AscendError`] with the library's code if the operation cannot be repeated because its executor contains
+    /// copies; of kind [`Unsupported`](AscendErrorKind::Unsupported) if the libraries lack
+    /// `aclSetAclOpExecutorRepeatable`; of kind [`Usage`](AscendErrorKind::Usage) if the op has already been launched
+    /// without being repeatable.
     pub fn make_repeatable(&mut self) -> Result<(), AscendError> {
-        // SAFETY: a live op.
+        // SAFETY: `self` owns the op, which is alive and borrowed exclusively.
         check(&self.runtime, unsafe { ascend_make_repeatable(self.raw) })
     }
 
-    /// Moves an operand of a repeatable op. Operands are numbered in the order of the method's tensors, absent ones
-    /// included.
+    /// Changes the address of an operand of a repeatable op.
+    ///
+    /// `operand` is the index among the tensor parameters of the method that created the op, absent ones included.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Usage`](AscendErrorKind::Usage) if the op is not repeatable, or if the operand does
+    /// not exist, is absent or is an output list; of kind [`Unsupported`](AscendErrorKind::Unsupported) if the
+    /// libraries lack the function; with the library's code if the call fails.
     pub fn rebind(&mut self, operand: u32, address: DeviceAddress) -> Result<(), AscendError> {
-        // SAFETY: a live op; the address is the device's to check.
+        // SAFETY: `self` owns the op, which is alive and borrowed exclusively.
+        // SAFETY: The host does not access `address`: a wrong device address makes the stream fail.
         check(&self.runtime, unsafe { ascend_rebind(self.raw, operand, address.as_ptr()) })
     }
 
-    /// Queues it. A second launch of an op that is not repeatable is an error.
+    /// Queues the op on a stream.
+    ///
+    /// # Errors
+    /// [`AscendError`] of kind [`Usage`](AscendErrorKind::Usage) if `workspace_bytes` is less than
+    /// [`Op::workspace_bytes`], or if the op has already been launched and is not repeatable; with the library's code
+    /// if the launch fails.
     pub fn launch(&mut self, workspace: DeviceAddress, workspace_bytes: usize, on: &Stream) -> Result<(), AscendError> {
-        // SAFETY: a live op and a live stream; the workspace is the device's to check.
+        // SAFETY: `self` owns the op, which is alive and borrowed exclusively; `on` keeps the stream alive during the
+        // call.
+        // SAFETY: The host does not access `workspace`: a wrong device address makes the stream fail.
         let status = unsafe { ascend_launch_op(self.raw, workspace.as_ptr(), workspace_bytes as u64, on.handle()) };
         check(&self.runtime, status)
     }
@@ -140,22 +164,24 @@ impl Op {
 
 impl Drop for Op {
     fn drop(&mut self) {
-        debug_assert!(Arc::strong_count(&self.table) > 0, "an op holds its table");
-        // SAFETY: made once, freed once, its table still alive.
+        debug_assert!(Arc::strong_count(&self.table) > 0, "the table was dropped before its op");
+        // SAFETY: The op comes from a successful creation and is freed only here.
+        // SAFETY: `self.table`, to which the op refers, is dropped after this call.
         unsafe { ascend_free_op(self.raw) };
     }
 }
 
-/// Code of an operation for a runtime call that failed inside; the thread's last error is the runtime's own code.
+/// Code of an operation whose runtime call failed; the code of that call is the thread's last error.
 const OP_RUNTIME_ERROR: i32 = 361_001;
 
-/// A status of the shim as a result, with the library's words for a failure. A runtime failure inside an operation comes
-/// out with the runtime's code.
+/// Converts a status of the shim into a result; the error contains the library's message.
+///
+/// If a runtime call failed inside an operation, the error contains the code of that call.
 pub(crate) fn check(runtime: &Runtime, status: Status) -> Result<(), AscendError> {
     if status.code == 0 {
         return Ok(());
     }
-    // SAFETY: the shim gives the name of a function, a literal.
+    // SAFETY: `status.call` is the name of a function, a string literal of the shim.
     let call = literal(unsafe { CStr::from_ptr(status.call) });
     let is_own = matches!(status.code, SHIM_NO_SYMBOL | SHIM_MISUSE);
     let message = if is_own { String::new() } else { runtime.recent_message() };
@@ -164,7 +190,7 @@ pub(crate) fn check(runtime: &Runtime, status: Status) -> Result<(), AscendError
     Err(AscendError { call, code, kind: AscendErrorKind::from_code(code), message })
 }
 
-/// A literal of the shim: names of C functions, which are ASCII.
+/// Converts a string literal of the shim, the name of a C function, which is ASCII.
 fn literal(text: &'static CStr) -> &'static str {
     text.to_str().unwrap_or("?")
 }

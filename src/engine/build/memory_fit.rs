@@ -1,14 +1,14 @@
-//! Fits a model into the memory of its device: plans, programs, the KV pool and the batch buffers.
+//! Fits a model into the memory of its device: plans, programs, the KV pool and the buffers of batches.
 //!
-//! If a device with memory of its own runs out of it, the build retries with smaller sizes.
-//! [`EngineInfo::notes`](crate::engine::EngineInfo::notes) reports each reduction, which happens at most once:
-//! - the pool, if its size was left open: half the blocks, and at most half of the free memory;
+//! If a device with memory of its own runs out of memory, the builder reduces one size and tries again. Each of these
+//! sizes is reduced at most once, with a note in [`EngineInfo::notes`](crate::engine::EngineInfo::notes):
+//! - the KV pool, if the configuration leaves its size open: half as many blocks, and at most half of the memory that
+//!   was free;
 //! - otherwise the largest batch: half of `max_num_batched_tokens`, but at least `max_num_seqs`. The configuration of
-//!   the
-//!   engine has the number in force.
+//!   the engine contains the number in force.
 //!
-//! The retry frees everything that was loaded before. A device that shares the host's memory gets no retry: there
-//! either the request itself is too large, or other programs use the memory.
+//! The builder frees everything that was loaded before it tries again. It does not try again on a device that shares
+//! the host's memory: there, the requested size is wrong, or other programs use the memory.
 
 use crate::num::to_u32;
 use crate::sampler::ParamError;
@@ -22,15 +22,19 @@ use crate::graph::{Bucket, CompileError, Graph};
 use crate::kv_cache::KvGeometry;
 use crate::runner::{ModelRunner, RunnerShape};
 
-/// Divisor of the host's free memory for the KV cache by default. Other programs, and the page cache that holds the
-/// model file, need the rest.
+/// Divisor for the default size of the KV cache on a device that shares the host's memory.
+///
+/// The cache uses at most the host's available memory divided by this number. The other programs of the host and the
+/// page cache, which holds the model's file, need the rest.
 const AUTO_CACHE_SHARE: u64 = 4;
-/// On a device with memory of its own, the default KV cache takes the memory that weights and programs leave, except
-/// for this fraction of the initial free memory, which stays for batch buffers, captured steps and later allocations of
+/// Divisor for the memory that stays free on a device with memory of its own.
+///
+/// The reserve is the memory that was free at the start, divided by this number. The cache uses the rest of the memory
+/// that weights and programs leave free. The reserve is for buffers of batches, captured graphs and later allocations of
 /// programs.
 const RESERVED_SHARE: u64 = 10;
 
-/// Inputs of the fit that do not change between attempts.
+/// Inputs of the fit that stay the same in all attempts.
 #[derive(Debug)]
 pub(crate) struct MemoryFit<'a> {
     pub device: &'a Arc<dyn Device>,
@@ -39,23 +43,23 @@ pub(crate) struct MemoryFit<'a> {
     pub layout: &'a KvLayout,
     pub max_model_len: u32,
     pub vocab_size: usize,
-    /// Bytes of the weights as their files hold them.
+    /// Size of the weights in bytes, as their files hold them.
     pub weight_bytes: u64,
 }
 
-/// A model in its place.
+/// Model that is loaded on its device.
 #[derive(Debug)]
 pub(crate) struct FittedModel {
     pub config: EngineConfig,
     pub plans: Plans,
     pub pool_blocks: u32,
     pub runner: ModelRunner,
-    /// Sizes that were reduced, and why.
+    /// Reductions that were necessary, with their reasons.
     pub notes: Vec<String>,
 }
 
 impl MemoryFit<'_> {
-    /// The largest batch.
+    /// Returns the bucket of the largest batch.
     pub fn bucket(&self, config: &EngineConfig) -> Bucket {
         Bucket {
             tokens: config.max_num_batched_tokens as usize,
@@ -69,7 +73,7 @@ impl MemoryFit<'_> {
         Plans::compile(self.graphs, config, self.device.as_ref(), self.bucket(config))
     }
 
-    /// Compiles the model for `config`, loads it and reserves its memory.
+    /// Loads the plans compiled for `config`, and allocates the KV pool and the buffers.
     pub fn fit(
         &self,
         mut config: EngineConfig,
@@ -100,8 +104,8 @@ impl MemoryFit<'_> {
                         return Err(self.out_of_memory(free_bytes, &plans, asked_bytes));
                     }
                     notes.push(format!(
-                        "the KV pool has {most_blocks} blocks instead of {pool_blocks}: out of memory, {asked_bytes} bytes \
-                         asked for and {free_bytes} free"
+                        "the KV pool has {most_blocks} blocks instead of {pool_blocks}: the device ran out of memory, \
+                         {asked_bytes} bytes were requested and {free_bytes} bytes were free"
                     ));
                 }
                 BuildError::Device(DeviceError::OutOfMemory { .. }) | BuildError::Compile(CompileError::Memory(_))
@@ -126,8 +130,10 @@ impl MemoryFit<'_> {
         }
     }
 
-    /// Loads programs over the weights and reserves the buffers of a runner. The number of blocks is computed between
-    /// the two, and is returned even if the allocation fails.
+    /// Loads the programs and allocates the buffers of a runner.
+    ///
+    /// The number of blocks depends on the memory that the programs leave free. `pool_blocks` receives it, also if the
+    /// allocation then fails.
     fn allocate(
         &self,
         config: &EngineConfig,
@@ -145,12 +151,12 @@ impl MemoryFit<'_> {
         Ok(ModelRunner::new(Arc::clone(self.device), programs, self.layout.clone(), shape)?)
     }
 
-    /// Bytes of a pool as the runner allocates it.
+    /// Returns the size in bytes of a pool as the runner allocates it.
     fn pool_bytes(&self, pool_blocks: u32) -> u64 {
         (u64::from(pool_blocks) + self.layout.reserved_blocks).saturating_mul(self.layout.bytes_per_block)
     }
 
-    /// Number of blocks that the configuration requests, or that the size of the device allows.
+    /// Returns the number of blocks that `kv_cache` and the device's memory allow.
     fn pool_blocks(&self, config: &EngineConfig, plans: &Plans, most_blocks: u64) -> Result<u32, BuildError> {
         let block_bytes = self.layout.bytes_per_block.max(1);
         let block_size = self.geometry.block_size as u64;
@@ -176,7 +182,9 @@ impl MemoryFit<'_> {
         Ok(to_u32(usize::try_from(blocks).unwrap_or(usize::MAX)))
     }
 
-    /// Default size of the KV cache in bytes, after weights and programs are in place.
+    /// Returns the maximum size of the KV cache in bytes if it is left open.
+    ///
+    /// Weights and programs are already loaded.
     fn auto_bytes(&self) -> u64 {
         let Some(memory_bytes) = self.device.caps().memory_bytes else { return u64::MAX };
         let left = self
@@ -192,7 +200,7 @@ impl MemoryFit<'_> {
         let fitting_blocks = (budget_bytes / block_bytes).saturating_sub(self.layout.reserved_blocks);
         BuildError::CacheDoesNotFit {
             budget_bytes,
-            // Of each card: the ranks' shares are as good as equal.
+            // Bytes on each card: the shards of the ranks have nearly the same size.
             taken_bytes: (self.weight_bytes + plans.arena_bytes()) / u64::from(self.device.caps().cards.max(1)),
             block_bytes,
             needed_bytes,

@@ -1,4 +1,6 @@
-//! From a path to an engine: reads the model, fits it to the device and the budget, compiles, uploads.
+//! Builds an engine from a path.
+//!
+//! The builder reads the model, fits it to the device and the memory budget, compiles it, and uploads its weights.
 
 pub(super) mod memory_fit;
 pub(super) mod programs;
@@ -39,7 +41,7 @@ use warm_up::warm_up;
 
 type OnProgress = dyn Fn(LoadProgress) + Send + Sync;
 
-/// Builds an [`Engine`] from a model on disk.
+/// Builder of an [`Engine`] from a model on disk.
 #[must_use = "call build()"]
 pub struct EngineBuilder {
     model: PathBuf,
@@ -85,7 +87,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Runs on this device instead of one made for this engine.
+    /// Uses this device instead of creating a CPU device.
     pub fn device(mut self, device: Arc<dyn Device>) -> Self {
         self.device = Some(device);
         self
@@ -110,41 +112,53 @@ impl EngineBuilder {
         self
     }
 
-    /// Adds an operation of the caller's own to the model; several of one place run in the order in which they were added.
+    /// Adds a custom operation to the model.
+    ///
+    /// Operations at the same site run in the order in which they were added.
     pub fn custom_op(mut self, site: CustomSite, op: Arc<dyn CustomOp>) -> Self {
         self.custom_ops.push(RegisteredOp { site, op });
         self
     }
 
-    /// Uses this clock for all times.
+    /// Uses this clock instead of the system's monotonic clock.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = clock;
         self
     }
 
-    /// Runs a decode step of each bucket before the engine is returned, smallest first, until `budget` is spent by the
-    /// builder's clock.
+    /// Warms up the device: runs a decode step of each bucket before the builder returns the engine.
     ///
-    /// Work that a device does once per bucket (the Ascend device captures a graph) is then done. Other buckets warm up
-    /// at their first batch, as all do without this call. Has no effect on a device with free shapes, or on a model
-    /// with custom operations, which would see rows without a request.
+    /// The builder runs the buckets in ascending order until `budget` is spent, measured with the builder's clock. The
+    /// work that a device does once for each bucket is then done; the Ascend device captures a graph. The first batch
+    /// in a remaining bucket does this work; without `warm_up`, that holds for all buckets.
+    ///
+    /// This method has no effect on a device without fixed shapes, which needs no warm-up, and for a model with custom
+    /// operations, because they would receive rows that belong to no request.
     pub fn warm_up(mut self, budget: Duration) -> Self {
         self.warm_up = Some(budget);
         self
     }
 
-    /// Calls `report` on the building thread after each tensor that was packed and each bucket that was warmed up.
+    /// Calls `report` on the building thread after each packed tensor and each warmed-up bucket.
     pub fn on_progress(mut self, report: impl Fn(LoadProgress) + Send + Sync + 'static) -> Self {
         self.on_progress = Some(Arc::new(report));
         self
     }
 
     /// Builds the engine and starts its thread.
+    ///
+    /// # Errors
+    /// [`BuildError`] if the configuration or the model is invalid, the model does not fit in memory, the device fails,
+    /// or the operating system cannot start the thread.
     pub fn build(self) -> Result<Engine, BuildError> {
         Engine::spawn(self.build_core()?)
     }
 
     /// Builds the same engine without a thread: the caller drives [`EngineCore::step`].
+    ///
+    /// # Errors
+    /// [`BuildError`] if the configuration or the model is invalid, the model does not fit in memory, or the device
+    /// fails.
     pub fn build_core(self) -> Result<EngineCore, BuildError> {
         let clock = Arc::clone(&self.clock);
         let EngineParts { config, device, runner, limits, text, info } = self.assemble()?;
@@ -152,7 +166,12 @@ impl EngineBuilder {
         EngineCore::assemble(config, Box::new(runner), limits, encoder, clock, Some((device, info)))
     }
 
-    /// Builds only the model on its device, for hosts with their own loop, block tables and sampling.
+    /// Builds only the model on its device, for hosts with a loop of their own.
+    ///
+    /// Such a host manages block tables and samples tokens itself.
+    ///
+    /// # Errors
+    /// The same as [`build_core`](Self::build_core).
     pub fn build_runner(self) -> Result<ModelRunner, BuildError> {
         Ok(self.assemble()?.runner)
     }
@@ -187,7 +206,7 @@ impl EngineBuilder {
             vocab_size: graph.vocab_size,
             weight_bytes: weight_bytes(files.source.as_ref(), &graph),
         };
-        // Compile errors are reported before any upload.
+        // Compile before the upload, so that a model that cannot be compiled is not uploaded.
         let plans = fitting.compile(&config)?;
         let source =
             ProgressSource::new(files.source.as_ref(), fitting.weight_bytes, ranks, self.on_progress.as_deref());
@@ -250,7 +269,7 @@ struct EngineParts {
     info: EngineInfo,
 }
 
-/// The type that most elements of the matrices are stored in.
+/// Returns the data type in which most elements of the matrices are stored.
 fn main_dtype(graph: &Graph) -> Option<DType> {
     let matrices = || graph.weights.iter().filter(|weight| weight.role.is_matrix());
     let elements = |weight: &Weight| weight.shape.iter().product::<usize>();
@@ -279,7 +298,7 @@ fn resolve_geometry(
 ) -> Result<KvGeometry, BuildError> {
     let caps = device.caps();
     if config.numerics == Numerics::Exact && !caps.retry_f32 {
-        let expected = format!("`fast`: device {} has no plans with f32 activations", caps.name);
+        let expected = format!("`fast`, because device {} has no plans with f32 activations", caps.name);
         return Err(ParamError::new("numerics", "exact", expected).into());
     }
     let block_size = config.block_size.map_or(caps.default_block_size, |size| size as usize);
@@ -302,11 +321,11 @@ fn resolve_geometry(
     Ok(KvGeometry { layers: model.layers.len(), kv_heads, head_dim: model.head_dim(), block_size, dtype })
 }
 
-/// The number of ranks, which the device can run.
+/// Returns the number of ranks, after checking that the device supports it.
 fn resolve_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, BuildError> {
     let (ranks, caps) = (config.tensor_parallel_size, device.caps());
     let expected = if caps.cards > 1 && ranks != caps.cards {
-        format!("{} on device {}, which was opened with as many cards: {}", caps.cards, caps.name, caps.description)
+        format!("{} on device {}, which was opened with that many cards: {}", caps.cards, caps.name, caps.description)
     } else if ranks > caps.max_ranks {
         format!("at most {} on device {}", caps.max_ranks, caps.name)
     } else {
@@ -315,9 +334,9 @@ fn resolve_ranks(config: &EngineConfig, device: &dyn Device) -> Result<u32, Buil
     Err(ParamError::new("tensor_parallel_size", ranks, expected).into())
 }
 
-/// Fingerprint of everything that determines the contents of a KV block of this engine.
+/// Returns a fingerprint of everything that changes the content of a KV block of this engine.
 fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 {
-    let lane = |salt: u64| {
+    let half = |salt: u64| {
         let mut hasher = DefaultHasher::new();
         salt.hash(&mut hasher);
         layout.id.hash(&mut hasher);
@@ -332,16 +351,16 @@ fn fingerprint(graph: &Graph, layout: &KvLayout, config: &EngineConfig) -> u128 
         }
         u128::from(hasher.finish())
     };
-    lane(1) << 64 | lane(2)
+    half(1) << 64 | half(2)
 }
 
-/// Bytes of all weights of a graph as their files hold them.
+/// Returns the size of all weights of a graph in bytes, as their files hold them.
 fn weight_bytes(source: &dyn WeightSource, graph: &Graph) -> u64 {
     let bytes = |weight: &Weight| source.tensor(&weight.name).map_or(0, |tensor| tensor.data.len() as u64);
     graph.weights.iter().map(bytes).sum()
 }
 
-/// A weight source that reports the progress of its reader: a tensor counts when it is released.
+/// Weight source that reports the progress of its reader: a tensor counts when the reader releases it.
 struct ProgressSource<'a> {
     source: &'a dyn WeightSource,
     report: Option<&'a OnProgress>,
@@ -350,12 +369,12 @@ struct ProgressSource<'a> {
 }
 
 impl<'a> ProgressSource<'a> {
-    /// Each of `ranks` reads all tensors and keeps its shard of each.
+    /// Creates a source that `ranks` ranks read. Each rank reads all tensors and keeps its shard.
     fn new(source: &'a dyn WeightSource, weight_bytes: u64, ranks: u32, report: Option<&'a OnProgress>) -> Self {
         Self { source, report, total_bytes: u64::from(ranks) * weight_bytes, done_bytes: AtomicU64::new(0) }
     }
 
-    /// Reports warmed-up buckets, after all weights are packed.
+    /// Reports the number of warmed-up buckets, once all weights are packed.
     fn warmed(&self, warm_buckets: u32, total_buckets: u32) {
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
         if let Some(report) = self.report {

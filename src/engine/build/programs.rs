@@ -1,9 +1,11 @@
-//! Programs of a runner, compiled from a model's graph: a plan for each bucket of rows and each rank, and the f32
-//! fallback plan for sequences that overflow.
+//! Compiles a model's graph into the programs of a runner.
 //!
-//! Buckets: a batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes
-//! the whole bucket; its padding rows belong to no sequence. Other devices run the `r` rows and have one bucket by
-//! default.
+//! Each bucket has one plan per rank. If these plans round activations and the overflow policy is `retry_f32`, each rank
+//! has one further plan with f32 activations: the f32 fallback for sequences that overflow.
+//!
+//! A batch of `r` rows runs in the smallest bucket of at least `r` rows. A device with fixed shapes computes all rows
+//! of the bucket; the padding rows belong to no sequence. Other devices compute `r` rows; they have one bucket unless
+//! the configuration sets `token_buckets`.
 
 use crate::num::to_u32;
 use std::sync::Arc;
@@ -21,19 +23,21 @@ use crate::kv_cache::KvGeometry;
 use crate::runner::Programs;
 use crate::sampler::ParamError;
 
-/// The plans of a model: of each bucket, one a rank.
+/// Plans of a model: one per bucket and rank.
 #[derive(Debug)]
 pub(crate) struct Plans {
     pub by_bucket: Vec<Vec<Plan>>,
     f32: Option<Vec<Plan>>,
 }
 
-/// The graphs of all ranks.
+/// Shards the graph over all ranks.
 pub(crate) fn shard_graphs(graph: &Graph, ranks: u32) -> Result<Vec<Graph>, CompileError> {
     (0..ranks).map(|index| shard(graph, TpRank { index, of: ranks })).collect()
 }
 
-/// KV heads that all ranks store together: more than the model has where several ranks hold one.
+/// Returns the number of KV heads that all ranks store together.
+///
+/// It is larger than the model's number of KV heads if several ranks store the same head.
 pub(crate) fn stored_heads(graphs: &[Graph]) -> usize {
     let of_rank = |graph: &Graph| {
         graph.nodes.iter().find_map(|node| match &node.op {
@@ -44,16 +48,16 @@ pub(crate) fn stored_heads(graphs: &[Graph]) -> usize {
     graphs.iter().filter_map(of_rank).sum()
 }
 
-/// Resolves the overflow policy: the requested one if the device supports it, by default the best one of the device.
+/// Resolves the overflow policy: the configured one if the device supports it, or the device's best one.
 pub(crate) fn resolve_overflow(options: &mut CompileOptions, caps: &DeviceCaps) -> Result<OverflowPolicy, ParamError> {
-    let best = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
-    let policy = *options.overflow.get_or_insert(best);
+    let default = if caps.retry_f32 { OverflowPolicy::RetryF32 } else { OverflowPolicy::Error };
+    let policy = *options.overflow.get_or_insert(default);
     let lacks = match policy {
         OverflowPolicy::Error => return Ok(policy),
         OverflowPolicy::Clamp if caps.clamps => return Ok(policy),
         OverflowPolicy::RetryF32 if caps.retry_f32 => return Ok(policy),
         OverflowPolicy::Clamp => "a value that is too large becomes infinite",
-        OverflowPolicy::RetryF32 => "there are no plans with f32 activations",
+        OverflowPolicy::RetryF32 => "no plans with f32 activations are available",
     };
     let others = match policy {
         OverflowPolicy::Clamp if caps.retry_f32 => "`error` or `retry_f32`",
@@ -74,7 +78,8 @@ impl Plans {
         let (target, options) = (device.caps().target, &config.compile);
         let f32_asked = options.precision_overrides.values().chain(&options.precision).any(|p| *p == Precision::F32);
         if f32_asked && !device.caps().retry_f32 {
-            let expected = format!("`mix`, `f16` or `bf16`: device {} has no f32 activations", device.caps().name);
+            let expected =
+                format!("`mix`, `f16` or `bf16`, because device {} has no f32 activations", device.caps().name);
             return Err(ParamError::new("compile.precision", "f32", expected).into());
         }
         let of_ranks = |options: &CompileOptions, bucket: Bucket| {
@@ -91,22 +96,22 @@ impl Plans {
         Ok(Self { by_bucket, f32 })
     }
 
-    /// The plan of the first rank for the largest batches.
+    /// Returns the plan of the first rank for the largest batches.
     pub fn main(&self) -> Option<&Plan> {
         self.by_bucket.last().and_then(|ranks| ranks.first())
     }
 
-    /// Rows of the buckets, ascending.
+    /// Returns the numbers of rows of the buckets, ascending.
     pub fn rows(&self) -> impl Iterator<Item = u32> {
         self.by_bucket.iter().map(|ranks| to_u32(ranks[0].bucket.tokens))
     }
 
-    /// Bytes of all arenas.
+    /// Returns the total size of all arenas in bytes.
     pub fn arena_bytes(&self) -> u64 {
         self.by_bucket.iter().chain(&self.f32).flatten().map(|plan| plan.arena_bytes as u64).sum()
     }
 
-    /// Loads all of them over the weights of the ranks.
+    /// Loads all plans with the weights of the ranks.
     pub fn load(
         &self,
         device: &Arc<dyn Device>,
@@ -124,7 +129,7 @@ impl Plans {
         })
     }
 
-    /// Cost of each bucket, over all ranks.
+    /// Returns size and cost of each bucket, for all ranks together.
     pub fn bucket_infos(&self, max_model_len: u32, kv: &KvGeometry) -> Vec<BucketInfo> {
         let mut before = 0;
         let info = |ranks: &Vec<Plan>| {
@@ -147,7 +152,7 @@ impl Plans {
     }
 }
 
-/// Whether a plan rounds activations anywhere.
+/// Returns whether a plan rounds activations in any step.
 fn rounds(plan: &Plan) -> bool {
     plan.steps.iter().any(|step| match &step.op {
         Op::Cast(to) | Op::NormCast { to, .. } | Op::AddRmsNorm { to, .. } | Op::SwigluLinear { to, .. } => {
@@ -157,7 +162,7 @@ fn rounds(plan: &Plan) -> bool {
     })
 }
 
-/// The buckets in force, ascending; the last is `largest`.
+/// Returns the buckets in force, ascending; the last one is `largest`.
 fn buckets(options: &CompileOptions, static_shapes: bool, largest: Bucket) -> Vec<Bucket> {
     let most = to_u32(largest.tokens);
     let rows = match &options.token_buckets {
@@ -172,8 +177,10 @@ fn buckets(options: &CompileOptions, static_shapes: bool, largest: Bucket) -> Ve
     smaller.chain([largest]).collect()
 }
 
-/// 1, 2, 4, 8, 16, then each 8 up to 64, then doubling: decode batches find a bucket at most 8 rows too large, prompts one
-/// at most twice as large.
+/// Returns the default buckets below `most`: 1, 2, 4, 8, 16, then every 8 up to 64, then doubling.
+///
+/// A decode batch of at most 64 rows gets at most 7 rows of padding. A larger batch is padded to less than twice its
+/// size.
 fn bucket_ladder(most: u32) -> Vec<u32> {
     let doubling = std::iter::successors(Some(128u32), |rows| rows.checked_mul(2));
     [1, 2, 4, 8].into_iter().chain((16..=64).step_by(8)).chain(doubling).take_while(|rows| *rows < most).collect()

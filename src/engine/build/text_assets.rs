@@ -1,4 +1,4 @@
-//! The text side of a model: vocabulary, chat template, end-of-sequence ids.
+//! Text assets of a model: vocabulary, chat template, end-of-sequence ids.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::model::eos_ids_of_generation_config;
 use crate::text::{ChatRenderer, Vocabulary};
 use crate::weights::{ModelFiles, ModelKind, WeightError};
 
-/// Parts from the caller that replace the model's own.
+/// Parts that the caller supplies in place of the model's own.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TextOverrides {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
@@ -17,21 +17,21 @@ pub(crate) struct TextOverrides {
     pub chat_template: Option<String>,
 }
 
-/// Text side of a model. A model without a tokenizer accepts and returns token ids only.
+/// Text assets of a model. Without a tokenizer, the engine accepts and returns token ids only.
 #[derive(Debug, Default)]
 pub(crate) struct TextAssets {
     pub vocabulary: Option<Arc<dyn Vocabulary>>,
     pub chat: Option<Arc<dyn ChatRenderer>>,
     pub generation_eos_ids: Vec<u32>,
     pub tokenizer_eos_ids: Vec<u32>,
-    /// Why a part of the model was left out, for the engine's notes.
+    /// Reason why a part of the model was left out, for the engine's notes.
     pub note: Option<String>,
 }
 
 impl TextAssets {
-    /// Reads the model's own parts, except those that the caller provides.
+    /// Reads the model's own text assets, except those that the caller supplies.
     ///
-    /// A tokenizer of the model that cannot be read is an error only if it is needed as the vocabulary.
+    /// If the model's tokenizer cannot be read, this is an error only if no vocabulary was supplied.
     pub(crate) fn read(files: &ModelFiles, given: TextOverrides) -> Result<Self, BuildError> {
         #[cfg(feature = "text")]
         let mut text = match Self::from_files(files, given.chat_template.as_deref()) {
@@ -88,7 +88,7 @@ impl TextAssets {
     }
 }
 
-/// The bytes of a file that may be absent.
+/// Returns the content of a file, or `None` if the file does not exist.
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, BuildError> {
     match std::fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),

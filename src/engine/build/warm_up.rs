@@ -1,8 +1,8 @@
-//! Warm-up: decode steps before the first request, so that work that a device does once per bucket (such as graph
-//! capture) does not delay a request.
+//! Warm-up: decode steps before the first request. The work that a device does once for each bucket, such as graph
+//! capture, then does not delay the first requests.
 //!
-//! A warm-up step writes keys and values into free blocks. This is safe, because each later owner of a block writes a
-//! slot before it reads it. The results of the step are ignored.
+//! The steps write keys and values into free blocks. That is allowed, since the sequence that allocates a block writes
+//! each of its slots before it reads the slot. The results of the steps are ignored.
 
 use std::time::Duration;
 
@@ -11,11 +11,12 @@ use crate::engine::clock::{Clock, elapsed_us, micros};
 use crate::kv_cache::BlockId;
 use crate::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
-/// Runs one step for each of these row counts, ascending, until `budget` is spent. Each row is the first of a sequence
-/// of its own. `report` receives the number of finished steps.
+/// Runs one step for each of the `buckets`, in ascending order, until `budget` is spent.
+///
+/// Each row of a step is the first row of a sequence of its own. `report` receives the number of steps that have run.
 ///
 /// # Errors
-/// The error of the device.
+/// The [`DeviceError`] of the device.
 pub(crate) fn warm_up(
     runner: &mut ModelRunner,
     buckets: &[u32],

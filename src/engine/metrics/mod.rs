@@ -1,8 +1,8 @@
-//! Counters of the engine, and how they are read.
+//! Counters of the engine, and snapshots of them.
 //!
-//! The loop adds to atomic counters and never waits for a reader. A [`Stats`] is a copy made field by field, so its
-//! numbers may be one step apart from each other while the engine runs. The numbers of [`Utilization`] are consistent
-//! with each other.
+//! The loop adds to atomic counters and never waits for a reader. A [`Stats`] is a snapshot that is read field by
+//! field: while the engine is running, its fields may be one step apart from each other. The fields of [`Utilization`]
+//! are consistent with each other.
 
 pub(super) mod utilization;
 
@@ -17,14 +17,16 @@ use super::request::output::FinishReason;
 use crate::graph::Op;
 use utilization::Utilization;
 
-/// Upper bounds of the buckets of time histograms, in microseconds: vLLM's buckets for time to first token without the
-/// longest, which also resolve steps from a millisecond on.
+/// Upper bounds of the buckets of time histograms, in microseconds.
+///
+/// These are vLLM's buckets for the time to first token without the longest ones. They also resolve step times of a
+/// millisecond and more.
 const TIME_BOUNDS_US: [u64; 18] = [
     1_000, 5_000, 10_000, 20_000, 40_000, 60_000, 80_000, 100_000, 250_000, 500_000, 750_000, 1_000_000, 2_500_000,
     5_000_000, 7_500_000, 10_000_000, 20_000_000, 40_000_000,
 ];
 
-/// How a request ended, as counted.
+/// Reason why a choice ended, as counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     Stop,
@@ -59,7 +61,7 @@ impl From<&FinishReason> for Ending {
     }
 }
 
-/// The engine's side: counters that only grow, and gauges set after each step.
+/// Counters of the engine: counters that only grow, and gauges that the loop sets after each step.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub running: AtomicU64,
@@ -78,7 +80,7 @@ pub(crate) struct Counters {
     pub wasted_rows: AtomicU64,
     pub retried_sequences: AtomicU64,
     pub padded_rows: AtomicU64,
-    /// By operation, as numbered in `Op::NAMES`.
+    /// Number of overflowed elements by operation, in the order of `Op::NAMES`.
     overflows: [AtomicU64; Op::NAMES.len()],
     finished: [AtomicU64; 5],
     pub time_to_first_token: TimeCounter,
@@ -116,7 +118,7 @@ impl Counters {
         gauge.store(to, Ordering::Relaxed);
     }
 
-    /// Publishes the utilization of the last steps, unless a reader holds the lock: then the next step publishes it.
+    /// Publishes the utilization of the last steps. If a reader holds the lock, the next step publishes it instead.
     pub fn set_utilization(&self, window: Utilization) {
         if let Some(mut shown) = self.utilization.try_lock() {
             *shown = window;
@@ -168,7 +170,7 @@ impl Counters {
     }
 }
 
-/// A histogram of times in fixed buckets from 1 ms to 40 s.
+/// Histogram of times, in fixed buckets from 1 ms to 40 s.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TimeHistogram {
     counts: [u64; TIME_BOUNDS_US.len() + 1],
@@ -176,18 +178,19 @@ pub struct TimeHistogram {
 }
 
 impl TimeHistogram {
-    /// Number of times recorded.
+    /// Returns the number of recorded times.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Sum of all times, in microseconds.
+    /// Returns the sum of all recorded times in microseconds.
     pub fn sum_us(&self) -> u64 {
         self.sum_us
     }
 
-    /// `(upper bound in microseconds, times up to that bound)` a bucket; times above the last bound are in
-    /// [`count`](Self::count) only.
+    /// Returns `(upper bound in microseconds, number of times up to that bound)` for each bucket.
+    ///
+    /// Only [`count`](Self::count) includes the times above the last bound.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> {
         TIME_BOUNDS_US.iter().zip(&self.counts).scan(0, |below, (&bound, &count)| {
             *below += count;
@@ -196,7 +199,7 @@ impl TimeHistogram {
     }
 }
 
-/// Serialized as `count`, `sum_us` and `buckets` of `[upper bound in microseconds, times up to that bound]`.
+/// Serialized as `count`, `sum_us` and `buckets` of `[upper bound in microseconds, number of times up to that bound]`.
 impl Serialize for TimeHistogram {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut fields = serializer.serialize_struct("TimeHistogram", 3)?;
@@ -207,62 +210,65 @@ impl Serialize for TimeHistogram {
     }
 }
 
-/// A copy of the engine's counters.
+/// Snapshot of the engine's counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Requests that have not started their first step.
+    /// Number of requests that wait for their first step.
     pub queued_requests: u64,
-    /// Sequences that hold blocks, after the last step.
+    /// Number of running sequences after the last step; they hold blocks.
     pub running: u64,
-    /// Sequences that wait for blocks or for a place in the batch, after the last step.
+    /// Number of waiting sequences after the last step.
+    ///
+    /// They wait for blocks, or for the end of a running sequence if `max_num_seqs` sequences are running.
     pub waiting: u64,
-    /// Blocks that sequences hold.
+    /// Number of blocks that sequences hold.
     pub live_blocks: u64,
-    /// Blocks of computed prompts that no sequence uses at the moment.
+    /// Number of blocks in the prefix cache that no sequence holds.
     pub cached_blocks: u64,
-    /// Blocks that hold nothing.
+    /// Number of free blocks.
     pub free_blocks: u64,
-    /// Tokens of the prompts that have been computed.
+    /// Number of prompt tokens whose prefill has completed.
     pub prompt_tokens: u64,
-    /// Of these, tokens from the prefix cache.
+    /// Number of those tokens that came from the prefix cache.
     pub cached_tokens: u64,
-    /// Tokens published.
+    /// Number of published output tokens.
     pub generated_tokens: u64,
-    /// Rows that went through the model, recomputed ones included.
+    /// Number of rows that the model computed, including recomputed ones.
     pub computed_rows: u64,
-    /// Tokens looked up in the prefix cache.
+    /// Number of tokens looked up in the prefix cache.
     pub prefix_queries: u64,
-    /// Tokens found there.
+    /// Number of those tokens that the prefix cache contained.
     pub prefix_hits: u64,
-    /// Sequences that lost their blocks to others and were computed again.
+    /// Number of preemptions: the sequence's blocks were freed for other sequences, and its tokens are computed again.
     pub preemptions: u64,
-    /// Steps that ran.
+    /// Number of completed steps.
     pub steps: u64,
-    /// Rows that steps in flight held for sequences that had ended by then, or that had to be computed again; 0 at pipeline
-    /// depth 1, and at most `pipeline_depth - 1` for a request that stops.
+    /// Number of wasted rows: in-flight rows of sequences that had ended, or that had to be computed again.
+    ///
+    /// 0 at pipeline depth 1, and at most `pipeline_depth - 1` for a request that stops.
     pub wasted_rows: u64,
-    /// Sequences that overflowed and went on with f32 activations.
+    /// Number of sequences that overflowed and continued with f32 activations.
     pub retried_sequences: u64,
-    /// Rows computed only to fill batches up to the size of a plan; 0 on devices whose shapes are free.
+    /// Number of padding rows, which fill batches up to their bucket; 0 on devices without fixed shapes.
     pub padded_rows: u64,
-    /// Elements that were too large for the type they are stored in and were clamped, by operation.
+    /// Number of elements that were too large for their storage type and were clamped, by operation.
     pub overflows: Vec<(&'static str, u64)>,
-    /// Choices that ended on an end-of-sequence token, stop token or stop string.
+    /// Number of choices that ended on an end-of-sequence token, stop token or stop string.
     pub finished_stop: u64,
-    /// Choices that used up their length.
+    /// Number of choices that reached their maximum length.
     pub finished_length: u64,
-    /// Choices whose caller cancelled or went away.
+    /// Number of choices whose request was cancelled or whose handle was dropped.
     pub finished_cancelled: u64,
-    /// Choices whose deadline passed.
+    /// Number of choices whose deadline passed.
     pub finished_deadline: u64,
-    /// Choices that ended with an error.
+    /// Number of choices that ended with an error.
     pub finished_error: u64,
-    /// From submission to the first token.
+    /// Time from submission to the first token.
     pub time_to_first_token: TimeHistogram,
-    /// Steps from plan to publication.
+    /// Time of a step from its plan to the end of its publication.
     pub step_time: TimeHistogram,
-    /// Work and time of the last steps.
+    /// Work of the last steps, and the time that it took.
     pub utilization: Utilization,
 }
 
@@ -277,28 +283,36 @@ impl Stats {
         }
     }
 
-    /// Writes the counters in Prometheus' text format, under vLLM's names with the prefix `ascend_llm_`.
+    /// Writes the counters in the Prometheus text format, with vLLM's names and the prefix `ascend_llm_`.
+    ///
+    /// # Errors
+    /// [`fmt::Error`] if writing to `out` fails.
     pub fn write_prometheus(&self, out: &mut impl fmt::Write) -> fmt::Result {
         let used = self.live_blocks as f64 / (self.live_blocks + self.cached_blocks + self.free_blocks).max(1) as f64;
-        gauge(out, "num_requests_running", "Sequences that hold KV blocks.", self.running)?;
-        gauge(out, "num_requests_waiting", "Sequences that wait.", self.waiting)?;
+        gauge(out, "num_requests_running", "Running sequences, which hold KV blocks.", self.running)?;
+        gauge(out, "num_requests_waiting", "Waiting sequences.", self.waiting)?;
         gauge(out, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)?;
         counter(out, "prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)?;
         counter(out, "prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)?;
-        counter(out, "num_preemptions", "Sequences computed again.", self.preemptions)?;
-        counter(out, "prompt_tokens", "Tokens of computed prompts.", self.prompt_tokens)?;
+        counter(out, "num_preemptions", "Preemptions of sequences, which are then recomputed.", self.preemptions)?;
+        counter(out, "prompt_tokens", "Prompt tokens whose prefill has completed.", self.prompt_tokens)?;
         counter(out, "prompt_tokens_cached", "Prompt tokens from the prefix cache.", self.cached_tokens)?;
-        counter(out, "generation_tokens", "Tokens generated.", self.generated_tokens)?;
-        counter(out, "computed_rows", "Rows through the model.", self.computed_rows)?;
-        counter(out, "steps", "Steps run.", self.steps)?;
-        counter(out, "wasted_rows", "Rows in flight behind the end of their sequence.", self.wasted_rows)?;
+        counter(out, "generation_tokens", "Generated tokens.", self.generated_tokens)?;
+        counter(out, "computed_rows", "Rows computed by the model.", self.computed_rows)?;
+        counter(out, "steps", "Completed steps.", self.steps)?;
+        counter(out, "wasted_rows", "In-flight rows after the end of their sequence.", self.wasted_rows)?;
         head(out, "request_success_total", "Choices that ended, by reason.", "counter")?;
         for ending in Ending::ALL {
             let (label, count) = (ending.label(), self.finished(ending));
             writeln!(out, "ascend_llm_request_success_total{{finished_reason=\"{label}\"}} {count}")?;
         }
-        histogram(out, "time_to_first_token_seconds", "Submission to first token.", &self.time_to_first_token)?;
-        histogram(out, "step_time_seconds", "One step of the loop.", &self.step_time)
+        histogram(
+            out,
+            "time_to_first_token_seconds",
+            "Time from submission to first token.",
+            &self.time_to_first_token,
+        )?;
+        histogram(out, "step_time_seconds", "Time of one step of the loop.", &self.step_time)
     }
 }
 

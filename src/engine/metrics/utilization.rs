@@ -1,45 +1,48 @@
-//! Utilization: work and time of the last steps.
+//! Work of the last steps, and the time that it took.
 
 use crate::device::PeakRates;
 use crate::graph::Cost;
 
-/// Steps that a window looks back on.
+/// Number of steps in a window.
 const STEPS: usize = 64;
 
-/// Work of the last 64 steps that computed rows, by the cost model of the plan (see [`Cost`]), and the time of the
-/// model's calls.
+/// Work of the last 64 steps that computed rows, and the time of their model calls.
 ///
-/// Scheduling and sampling are excluded, so the figures show how well the device is used while it runs. Time comes from
-/// the engine's clock. The work is zero for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not report its
-/// cost.
+/// The work is estimated with the cost model of the plan (see [`Cost`]). The time excludes scheduling and sampling, so
+/// the utilization shows how well the device is used while it is computing. The engine's clock measures the time. The
+/// work is 0 for a [`ModelExecutor`](crate::runner::ModelExecutor) that does not report its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Utilization {
-    /// Steps in it, at most 64.
+    /// Number of steps, at most 64.
     pub steps: u32,
-    /// Time the model took for them.
+    /// Time of their model calls in microseconds.
     pub elapsed_us: u64,
-    /// Arithmetic operations, integer ones included.
+    /// Number of arithmetic operations, including integer ones.
     pub flops: u64,
-    /// Of these, operations on int8.
+    /// Number of those operations that are int8 operations.
     pub int8_flops: u64,
-    /// Bytes of weights, activations, keys and values read and written.
+    /// Number of bytes of weights, activations, keys and values read and written.
     pub bytes: u64,
 }
 
 impl Utilization {
-    /// Compute density (model FLOPs utilization).
+    /// Returns the model FLOPs utilization (MFU).
     ///
-    /// The share of the time that the operations need at the peak rates: `(f32 operations / f32 peak + int8 operations
-    /// / int8 peak) / time`. `None` while the window is empty or covers no time.
+    /// MFU is the time of the operations at peak rates, as a share of the measured time.
+    ///
+    /// `MFU = (f32 operations / f32 peak + int8 operations / int8 peak) / time`. `None` while the window is empty or
+    /// its time is 0.
     pub fn mfu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mfu(self.flops, self.int8_flops, self.seconds()?)
     }
 
-    /// Memory utilization (model bandwidth utilization).
+    /// Returns the model bandwidth utilization (MBU).
     ///
-    /// The share of the time that the bytes need at the peak rate: `bytes / (time · bandwidth)`. See [`PeakRates::mbu`]
-    /// for the effect of caches. `None` as for [`mfu`](Self::mfu).
+    /// MBU is the time of the memory traffic at peak rate, as a share of the measured time.
+    ///
+    /// `MBU = bytes / (time · bandwidth)`; see [`PeakRates::mbu`] for the effect of caches. `None` under the same
+    /// conditions as for [`mfu`](Self::mfu).
     pub fn mbu(&self, peaks: &PeakRates) -> Option<f64> {
         peaks.mbu(self.bytes, self.seconds()?)
     }
@@ -48,7 +51,7 @@ impl Utilization {
         (self.steps > 0).then_some(self.elapsed_us as f64 / 1e6)
     }
 
-    /// Adds a call of the model.
+    /// Adds one call of the model.
     pub(crate) fn add_call(&mut self, cost: &Cost, elapsed_us: u64) {
         let Self { elapsed_us: us, flops, int8_flops, bytes, .. } = self;
         let sums = [(us, elapsed_us), (flops, cost.flops), (int8_flops, cost.int8_flops), (bytes, cost.bytes())];
@@ -58,7 +61,7 @@ impl Utilization {
     }
 }
 
-/// The last steps one by one.
+/// Ring buffer of the last steps.
 #[derive(Debug)]
 pub(crate) struct UtilizationWindow {
     steps: [Utilization; STEPS],
@@ -66,7 +69,7 @@ pub(crate) struct UtilizationWindow {
 }
 
 impl UtilizationWindow {
-    /// Replaces the oldest step with a new one, and returns the sum over the window.
+    /// Replaces the oldest step, and returns the sum over all steps.
     pub fn push(&mut self, step: Utilization) -> Utilization {
         self.steps[self.next] = Utilization { steps: 1, ..step };
         self.next = (self.next + 1) % STEPS;
@@ -116,7 +119,7 @@ mod tests {
         let shares = |window: Utilization| (window.mfu(&peaks), window.mbu(&peaks));
         assert_eq!(shares(Utilization::default()), (None, None));
         assert_eq!(shares(Utilization { steps: 1, flops: 5, ..Utilization::default() }), (None, None));
-        // In 10 us: 3 f32 operations of the 10 that could be, 8 of 40 int8 ones, 5 of 20 bytes.
+        // In 10 µs, peak rates allow 10 f32 operations, 40 int8 operations and 20 bytes; the window has 3, 8 and 5.
         let window = Utilization { steps: 2, elapsed_us: 10, flops: 11, int8_flops: 8, bytes: 5 };
         let (mfu, mbu) = shares(window);
         assert!((mfu.unwrap() - 0.5).abs() < 1e-12 && (mbu.unwrap() - 0.25).abs() < 1e-12, "{mfu:?} {mbu:?}");

@@ -1,8 +1,8 @@
-//! Admission: checks requests on the caller's thread and queues them for the engine loop.
+//! Admission: checks requests on the caller's thread and queues them for the loop.
 //!
-//! The loop, each `Engine` clone and each handle share one [`Admission`]. It owns the inbox (the lifecycle, and the
-//! requests that the loop has not fetched yet) and the number of queued requests. It never touches the device, the
-//! scheduler or a running request.
+//! The loop and all clones of the engine share one [`Admission`]; each handle shares its doorbell. The admission owns
+//! the inbox (the engine's lifecycle and the requests that the loop has not fetched yet) and the number of requests that
+//! wait for their first step. It never accesses the device, the scheduler or a running request.
 
 use crate::sampler::ParamError;
 use std::sync::Arc;
@@ -21,17 +21,17 @@ use super::{Request, RequestId};
 use crate::engine::clock::{Clock, micros};
 use crate::engine::error::{EngineError, SubmitError};
 
-/// Length limit of a refused value in an error message, in characters.
+/// Maximum length of an invalid value in an error message, in characters.
 const QUOTED_CHARS: usize = 40;
 
-/// Request that has passed every check and is queued for the loop.
+/// Request that has passed all checks and waits for the loop to fetch it.
 #[derive(Debug)]
 pub(crate) struct AdmittedRequest {
     pub id: RequestId,
     pub mailbox: Arc<Mailbox>,
     pub prompt: Arc<[u32]>,
     pub params: SamplingParams,
-    /// Maximum number of tokens of a choice: the requested limit, at most the rest of the model's context.
+    /// Maximum number of tokens per choice: the requested number, limited by the model's maximum length.
     pub max_tokens: u32,
     /// `bad_words` as token sequences.
     pub bad_words: Vec<Vec<u32>>,
@@ -42,13 +42,13 @@ pub(crate) struct AdmittedRequest {
     pub deadline: Option<Tick>,
 }
 
-/// Lifecycle of the engine.
+/// Stage of the engine's lifecycle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Lifecycle {
     Open,
-    /// Accepts no new requests; the admitted ones run on, at the latest until the given time.
+    /// The engine rejects new requests; accepted ones continue, at most until the tick.
     Draining(Option<Tick>),
-    /// Stops before the next step.
+    /// The engine stops before its next step.
     Stopping,
     /// The loop has ended; `Some` if it failed.
     Ended(Option<EngineError>),
@@ -72,7 +72,7 @@ pub(crate) struct Admission {
     clock: Arc<dyn Clock>,
     inbox: Mutex<Inbox>,
     doorbell: Arc<Doorbell>,
-    /// Number of requests that have not started their first step.
+    /// Number of requests that wait for their first step.
     queued: AtomicU32,
     next_id: AtomicU64,
 }
@@ -96,17 +96,20 @@ impl Admission {
         }
     }
 
-    /// The vocabulary and the chat template.
+    /// Returns the encoder, which holds the vocabulary and the chat template.
     pub fn encoder(&self) -> &PromptEncoder {
         &self.encoder
     }
 
-    /// The doorbell that wakes the loop.
+    /// Returns the doorbell that wakes the loop.
     pub fn doorbell(&self) -> &Arc<Doorbell> {
         &self.doorbell
     }
 
-    /// Checks a request and puts it into the inbox.
+    /// Checks a request and queues it for the loop.
+    ///
+    /// # Errors
+    /// [`SubmitError`] with the reason of the rejection.
     pub fn submit(&self, request: Request) -> Result<RequestHandle, SubmitError> {
         if let Some(refusal) = rejection_for(&self.inbox.lock().lifecycle) {
             return Err(refusal.into_error(request));
@@ -117,13 +120,13 @@ impl Admission {
         }
         let checked = self.check(&request).inspect_err(|_| self.leave_queue())?;
 
-        let mut gate = self.inbox.lock();
-        if let Some(refusal) = rejection_for(&gate.lifecycle) {
-            drop(gate);
+        let mut inbox = self.inbox.lock();
+        if let Some(refusal) = rejection_for(&inbox.lifecycle) {
+            drop(inbox);
             self.leave_queue();
             return Err(refusal.into_error(request));
         }
-        // Under the lock of the inbox, so that ids, seeds and the order of admission agree.
+        // The lock is held here, so that the order of ids, of seeds and of `admitted` is the same.
         let ordinal = self.next_id.fetch_add(1, Ordering::Relaxed);
         let id = RequestId(ordinal);
         let choices = request.sampling.n;
@@ -136,30 +139,30 @@ impl Admission {
             Arc::clone(&mailbox),
             Arc::clone(&self.doorbell),
         );
-        gate.admitted.push(AdmittedRequest {
+        inbox.admitted.push(AdmittedRequest {
             id,
             mailbox,
             prompt: checked.prompt,
             max_tokens: checked.max_tokens,
             bad_words: checked.bad_words,
-            seed: request.sampling.seed.unwrap_or_else(|| drawn_seed(self.limits.seed, ordinal)),
+            seed: request.sampling.seed.unwrap_or_else(|| derived_seed(self.limits.seed, ordinal)),
             params: request.sampling,
             priority: request.priority,
             salt: request.cache_salt,
             arrived,
             deadline: request.deadline.map(|after| Tick(arrived.0.saturating_add(micros(after)))),
         });
-        drop(gate);
+        drop(inbox);
         self.doorbell.notify();
         Ok(handle)
     }
 
-    /// Moves the new requests to `into`, in order of arrival.
+    /// Moves the requests that the loop has not fetched yet to `into`, in the order of their submission.
     pub fn take_admitted(&self, into: &mut Vec<AdmittedRequest>) {
         into.append(&mut self.inbox.lock().admitted);
     }
 
-    /// Removes one request from the count of queued requests.
+    /// Decrements the number of requests that wait for their first step.
     pub fn leave_queue(&self) {
         self.queued.fetch_sub(1, Ordering::AcqRel);
     }
@@ -176,13 +179,13 @@ impl Admission {
         self.inbox.lock().lifecycle.clone()
     }
 
-    /// Advances to a later stage of the lifecycle; ignores an earlier one.
+    /// Advances to a later stage of the lifecycle; a request for an earlier stage is ignored.
     pub fn advance(&self, to: Lifecycle) {
-        let mut gate = self.inbox.lock();
-        if lifecycle_rank(&to) >= lifecycle_rank(&gate.lifecycle) && !matches!(gate.lifecycle, Lifecycle::Ended(_)) {
-            gate.lifecycle = to;
+        let mut inbox = self.inbox.lock();
+        if lifecycle_rank(&to) >= lifecycle_rank(&inbox.lifecycle) && !matches!(inbox.lifecycle, Lifecycle::Ended(_)) {
+            inbox.lifecycle = to;
         }
-        drop(gate);
+        drop(inbox);
         self.doorbell.notify();
     }
 
@@ -191,7 +194,7 @@ impl Admission {
         let limits = &self.limits;
         params.validate(&limits.params)?;
         if request.priority != 0 && limits.policy != SchedulePolicy::Priority {
-            let expected = "0: the engine's policy is first come, first served".to_owned();
+            let expected = "0, because the engine's policy is first come, first served".to_owned();
             return Err(ParamError::new("priority", request.priority, expected).into());
         }
         let prompt = self.encoder.encode(&request.prompt)?;
@@ -204,7 +207,7 @@ impl Admission {
         })
     }
 
-    /// Length of the prompt.
+    /// Checks a prompt and returns its length.
     fn check_prompt(&self, prompt: &[u32], params: &SamplingParams) -> Result<u32, SubmitError> {
         let limits = &self.limits;
         let vocab_size = limits.params.vocab_size;
@@ -222,7 +225,8 @@ impl Admission {
         };
         let space = limits.params.max_model_len - prompt_tokens;
         if params.min_tokens > space {
-            let expected = format!("at most {space}, the room behind a prompt of {prompt_tokens} tokens");
+            let expected =
+                format!("at most {space}, the number of tokens that fit after a prompt of {prompt_tokens} tokens");
             return Err(ParamError::new("min_tokens", params.min_tokens, expected).into());
         }
         let needed_blocks = prompt_tokens.div_ceil(limits.block_size);
@@ -233,7 +237,9 @@ impl Admission {
         Ok(prompt_tokens)
     }
 
-    /// Token forms of each bad word: as at the start of a text and, if the vocabulary can write it, after a space.
+    /// Encodes each bad word as it appears at the start of a text and after a space.
+    ///
+    /// The second form is omitted if the vocabulary cannot encode it.
     fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, SubmitError> {
         let Some(vocabulary) = self.encoder.vocabulary() else { return Ok(Vec::new()) };
         let mut sequences = Vec::new();
@@ -243,8 +249,8 @@ impl Admission {
                 let quoted = word.chars().take(QUOTED_CHARS).collect::<String>();
                 return Err(ParamError::new("bad_words", quoted, "texts of at least one token".to_owned()).into());
             }
-            let behind_blank = vocabulary.encode(&format!(" {}", word.trim_start()), false).unwrap_or_default();
-            for ids in [bare, behind_blank] {
+            let after_space = vocabulary.encode(&format!(" {}", word.trim_start()), false).unwrap_or_default();
+            for ids in [bare, after_space] {
                 if !ids.is_empty() && !sequences.contains(&ids) {
                     sequences.push(ids);
                 }
@@ -292,9 +298,11 @@ fn lifecycle_rank(stage: &Lifecycle) -> u8 {
     }
 }
 
-/// The seed of the engine's `ordinal`-th request: a bijection of the ordinal under a given engine seed (splitmix64's
-/// output function), so that no two requests of an engine share a seed and a run can be repeated.
-fn drawn_seed(engine_seed: u64, ordinal: u64) -> u64 {
+/// Derives the seed of the engine's `ordinal`-th request.
+///
+/// For a given engine seed, the function is a bijection of the ordinal (the output function of splitmix64). No two
+/// requests of an engine have the same seed, and runs are reproducible.
+fn derived_seed(engine_seed: u64, ordinal: u64) -> u64 {
     let mut bits = engine_seed.wrapping_add((ordinal.wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -303,13 +311,13 @@ fn drawn_seed(engine_seed: u64, ordinal: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::drawn_seed;
+    use super::derived_seed;
 
     #[test]
-    fn drawn_seeds_differ_within_an_engine_and_repeat_across_runs() {
-        let seeds: std::collections::HashSet<u64> = (0..10_000).map(|ordinal| drawn_seed(7, ordinal)).collect();
+    fn derived_seeds_differ_within_an_engine_and_repeat_across_runs() {
+        let seeds: std::collections::HashSet<u64> = (0..10_000).map(|ordinal| derived_seed(7, ordinal)).collect();
         assert_eq!(seeds.len(), 10_000);
-        assert_eq!(drawn_seed(7, 3), drawn_seed(7, 3));
-        assert_ne!(drawn_seed(7, 3), drawn_seed(8, 3));
+        assert_eq!(derived_seed(7, 3), derived_seed(7, 3));
+        assert_ne!(derived_seed(7, 3), derived_seed(8, 3));
     }
 }

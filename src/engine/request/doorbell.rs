@@ -1,8 +1,8 @@
-//! Wakes the engine's loop.
+//! Doorbell: wakes the engine's loop.
 //!
-//! Handles, engine clones and the loop share one [`Doorbell`]. A notification carries no data: the loop checks for new
-//! requests, cancellations and changes of the lifecycle after each one. Several notifications between two checks count
-//! as one.
+//! Handles, clones of the engine and the loop share one [`Doorbell`]. A notification only signals that something has
+//! changed (a new request, a cancellation, the lifecycle); the loop then checks all of them. Several notifications
+//! between two checks count as one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,32 +10,32 @@ use parking_lot::{Condvar, Mutex};
 
 #[derive(Debug, Default)]
 pub(crate) struct Doorbell {
-    /// Something changed since the loop last looked.
+    /// Whether something has changed since the last check of the loop.
     pending: AtomicBool,
     lock: Mutex<()>,
     wakeup: Condvar,
 }
 
 impl Doorbell {
-    /// Wakes the loop if it sleeps, and keeps it awake otherwise.
+    /// Wakes the loop, or prevents it from going to sleep if it is awake.
     pub fn notify(&self) {
         self.pending.store(true, Ordering::Release);
-        // The lock orders this store before the wait of a loop that is about to sleep.
+        // Locking the mutex orders this store before the check of a loop that is about to wait.
         drop(self.lock.lock());
         self.wakeup.notify_all();
     }
 
-    /// Whether a notification came since the last call.
+    /// Returns whether there was a notification since the last call.
     pub fn take_notification(&self) -> bool {
         self.has_notification() && self.pending.swap(false, Ordering::AcqRel)
     }
 
-    /// Whether a notification is pending.
+    /// Returns whether there is an unprocessed notification.
     pub fn has_notification(&self) -> bool {
         self.pending.load(Ordering::Acquire)
     }
 
-    /// Sleeps until a notification is pending, and leaves it pending.
+    /// Sleeps until there is a notification, and leaves it unprocessed.
     pub fn wait(&self) {
         let mut lock = self.lock.lock();
         while !self.has_notification() {

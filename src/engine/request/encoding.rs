@@ -1,4 +1,4 @@
-//! Text and token ids of prompts: the vocabulary and the chat template as callers and the admission use them.
+//! Encoding of prompts: the vocabulary and the chat template, as used by callers and the admission.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::engine::error::SubmitError;
 use crate::sampler::ParamError;
 use crate::text::{ChatPrompt, ChatRenderer, Detokenizer, Vocabulary};
 
-/// Encodes prompts with the vocabulary and the chat template of one engine, if it has them.
+/// Encoder of prompts: the engine's vocabulary and chat template, if it has them.
 #[derive(Clone, Debug)]
 pub(crate) struct PromptEncoder {
     vocabulary: Option<Arc<dyn Vocabulary>>,
@@ -27,27 +27,27 @@ impl PromptEncoder {
         self.vocabulary.as_deref()
     }
 
-    /// The token ids of a prompt, as the model will see them.
+    /// Returns the token ids of a prompt as the model receives them.
     pub fn encode(&self, prompt: &Prompt) -> Result<Arc<[u32]>, SubmitError> {
         match prompt {
             Prompt::Tokens(tokens) => Ok(Arc::from(tokens.as_slice())),
             Prompt::Text(text) => self.tokenize(text, true).map(Arc::from),
             Prompt::Chat(chat) => {
                 let text = self.render(chat)?;
-                // The template writes the special tokens itself.
+                // The template itself writes the special tokens.
                 let failed = |reason| SubmitError::Encode { reason };
                 self.require_vocabulary("prompt")?.encode_chat(&text).map(Arc::from).map_err(failed)
             }
         }
     }
 
-    /// The token ids of a text.
+    /// Returns the token ids of a text.
     pub fn tokenize(&self, text: &str, add_special: bool) -> Result<Vec<u32>, SubmitError> {
         let failed = |reason| SubmitError::Encode { reason };
         self.require_vocabulary("prompt")?.encode(text, add_special).map_err(failed)
     }
 
-    /// The text of token ids, from the beginning of a text.
+    /// Returns the text of token ids, decoded as the start of a text.
     pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String, SubmitError> {
         let vocabulary = self.require_vocabulary("ids")?;
         let mut detokenizer = Detokenizer::new(skip_special);
@@ -59,7 +59,7 @@ impl PromptEncoder {
         Ok(text)
     }
 
-    /// Renders a conversation with the chat template.
+    /// Renders a conversation to text with the chat template.
     pub fn render(&self, chat: &ChatPrompt) -> Result<String, SubmitError> {
         let missing =
             || ParamError::new("prompt", "chat messages", "token ids or text: the engine has no chat template");

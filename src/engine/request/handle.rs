@@ -1,10 +1,10 @@
-//! Handle of a request: the reader's end.
+//! Handle of a request: the reader's side of its mailbox.
 //!
-//! A [`RequestHandle`] delivers deltas to blocking code (`for`, [`recv`](RequestHandle::recv) and its variants) and,
-//! with the feature `async`, to any executor ([`next_delta`](RequestHandle::next_delta),
-//! [`output`](RequestHandle::output), or as a `futures_core::Stream`). Dropping the handle cancels the request and
-//! frees its blocks before the next step is planned. The handle does not keep the engine alive: when the engine ends,
-//! the last item is an error.
+//! A [`RequestHandle`] returns deltas to blocking code (a `for` loop, [`recv`](RequestHandle::recv) and similar
+//! methods). With the feature `async`, it also returns them to any executor ([`next_delta`](RequestHandle::next_delta),
+//! [`output`](RequestHandle::output), or as a `futures_core::Stream`). Dropping the handle cancels the request: the
+//! engine removes it, with its blocks, before it plans the next step. The handle does not keep the engine alive; when
+//! the engine ends, the last item is an error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::mailbox::{Mailbox, Poll, deadline_after};
 use super::output::{Delta, FinishReason, Output, OutputBuilder, Usage};
 use crate::engine::error::RequestError;
 
-/// One running request, seen from its reader. Dropping it cancels the request; [`detach`](Self::detach) opts out.
+/// Handle of one submitted request. Dropping it cancels the request, unless [`detach`](Self::detach) is called.
 #[derive(Debug)]
 #[must_use = "dropping the handle cancels the request"]
 pub struct RequestHandle {
@@ -24,7 +24,7 @@ pub struct RequestHandle {
     mailbox: Arc<Mailbox>,
     doorbell: Arc<Doorbell>,
     ended: bool,
-    /// Ends that have been read already, for a collection that begins late.
+    /// Finish reasons that the caller has already read, for an output that is collected later.
     reasons: Vec<Option<FinishReason>>,
     usage: Option<Usage>,
     failure: Option<RequestError>,
@@ -42,29 +42,29 @@ impl RequestHandle {
         Self { id, prompt, mailbox, doorbell, ended: false, reasons, usage: None, failure: None }
     }
 
-    /// The request's number.
+    /// Returns the request's id.
     pub fn id(&self) -> RequestId {
         self.id
     }
 
-    /// The prompt as the model sees it.
+    /// Returns the prompt as the model receives it.
     pub fn prompt_token_ids(&self) -> &[u32] {
         &self.prompt
     }
 
-    /// Whether the last item has been read.
+    /// Returns whether the last item has been read.
     pub fn is_ended(&self) -> bool {
         self.ended
     }
 
-    /// An empty [`OutputBuilder`] for this request.
+    /// Returns an empty [`OutputBuilder`] for this request.
     pub fn output_builder(&self) -> OutputBuilder {
         OutputBuilder::new(self.id, self.prompt.to_vec(), self.reasons.len())
     }
 
-    /// Waits for the next delta; `None` after the last one. An error is the last item.
+    /// Waits for the next delta; returns `None` after the last item. An error is the last item.
     ///
-    /// With an `EngineCore`, this blocks forever unless another thread steps the core; see
+    /// With an `EngineCore`, this method waits forever unless another thread steps the core; see
     /// [`try_recv`](Self::try_recv).
     pub fn recv(&mut self) -> Option<Result<Delta, RequestError>> {
         if self.ended {
@@ -74,16 +74,18 @@ impl RequestHandle {
         self.item(found)
     }
 
-    /// Blocking iterator over the remaining deltas that does not consume the handle.
+    /// Returns a blocking iterator over the deltas that only borrows the handle; it ends when [`recv`](Self::recv)
+    /// returns `None`.
     pub fn deltas(&mut self) -> impl Iterator<Item = Result<Delta, RequestError>> + '_ {
         std::iter::from_fn(|| self.recv())
     }
 
-    /// Returns the next delta without waiting; `Ok(None)` if there is none yet or the request has ended (see
-    /// [`is_ended`](Self::is_ended)).
+    /// Returns the unread delta, or `Ok(None)` if there is no unread delta or the request has ended.
+    ///
+    /// [`is_ended`](Self::is_ended) distinguishes the two cases.
     ///
     /// # Errors
-    /// The failure of the request, as the last item.
+    /// The [`RequestError`] of the request, as the last item.
     pub fn try_recv(&mut self) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -92,11 +94,13 @@ impl RequestHandle {
         self.item(found).transpose()
     }
 
-    /// Waits for the next delta for at most `timeout`; `Ok(None)` if none arrived or the request has ended (see
-    /// [`is_ended`](Self::is_ended)).
+    /// Waits at most `timeout` for the next delta.
+    ///
+    /// Returns `Ok(None)` if no delta arrived or the request has ended; [`is_ended`](Self::is_ended) distinguishes the
+    /// two cases.
     ///
     /// # Errors
-    /// The failure of the request, as the last item.
+    /// The [`RequestError`] of the request, as the last item.
     pub fn recv_timeout(&mut self, timeout: Duration) -> Result<Option<Delta>, RequestError> {
         if self.ended {
             return Ok(None);
@@ -105,25 +109,27 @@ impl RequestHandle {
         self.item(found).transpose()
     }
 
-    /// Cancels the request before its next step.
+    /// Asks the engine to end the request before its next step.
     ///
-    /// Output up to then can still be read, and the last delta of each open choice has [`FinishReason::Cancelled`]. Has
-    /// no effect on a request that has ended.
+    /// The output up to then remains readable. The last delta of each open choice has the finish reason
+    /// [`FinishReason::Cancelled`]. The call has no effect on a request that has ended.
     pub fn cancel(&self) {
         self.mailbox.cancel();
         self.doorbell.notify();
     }
 
-    /// Lets the request run to its end without a reader, for example to fill the prefix cache.
+    /// Drops the handle without cancelling: the request runs to its end unread (for example to fill the prefix cache).
     pub fn detach(mut self) {
         self.mailbox.detach();
         self.ended = true;
     }
 
-    /// Waits for the end of the request. The output excludes deltas that were read before.
+    /// Waits for the end of the request and returns its output.
+    ///
+    /// The output does not contain deltas that have been read before.
     ///
     /// # Errors
-    /// The failure of the request, even if it was read before.
+    /// The [`RequestError`] of the request, also if it has been read before.
     pub fn collect_output(mut self) -> Result<Output, RequestError> {
         let mut output = self.output_builder();
         while let Some(delta) = self.recv() {
@@ -132,7 +138,7 @@ impl RequestHandle {
         self.finish(output)
     }
 
-    /// The output, with the ends that had been read before it was collected.
+    /// Returns the output, with the finish reasons that had been read before it was collected.
     fn finish(&mut self, output: OutputBuilder) -> Result<Output, RequestError> {
         if let Some(error) = self.failure.take() {
             return Err(error);
@@ -170,7 +176,7 @@ impl RequestHandle {
     }
 }
 
-/// Reads deltas with a blocking `for`.
+/// Iterates over the deltas with a blocking `for` loop.
 impl IntoIterator for RequestHandle {
     type Item = Result<Delta, RequestError>;
     type IntoIter = Deltas;
@@ -219,20 +225,20 @@ mod stream {
     type Item = Result<Delta, RequestError>;
 
     impl RequestHandle {
-        /// Waits for the next delta without blocking the executor; `None` after the last one. An error is the last
-        /// item.
+        /// Waits for the next delta without blocking the executor; returns `None` after the last item.
         ///
-        /// The future is cancel-safe: if it is dropped, the next call returns the pending output.
+        /// An error is the last item. Dropping the future loses no delta: the next call returns everything that has
+        /// accumulated.
         pub async fn next_delta(&mut self) -> Option<Item> {
             std::future::poll_fn(|context| self.poll_delta(context)).await
         }
 
-        /// Waits for the end of the request without blocking the executor.
+        /// Waits for the end of the request without blocking the executor, and returns its output.
         ///
-        /// The output excludes deltas that were read before. Dropping the future cancels the request.
+        /// The output does not contain deltas that have been read before. Dropping the future cancels the request.
         ///
         /// # Errors
-        /// The failure of the request, even if it was read before.
+        /// The [`RequestError`] of the request, also if it has been read before.
         pub async fn output(mut self) -> Result<Output, RequestError> {
             let mut output = self.output_builder();
             while let Some(delta) = self.next_delta().await {
@@ -241,7 +247,7 @@ mod stream {
             self.finish(output)
         }
 
-        /// The handle as a stream of deltas only, without its blocking methods.
+        /// Converts the handle to a stream of deltas, without the blocking methods.
         pub fn into_stream(self) -> DeltaStream {
             DeltaStream { handle: self }
         }
@@ -279,12 +285,12 @@ mod stream {
     }
 
     impl DeltaStream {
-        /// The handle of the request, with its id, its prompt and `cancel`.
+        /// Returns the handle of the request, for its id, its prompt and cancellation.
         pub fn handle(&self) -> &RequestHandle {
             &self.handle
         }
 
-        /// The handle, with the deltas that have not been read.
+        /// Converts the stream back to the handle; unread deltas remain readable.
         pub fn into_handle(self) -> RequestHandle {
             self.handle
         }

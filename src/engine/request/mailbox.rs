@@ -1,11 +1,11 @@
-//! Mailbox of one request: deltas are merged here until the handle reads them.
+//! Mailbox of a request: buffers the updates of its choices until the reader takes them.
 //!
-//! The engine *merges* each update into the mailbox, and the reader takes everything that has accumulated. A slow
-//! reader therefore costs memory bounded by its own output (reserved at admission) and never delays a step; a fast
-//! reader sees every token.
+//! The engine merges each update into the mailbox, and the reader takes everything that has accumulated. A slow reader
+//! therefore costs only memory, bounded by the request's own output and reserved at the start of each choice, and never
+//! delays a step. A fast reader receives every token separately.
 //!
-//! State of a choice: open → (update)* → finished. An error ends all choices of the request; the reader gets the
-//! updates from before the error first.
+//! State of a choice: open → (update)* → finished. An error ends all choices of the request. The reader receives the
+//! updates before the error first.
 
 use crate::num::to_u32;
 use std::time::{Duration, Instant};
@@ -17,11 +17,11 @@ use parking_lot::{Condvar, Mutex};
 use super::output::{Delta, FinishReason, Logprobs, PromptInfo, Usage};
 use crate::engine::error::RequestError;
 
-/// Reserved bytes of unread text per token of a choice. Byte-level vocabularies average 4 bytes per token on English
-/// text; longer unread text costs a reallocation.
+/// Capacity reserved for unread text, in bytes per token. Byte-level vocabularies average 4 bytes per token on English
+/// text. Longer unread text only costs a reallocation.
 const TEXT_BYTES_PER_TOKEN: usize = 8;
 
-/// New output of one choice in one step.
+/// Update of one choice in one step.
 #[derive(Debug, Default)]
 pub(crate) struct Update<'a> {
     pub text: &'a str,
@@ -29,13 +29,13 @@ pub(crate) struct Update<'a> {
     pub logprobs: Option<&'a Logprobs>,
     pub finish: Option<FinishReason>,
     pub prompt: Option<PromptInfo>,
-    /// Set with the end of the request's last choice.
+    /// Token counts and times; set in the update that ends the last choice of the request.
     pub usage: Option<Usage>,
 }
 
-/// Result of reading the mailbox.
+/// Result of a read.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // lives on a reader's stack for a moment
+#[allow(clippy::large_enum_variant)] // stays on the reader's stack, and only for a moment
 pub(crate) enum Poll {
     Delta(Delta),
     Error(RequestError),
@@ -54,11 +54,11 @@ pub(crate) struct Mailbox {
 #[derive(Debug)]
 struct State {
     choices: Vec<Buffered>,
-    /// The choice that is looked at first, so that no choice is read twice before another is read once.
+    /// Choice to read first, so that each choice is read once before any choice is read again.
     next_choice: usize,
     open: usize,
     prompt: Option<PromptInfo>,
-    /// Part of the last delta that is read.
+    /// Returned with the last delta of the request.
     usage: Option<Usage>,
     error: Option<RequestError>,
     #[cfg(feature = "async")]
@@ -96,7 +96,7 @@ impl Mailbox {
         }
     }
 
-    /// Reserves capacity for everything that a choice may publish, so that publishing does not allocate.
+    /// Reserves capacity for everything that a choice may publish, so that publishing allocates no memory.
     pub fn reserve(&self, choice: u32, tokens: usize, with_text: bool, top: Option<usize>) {
         if self.is_detached.load(Ordering::Relaxed) {
             return;
@@ -112,7 +112,7 @@ impl Mailbox {
         }
     }
 
-    /// Cancels the request before its next step.
+    /// Asks the engine to end the request before its next step.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
@@ -121,12 +121,12 @@ impl Mailbox {
         self.cancelled.load(Ordering::Acquire)
     }
 
-    /// Drops everything that is published from now on: the request has no reader.
+    /// Marks the mailbox as unread: later updates are dropped.
     pub fn detach(&self) {
         self.is_detached.store(true, Ordering::Release);
     }
 
-    /// Merges an update into a choice. Updates of an ended choice are dropped.
+    /// Merges an update into a choice. An update of a choice that has ended is dropped.
     pub fn publish(&self, choice: u32, update: Update<'_>) {
         if self.is_detached.load(Ordering::Acquire) {
             return;
@@ -156,7 +156,7 @@ impl Mailbox {
         self.wake_reader(state);
     }
 
-    /// Ends every choice that is still open with an error.
+    /// Ends every open choice with an error.
     pub fn fail(&self, error: RequestError) {
         let mut state = self.state.lock();
         if state.open == 0 {
@@ -182,17 +182,17 @@ impl Mailbox {
         drop(state);
         self.changed.notify_all();
         if let Some(waker) = waker {
-            // A waker is code of the host's: its panic is its own affair and must not end the other requests.
+            // A waker is code of the host: its panic must not end other requests.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake()));
         }
     }
 
-    /// Takes the accumulated output.
+    /// Takes everything that has accumulated.
     pub fn take(&self) -> Poll {
         self.state.lock().take()
     }
 
-    /// Takes the accumulated output; waits for it until `deadline`, or forever if `None`.
+    /// Takes everything that has accumulated; waits for it until `deadline` (forever if `None`).
     pub fn wait(&self, deadline: Option<Instant>) -> Poll {
         let mut state = self.state.lock();
         loop {
@@ -208,7 +208,7 @@ impl Mailbox {
         }
     }
 
-    /// Takes the accumulated output, or stores the waker and wakes it on the next update.
+    /// Takes everything that has accumulated, or stores the waker and wakes it at the next update.
     #[cfg(feature = "async")]
     pub fn poll(&self, context: &mut std::task::Context<'_>) -> Poll {
         let mut state = self.state.lock();
@@ -247,7 +247,7 @@ impl State {
 }
 
 impl Buffered {
-    /// Copies the output instead of moving it, so that the engine keeps the capacity reserved at admission.
+    /// Clones the content instead of moving it, so that the mailbox keeps its reserved capacity.
     fn take(&mut self, index: usize, prompt: Option<PromptInfo>) -> Delta {
         let delta = Delta {
             index: to_u32(index),
@@ -266,7 +266,7 @@ impl Buffered {
     }
 }
 
-/// The time `timeout` from now; `None` if the clock cannot represent it.
+/// Returns the moment `timeout` from now, or `None` if [`Instant`] cannot represent it.
 pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }

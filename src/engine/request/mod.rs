@@ -1,6 +1,6 @@
-//! Requests: a prompt, sampling parameters and scheduling options.
+//! Requests: a prompt, and the parameters with which to continue it.
 //!
-//! A [`Request`] is plain data; it is checked when it is submitted.
+//! A [`Request`] is plain data that may be built on any thread. It is checked when it is submitted.
 
 pub(super) mod admission;
 pub(super) mod doorbell;
@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::sampler::SamplingParams;
 use crate::text::{ChatMessage, ChatPrompt};
 
-/// Number of a request, unique within its engine.
+/// Id of a request, unique within its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
 pub struct RequestId(pub u64);
 
@@ -24,7 +24,7 @@ impl std::fmt::Display for RequestId {
     }
 }
 
-/// The beginning that the model continues.
+/// Prompt that the model continues.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(clippy::large_enum_variant, reason = "a prompt is moved a few times in its life")]
@@ -33,7 +33,7 @@ pub enum Prompt {
     Tokens(Vec<u32>),
     /// Text; the vocabulary encodes it and adds its usual special tokens.
     Text(String),
-    /// A conversation. The chat template turns it into text, by default up to the start of the assistant's answer.
+    /// A conversation; the chat template renders it to text, by default up to the start of the assistant's answer.
     Chat(ChatPrompt),
 }
 
@@ -73,10 +73,10 @@ impl From<Vec<ChatMessage>> for Prompt {
     }
 }
 
-/// One request: a prompt, sampling parameters, priority, cache salt and deadline.
+/// Request: a prompt, sampling parameters, priority, deadline and cache salt.
 ///
-/// If [`Engine::submit`](super::Engine::submit) fails for a reason other than the request, the error returns the
-/// request.
+/// If [`Engine::submit`](super::Engine::submit) fails for a reason that is not the request's fault, the error contains
+/// the request.
 ///
 /// ```
 /// use ascend_llm::{ChatMessage, Request, SamplingParams};
@@ -96,7 +96,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// A request with default sampling, priority 0 and no deadline.
+    /// Creates a request with default sampling parameters, priority 0 and no deadline.
     #[must_use]
     pub fn new(prompt: impl Into<Prompt>) -> Self {
         Self {
@@ -108,75 +108,81 @@ impl Request {
         }
     }
 
-    /// A request to continue a text.
+    /// Creates a request to continue a text.
     #[must_use]
     pub fn text(text: impl Into<String>) -> Self {
         Self::new(Prompt::Text(text.into()))
     }
 
-    /// A request to continue token ids.
+    /// Creates a request to continue token ids.
     #[must_use]
     pub fn tokens(tokens: impl Into<Vec<u32>>) -> Self {
         Self::new(Prompt::Tokens(tokens.into()))
     }
 
-    /// A request to answer a conversation: messages, or a [`ChatPrompt`] with tools, documents and template variables.
+    /// Creates a request to answer the last message of a conversation.
+    ///
+    /// `chat` is a list of messages, or a [`ChatPrompt`] with tools, documents and template variables.
     #[must_use]
     pub fn chat(chat: impl Into<ChatPrompt>) -> Self {
         Self::new(Prompt::Chat(chat.into()))
     }
 
-    /// Sets the sampling parameters, including the stop conditions.
+    /// Sets the sampling parameters, which include the stop conditions.
     #[must_use]
     pub fn with_sampling(mut self, params: SamplingParams) -> Self {
         self.sampling = params;
         self
     }
 
-    /// Sets the priority: a higher value is served first under
-    /// [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy). Other policies accept only 0.
+    /// Sets the priority.
+    ///
+    /// Under [`SchedulePolicy::Priority`](crate::scheduler::SchedulePolicy), requests with a higher priority are
+    /// scheduled first. Other policies accept only priority 0.
     #[must_use]
     pub fn with_priority(mut self, priority: i32) -> Self {
         self.priority = priority;
         self
     }
 
-    /// Ends the request with [`FinishReason::Deadline`](super::FinishReason) when that long has passed since it was
-    /// submitted, waiting or running.
+    /// Sets the deadline, as a time after the submission.
+    ///
+    /// If the request is waiting or running at its deadline, it ends with
+    /// [`FinishReason::Deadline`](super::FinishReason).
     #[must_use]
     pub fn with_deadline(mut self, after: Duration) -> Self {
         self.deadline = Some(after);
         self
     }
 
-    /// Shares cached prompts only with requests of the same salt.
+    /// Sets the cache salt: the request shares cached prompts only with requests that have the same salt.
     #[must_use]
     pub fn with_cache_salt(mut self, salt: impl Into<Box<[u8]>>) -> Self {
         self.cache_salt = salt.into();
         self
     }
 
-    /// The prompt.
+    /// Returns the prompt.
     pub fn prompt(&self) -> &Prompt {
         &self.prompt
     }
 
-    /// The sampling parameters, including the stop conditions.
+    /// Returns the sampling parameters.
     pub fn sampling(&self) -> &SamplingParams {
         &self.sampling
     }
 
-    /// The priority.
+    /// Returns the priority.
     pub fn priority(&self) -> i32 {
         self.priority
     }
 
-    /// Time after submission at which the request ends.
+    /// Returns the deadline, as a time after the submission.
     pub fn deadline(&self) -> Option<Duration> {
         self.deadline
     }
 
-    /// The salt of its cached prompts; empty without one.
+    /// Returns the cache salt; empty by default.
     pub fn cache_salt(&self) -> &[u8] {
         &self.cache_salt
     }

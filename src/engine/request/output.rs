@@ -1,4 +1,4 @@
-//! Output of a request: deltas while it runs, and the complete [`Output`].
+//! Output types: deltas while a request is running, and the complete [`Output`].
 
 use serde::Serialize;
 use serde::ser::{SerializeSeq as _, Serializer};
@@ -13,7 +13,7 @@ use super::RequestId;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum StopMatch {
-    /// One of the model's own end-of-sequence tokens.
+    /// One of the model's end-of-sequence tokens.
     Eos(u32),
     /// One of the request's `stop_token_ids`.
     Token(u32),
@@ -21,17 +21,19 @@ pub enum StopMatch {
     Text(String),
 }
 
-/// Why a choice ended.
+/// Reason why a choice ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "reason", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FinishReason {
     /// An end-of-sequence token, a stop token or a stop string.
     Stop {
-        /// Which.
+        /// The token or string that matched.
         matched: StopMatch,
     },
-    /// `max_tokens`, the model's length or the whole KV pool was used up.
+    /// The choice reached a length limit.
+    ///
+    /// The limit is `max_tokens`, the model's maximum length, or the size of the whole KV pool.
     Length,
     /// The caller cancelled the request.
     Cancelled,
@@ -40,7 +42,7 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
-    /// The reason as one word: `stop`, `length`, `cancelled` or `deadline`.
+    /// Returns the reason as one word: `stop`, `length`, `cancelled` or `deadline`.
     #[must_use]
     pub const fn as_str(&self) -> &'static str {
         match self {
@@ -52,46 +54,46 @@ impl FinishReason {
     }
 }
 
-/// Log-probabilities of consecutive tokens: of each token, and of the most likely tokens at its position.
+/// Log-probabilities of consecutive tokens, in flat lists: each token's own, and those of the most likely tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logprobs {
     chosen: Vec<TokenLogprob>,
     ranks: Vec<u32>,
     top: Vec<TokenLogprob>,
-    /// End of token i's slice of `top`.
+    /// End of the slice of `top` that belongs to token `i`.
     ends: Vec<usize>,
 }
 
-/// Log-probabilities in one place.
+/// Log-probabilities at one position.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LogprobsAt<'a> {
-    /// The token at this position.
+    /// The token at this position, with its log-probability.
     pub chosen: TokenLogprob,
-    /// Its rank in the distribution, 1 = most likely.
+    /// Rank of this token in the distribution; 1 = most likely.
     pub rank: u32,
-    /// The most likely tokens at this position in descending order, as many as requested.
+    /// The most likely tokens at this position, most likely first; as many as the request asked for.
     pub top: &'a [TokenLogprob],
 }
 
 impl Logprobs {
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.chosen.len()
     }
 
-    /// Whether there are no entries.
+    /// Returns whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.chosen.is_empty()
     }
 
-    /// The log-probabilities at `index`; `None` past the end.
+    /// Returns the log-probabilities at a position, or `None` after the end.
     pub fn get(&self, index: usize) -> Option<LogprobsAt<'_>> {
         let end = *self.ends.get(index)?;
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         Some(LogprobsAt { chosen: self.chosen[index], rank: self.ranks[index], top: &self.top[start..end] })
     }
 
-    /// Iterates over the entries, one per token.
+    /// Returns an iterator over the tokens in order, with one entry per token.
     pub fn iter(&self) -> impl Iterator<Item = LogprobsAt<'_>> {
         (0..self.len()).filter_map(|index| self.get(index))
     }
@@ -126,7 +128,7 @@ impl Logprobs {
     }
 }
 
-/// Serialized as a sequence with one entry per token.
+/// Serialized as a list with one entry per token, in order.
 impl Serialize for Logprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut list = serializer.serialize_seq(Some(self.len()))?;
@@ -137,74 +139,77 @@ impl Serialize for Logprobs {
     }
 }
 
-/// Facts that are known once the prompt has been computed.
+/// Information that is available once the prompt has been computed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PromptInfo {
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_tokens: u32,
-    /// Of these, tokens whose keys and values came from the prefix cache.
+    /// Number of those tokens whose keys and values came from the prefix cache.
     pub cached_tokens: u32,
-    /// From submission to the first token of choice 0, in microseconds.
+    /// Time from submission to the first token of choice 0, in microseconds.
     pub time_to_first_token_us: u64,
-    /// Log-probabilities of the prompt, if requested: entry `i` belongs to prompt token `i + 1`, since the first token
-    /// has no context.
+    /// Log-probabilities of the prompt, if the request asked for them.
+    ///
+    /// Entry `i` belongs to prompt token `i + 1`, since no token precedes the first one.
     pub logprobs: Option<Logprobs>,
 }
 
 /// New output of one choice since its last delta.
 ///
-/// Unread deltas are merged, so a delta may hold several tokens. The text of a token may arrive later than its id: a
-/// character is sent with its last byte, and text that may still become a stop string is held back.
+/// Unread deltas are merged, so one delta may contain several tokens. The text of a token may arrive later than its id:
+/// a character is published with its last byte, and text that may still grow into a stop string is held back.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Delta {
-    /// The choice, 0 to `n - 1`.
+    /// Index of the choice, 0 to `n - 1`.
     pub index: u32,
-    /// New text; empty without a vocabulary.
+    /// New text; empty if the engine has no vocabulary.
     pub text: String,
-    /// New tokens. The token a choice ended on is named in the finish reason and is not among them, unless it is a stop
-    /// token and the request includes stops in the output.
+    /// New tokens.
+    ///
+    /// The token on which the choice ended is in the finish reason. It is not in this list, unless it is a stop token
+    /// and the request includes stops in the output.
     pub token_ids: Vec<u32>,
-    /// One entry for each of `token_ids`, if requested.
+    /// One entry for each of `token_ids`, if the request asked for log-probabilities.
     pub logprobs: Option<Logprobs>,
-    /// Set on the last delta of the choice.
+    /// Finish reason; set in the last delta of the choice.
     pub finish_reason: Option<FinishReason>,
-    /// Set on the first delta of choice 0 after the prompt has been computed.
+    /// Information on the prompt; set in the first delta of choice 0 after the prompt has been computed.
     pub prompt: Option<PromptInfo>,
-    /// Set on the last delta of the request.
+    /// Token counts and times; set in the last delta of the request.
     pub usage: Option<Usage>,
 }
 
-/// One complete answer.
+/// Complete output of one choice.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Choice {
-    /// 0 to `n - 1`.
+    /// Index of the choice, 0 to `n - 1`.
     pub index: u32,
-    /// The whole text.
+    /// Complete text.
     pub text: String,
-    /// All its tokens.
+    /// All output tokens.
     pub token_ids: Vec<u32>,
-    /// One entry per token, if requested.
+    /// One entry per token, if the request asked for log-probabilities.
     pub logprobs: Option<Logprobs>,
-    /// Why it ended.
+    /// Reason why the choice ended.
     pub finish_reason: FinishReason,
 }
 
-/// Tokens and times of a request. Times are the engine clock's.
+/// Token counts and times of a request. The engine's clock measures the times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_tokens: u32,
-    /// Of these, tokens from the prefix cache.
+    /// Number of those tokens that came from the prefix cache.
     pub cached_tokens: u32,
-    /// Number of generated tokens over all choices.
+    /// Number of tokens of all choices together: the sum of the lengths of their `token_ids`.
     pub generated_tokens: u32,
-    /// From submission to the request's first step, in microseconds; to its end if it never ran.
+    /// Time from submission to the request's first step, in microseconds; to its end if it never ran.
     pub queue_us: u64,
-    /// From the first step to the first token, in microseconds; 0 if it never ran.
+    /// Time from the first step to the first token, in microseconds; 0 if the request never ran.
     pub prefill_us: u64,
     /// Time from the first token to the end of the last choice, in microseconds; 0 without a token.
     pub decode_us: u64,
@@ -212,23 +217,23 @@ pub struct Usage {
     pub time_to_first_token_us: Option<u64>,
 }
 
-/// A whole answered request.
+/// Complete output of a request.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Output {
-    /// The request.
+    /// Id of the request.
     pub id: RequestId,
-    /// The prompt as the model saw it.
+    /// Prompt as the model received it.
     pub prompt_token_ids: Vec<u32>,
-    /// Log-probabilities of the prompt, if requested: entry `i` belongs to prompt token `i + 1`.
+    /// Log-probabilities of the prompt, if the request asked for them; entry `i` belongs to prompt token `i + 1`.
     pub prompt_logprobs: Option<Logprobs>,
-    /// The choices, by index.
+    /// Output of the choices, by index.
     pub choices: Vec<Choice>,
-    /// Tokens and times.
+    /// Token counts and times.
     pub usage: Usage,
 }
 
-/// Builds an [`Output`] from deltas, for a host that streams and needs the complete output as well.
+/// Builds an [`Output`] from deltas, for a host that streams and also needs the complete output.
 ///
 /// ```
 /// # use ascend_llm::{Engine, Request, SamplingParams};
@@ -259,8 +264,10 @@ impl OutputBuilder {
         Self { id, prompt_token_ids, choices }
     }
 
-    /// Adds a delta. Deltas of one choice are added in the order in which they came; one of another request's choice is
-    /// ignored.
+    /// Adds a delta.
+    ///
+    /// The deltas of a choice must be added in the order in which they were received. A delta whose index is not one of
+    /// the request's choices is ignored.
     pub fn push(&mut self, delta: &Delta) {
         let Some(whole) = self.choices.get_mut(delta.index as usize) else { return };
         whole.text.push_str(&delta.text);
@@ -277,8 +284,10 @@ impl OutputBuilder {
         whole.usage = delta.usage.or(whole.usage);
     }
 
-    /// The output so far. A choice whose last delta is missing counts as cancelled; without the request's last delta the
-    /// usage holds the counts that are known, and no times.
+    /// Returns the output so far.
+    ///
+    /// A choice without its last delta counts as cancelled. Without the request's last delta, the usage contains the
+    /// counts and the time to first token that are known, and no other times.
     #[must_use]
     pub fn finish(mut self) -> Output {
         let prompt = self.choices.first_mut().and_then(|choice| choice.prompt.take());

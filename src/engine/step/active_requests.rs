@@ -1,8 +1,8 @@
-//! Active requests with their choices.
+//! Active requests: the state of each request and its choices, and the publication of results to its mailbox.
 //!
-//! Holds the loop's state of each request and publishes results to its mailbox. A request is active from the moment the
-//! loop fetches it from the inbox until its last choice has ended. Each choice is one sequence of the scheduler. The id
-//! of a sequence encodes its request and choice, so one lookup finds both.
+//! A request is active from the moment when the loop takes it from the inbox until its last choice has ended. Each
+//! choice is one sequence of the scheduler. The id of a sequence encodes the request and the choice, so that one lookup
+//! finds both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,12 +25,12 @@ use crate::engine::request::mailbox::{Mailbox, Update};
 use crate::engine::request::output::{FinishReason, PromptInfo, Usage};
 use crate::runner::{RowOutcome, SequenceOutcome};
 
-/// The sequence of one choice.
+/// Returns the id of the sequence of a choice.
 fn seq_of(request: RequestId, choice: u32) -> SeqId {
     SeqId(request.0 * u64::from(MAX_N) + u64::from(choice))
 }
 
-/// The request of a sequence, and which of its choices the sequence is.
+/// Returns the request of a sequence, and the index of its choice.
 pub(crate) fn request_of(seq: SeqId) -> (RequestId, usize) {
     let choices = u64::from(MAX_N);
     (RequestId(seq.0 / choices), usize::try_from(seq.0 % choices).unwrap_or(usize::MAX))
@@ -44,31 +44,31 @@ pub(crate) struct ActiveRequest {
     pub max_tokens: u32,
     pub bad_words: Vec<Vec<u32>>,
     pub seed: u64,
-    /// Whether every token is the argmax of its row, so that no other logit is needed.
+    /// Whether every token is the argmax of its row; such a request needs no logits.
     pub is_argmax_only: bool,
     pub arrived: Tick,
     pub deadline: Option<Tick>,
-    /// Time at which its first step was planned; `None` while it is queued.
+    /// Time at which the request's first step was planned; `None` before that.
     started: Option<Tick>,
-    /// When the first token of choice 0 was sampled.
+    /// Time at which the first token of choice 0 was sampled.
     first_token: Option<Tick>,
-    /// Prompt tokens that the prefix cache served.
+    /// Number of prompt tokens from the prefix cache.
     cached_tokens: u32,
-    /// Tokens published, of all choices.
+    /// Number of published tokens of all choices.
     generated_tokens: u32,
     choices: Vec<ChoiceState>,
-    /// Choices that have not ended.
+    /// Number of choices that have not ended.
     open: u32,
-    /// Of these, the ones in [`Phase::Unforked`].
+    /// Number of those choices that are in [`Phase::Unforked`].
     unforked: u32,
-    /// The sequence of such a choice if choice 0 ends before they can fork.
+    /// Description of the other choices' sequences, if choice 0 ends before they can fork.
     sibling: Option<NewSequence>,
-    /// Whether it failed in this step; its choices are removed once the step is committed.
+    /// Whether the request failed in this step; its choices are removed after the commit.
     failed: bool,
 }
 
 impl ActiveRequest {
-    /// Tokens and times of the request if it ends now.
+    /// Returns the token counts and times of the request, as if it ended now.
     fn usage(&self, now: Tick) -> Usage {
         let until_first = self.first_token.map(|first| elapsed_us(self.arrived, first));
         Usage {
@@ -82,18 +82,18 @@ impl ActiveRequest {
         }
     }
 
-    /// Sequences of the choices that have not ended.
+    /// Returns the sequences of the choices that have not ended.
     fn open_seqs(&self) -> impl Iterator<Item = SeqId> {
         self.choices.iter().filter(|choice| choice.phase != Phase::Ended).map(|choice| choice.seq)
     }
 
-    /// Choices that have not forked off choice 0 yet.
+    /// Returns the choices that wait to fork from choice 0.
     pub fn unforked(&self) -> impl Iterator<Item = &ChoiceState> {
         let choices = if self.unforked == 0 { &[] } else { self.choices.as_slice() };
         choices.iter().filter(|choice| choice.phase == Phase::Unforked)
     }
 
-    /// Moves a choice on to a later phase.
+    /// Advances a choice to a later phase.
     fn set_phase(&mut self, choice: usize, phase: Phase) {
         let Some(state) = self.choices.get_mut(choice) else { return };
         self.unforked -= u32::from(state.phase == Phase::Unforked);
@@ -118,7 +118,9 @@ impl ActiveRequests {
         Self { requests, next_deadline: None, failed: Vec::new(), eos_ids, vocabulary, counters }
     }
 
-    /// Adds a request and returns the sequence of its choice 0, which is scheduled first. `sibling` describes the others.
+    /// Adds a request, and returns the sequence of its choice 0, which is scheduled first.
+    ///
+    /// `sibling` describes the sequences of the other choices.
     pub fn admit(&mut self, admitted: AdmittedRequest, sibling: Option<NewSequence>) -> SeqId {
         let n = admitted.params.n;
         let choice = |choice| {
@@ -153,12 +155,14 @@ impl ActiveRequests {
         seq_of(admitted.id, 0)
     }
 
-    /// Whether every token of a request is the argmax of its row, so that no other logit is needed.
+    /// Returns whether every token of a request is the argmax of its row.
+    ///
+    /// Such a request needs only the argmax, not the logits.
     pub fn is_argmax_only(&self, admitted: &AdmittedRequest) -> bool {
         is_argmax_only(&admitted.params, self.eos_ids(&admitted.params), &admitted.bad_words)
     }
 
-    /// The choices that have not forked and are now scheduled on their own, and the sequence they start from.
+    /// Opens the choices that have not forked, and returns their sequences and the description to schedule them with.
     pub fn take_unforked(&mut self, request: RequestId) -> Option<(Vec<SeqId>, NewSequence)> {
         let active = self.requests.get_mut(&request)?;
         let unforked: Vec<SeqId> = active.unforked().map(|choice| choice.seq).collect();
@@ -168,12 +172,12 @@ impl ActiveRequests {
         Some((unforked, active.sibling.take()?))
     }
 
-    /// Whether the request has choices that are not scheduled yet.
+    /// Returns whether the request has choices that are not in the scheduler yet.
     pub fn waits_to_fork(&self, request: RequestId) -> bool {
         self.requests.get(&request).is_some_and(|active| !active.failed && active.unforked > 0)
     }
 
-    /// Marks a choice that is added to the scheduler at the end of this step.
+    /// Marks a choice as forked; the scheduler receives its sequence at the end of this step.
     pub fn mark_forked(&mut self, seq: SeqId) {
         let (request, choice) = request_of(seq);
         if let Some(active) = self.requests.get_mut(&request)
@@ -183,7 +187,7 @@ impl ActiveRequests {
         }
     }
 
-    /// Number of choices that are not scheduled yet.
+    /// Returns the number of choices that are not in the scheduler yet.
     pub fn unscheduled(&self) -> usize {
         self.requests.values().map(|active| active.unforked as usize).sum()
     }
@@ -192,7 +196,7 @@ impl ActiveRequests {
         self.requests.is_empty()
     }
 
-    /// Number of choices that have not ended.
+    /// Returns the number of choices that have not ended.
     pub fn choices(&self) -> usize {
         self.requests.values().map(|active| active.open as usize).sum()
     }
@@ -201,22 +205,23 @@ impl ActiveRequests {
         if params.ignore_eos { &[] } else { &self.eos_ids }
     }
 
-    /// The choice and the request of a sequence; `None` once either has ended or failed.
+    /// Returns the choice and the request of a sequence, or `None` once either has ended or failed.
     pub fn get(&self, seq: SeqId) -> Option<(&ChoiceState, &ActiveRequest)> {
         let (request, choice) = request_of(seq);
         let active = self.requests.get(&request).filter(|active| !active.failed)?;
         Some((active.choices.get(choice).filter(|choice| choice.phase != Phase::Ended)?, active))
     }
 
-    /// The same for writing.
+    /// Does the same as [`get`](Self::get), with a mutable request and the index of the choice.
     fn get_mut(&mut self, seq: SeqId) -> Option<(usize, &mut ActiveRequest)> {
         self.get(seq)?;
         let (request, choice) = request_of(seq);
         Some((choice, self.requests.get_mut(&request)?))
     }
 
-    /// Records that a sequence is part of a step, and reserves its buffers at its first one. Returns true if the
-    /// request was queued until then.
+    /// Marks a sequence as part of a step, and reserves its buffers at its first step.
+    ///
+    /// Returns true if the request was waiting for its first step until now.
     pub fn mark_started(&mut self, seq: SeqId, now: Tick) -> bool {
         let with_text = self.vocabulary.is_some();
         let (request, choice) = request_of(seq);
@@ -232,15 +237,16 @@ impl ActiveRequests {
         started.replace(started.unwrap_or(now)).is_none()
     }
 
-    /// Records the log-probability of a sequence's next prompt token.
+    /// Records the log-probability of the next prompt token of a sequence.
     pub fn prompt_logprob(&mut self, seq: SeqId, logprob: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
         if let Some((choice, active)) = self.get_mut(seq) {
             active.choices[choice].push_prompt_logprob(logprob, rank, top);
         }
     }
 
-    /// Accepts a sampled token and publishes the resulting output. Returns true if the token ends the choice. Calls
-    /// `cached_tokens` at the first token of the request.
+    /// Accepts a sampled token and publishes the resulting update; returns true if the choice has ended.
+    ///
+    /// `cached_tokens` is called at the request's first token.
     pub fn accept(&mut self, seq: SeqId, sampled: &Sampled, cached_tokens: impl FnOnce() -> u32, now: Tick) -> bool {
         let (request, index) = request_of(seq);
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return true };
@@ -291,7 +297,7 @@ impl ActiveRequests {
         ended.is_some()
     }
 
-    /// Ends one choice for a reason other than its tokens, and publishes the held-back text.
+    /// Ends one choice for a reason other than its output, and publishes the text that was held back.
     pub fn end_choice(&mut self, seq: SeqId, reason: FinishReason, now: Tick) {
         let (request, index) = request_of(seq);
         let Some(active) = self.requests.get_mut(&request) else { return };
@@ -305,8 +311,10 @@ impl ActiveRequests {
         self.remove_choice(seq);
     }
 
-    /// Ends a request with an error. Its choices stay until [`next_failed`](Self::next_failed) returns them, since the
-    /// scheduler may be between a plan and its commit.
+    /// Ends a request with an error.
+    ///
+    /// Its choices stay until [`next_failed`](Self::next_failed) returns them, because the scheduler may be between a
+    /// plan and its commit.
     pub fn fail(&mut self, request: RequestId, error: RequestError) {
         let Some(active) = self.requests.get_mut(&request).filter(|active| !active.failed) else { return };
         active.failed = true;
@@ -317,7 +325,7 @@ impl ActiveRequests {
         self.failed.push(request);
     }
 
-    /// Ends the request of a sequence whose rows failed in a step.
+    /// Ends the request of a sequence with the error for a failed row.
     pub fn fail_sequence(&mut self, seq: SeqId, found: &SequenceOutcome) {
         let RowOutcome::Failed { status, custom } = &found.outcome else { return };
         let Some((choice, _)) = self.get(seq) else { return };
@@ -332,24 +340,24 @@ impl ActiveRequests {
         self.fail(request_of(seq).0, error);
     }
 
-    /// Removes the next failed request and returns the sequences it had open.
+    /// Removes the next failed request, and returns the sequences of its open choices.
     pub fn next_failed(&mut self) -> Option<Vec<SeqId>> {
         let request = self.failed.pop()?;
         Some(self.requests.remove(&request).map(|active| active.open_seqs().collect()).unwrap_or_default())
     }
 
-    /// The open sequences of a request, and whether the request is still queued.
+    /// Returns the sequences of the open choices of a request, and whether it still waits for its first step.
     pub fn open_choices(&self, request: RequestId) -> (Vec<SeqId>, bool) {
         let open = |active: &ActiveRequest| (active.open_seqs().collect(), active.started.is_none());
         self.requests.get(&request).map(open).unwrap_or_default()
     }
 
-    /// A request whose caller has cancelled it.
+    /// Returns a request that its caller has cancelled.
     pub fn next_cancelled(&self) -> Option<RequestId> {
         self.requests.iter().find(|(_, active)| active.mailbox.is_cancelled()).map(|(&id, _)| id)
     }
 
-    /// A request whose deadline has passed.
+    /// Returns a request whose deadline has passed.
     pub fn next_expired(&mut self, now: Tick) -> Option<RequestId> {
         if self.next_deadline.is_none_or(|deadline| deadline > now) {
             return None;
@@ -362,7 +370,7 @@ impl ActiveRequests {
         expired
     }
 
-    /// Ends all open requests with an error and removes them.
+    /// Ends every open request with an error, and removes all requests.
     pub fn clear(&mut self, error: &RequestError) {
         for active in self.requests.values() {
             if !active.failed {
@@ -377,6 +385,9 @@ impl ActiveRequests {
     }
 
     /// Checks that counters and choices agree.
+    ///
+    /// # Errors
+    /// A description of the first disagreement.
     pub fn check(&self) -> Result<(), String> {
         for (id, active) in &self.requests {
             let count = |phase| to_u32(active.choices.iter().filter(|choice| choice.phase == phase).count());
@@ -384,7 +395,7 @@ impl ActiveRequests {
             if (unforked, open) != (active.unforked, active.open) {
                 let counted = (active.unforked, active.open);
                 return Err(format!(
-                    "request {id} counts {counted:?} unforked and open choices, has {unforked}, {open}"
+                    "request {id} has {unforked} unforked and {open} open choices, but its counters are {counted:?}"
                 ));
             }
             if open == 0 {

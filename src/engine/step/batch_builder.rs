@@ -1,4 +1,4 @@
-//! Builds the input of the model from planned chunks.
+//! Builds the model's batch from the chunks of a plan.
 
 use crate::kv_cache::{BlockAllocator, SeqId};
 use crate::num::to_u32;
@@ -7,22 +7,22 @@ use crate::scheduler::{Chunk, Placeholder, Scheduler};
 use super::active_requests::ActiveRequests;
 use crate::runner::{BatchId, DeferredToken, ForwardInput};
 
-/// Purpose of a row of logits.
+/// Purpose of a logit row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LogitUse {
-    /// The next token of the sequence is sampled from it.
+    /// Sample the next token of the sequence from the row.
     Sample,
-    /// It gives the log-probability of the next prompt token.
+    /// Compute the log-probability of the prompt's next token.
     PromptLogprob,
 }
 
-/// A requested row of logits.
+/// Request for one logit row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LogitRequest {
     /// Index of the chunk in the plan.
     pub chunk: usize,
     pub seq: SeqId,
-    /// Position in the sequence of the token whose row it is.
+    /// Position in the sequence of the token that the row belongs to.
     pub position: u32,
     pub logit_use: LogitUse,
 }
@@ -30,28 +30,29 @@ pub(crate) struct LogitRequest {
 #[derive(Debug, Default)]
 pub(crate) struct BatchBuilder {
     pub input: ForwardInput,
-    /// One entry for each of `input.logit_rows`; `None` if the row is no longer needed.
+    /// One entry for each of `input.logit_rows`; `None` if its result is no longer needed.
     pub logit_requests: Vec<Option<LogitRequest>>,
-    /// Index of the row of logits from which each chunk's token is sampled.
+    /// For each chunk: index of the logit row from which its token is sampled.
     sampled_rows: Vec<Option<u32>>,
 }
 
 impl BatchBuilder {
-    pub fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, wanted: usize) -> Self {
+    pub fn with_capacity(tokens: usize, seqs: usize, table_blocks: usize, logit_rows: usize) -> Self {
         Self {
-            input: ForwardInput::with_capacity(tokens, seqs, table_blocks, wanted),
-            logit_requests: Vec::with_capacity(wanted),
+            input: ForwardInput::with_capacity(tokens, seqs, table_blocks, logit_rows),
+            logit_requests: Vec::with_capacity(logit_rows),
             sampled_rows: Vec::with_capacity(seqs),
         }
     }
 
-    /// Index of the row of logits from which a chunk's token is sampled.
+    /// Returns the index of the logit row from which a chunk's token is sampled.
     pub fn sampled_row(&self, chunk: usize) -> Option<u32> {
         self.sampled_rows.get(chunk).copied().flatten()
     }
 
-    /// Fills the batch from a plan, one sequence per chunk. `source` returns the in-flight batch and the row of logits
-    /// that sample a placeholder.
+    /// Fills the batch from a plan, with one sequence per chunk.
+    ///
+    /// `source` returns the in-flight batch that samples the token of a placeholder, and the index of its logit row.
     pub fn build(
         &mut self,
         chunks: &[Chunk],
@@ -86,7 +87,7 @@ impl BatchBuilder {
             };
             let active = requests.get(chunk.seq);
             if let Some(from) = active.and_then(|(choice, _)| choice.prompt_rows_from()) {
-                // The last prompt row predicts the first output token, which is sampled, not looked up.
+                // The last prompt row predicts the first output token: it has no prompt log-probability.
                 let prompt_end = end.min(sequence.prompt_tokens.saturating_sub(1));
                 for position in from.max(chunk.start)..prompt_end {
                     request(position, LogitUse::PromptLogprob, false);
@@ -101,10 +102,10 @@ impl BatchBuilder {
         }
     }
 
-    /// Removes the logit requests of stale chunks.
-    pub fn drop_stale(&mut self, void: &[bool]) {
-        for want in &mut self.logit_requests {
-            *want = want.filter(|want| !void[want.chunk]);
+    /// Drops the logit requests of stale chunks, whose results are ignored.
+    pub fn drop_stale(&mut self, stale: &[bool]) {
+        for request in &mut self.logit_requests {
+            *request = request.filter(|request| !stale[request.chunk]);
         }
     }
 }

@@ -1,14 +1,15 @@
-//! State of one choice of a request: its output so far, and its stop rules.
+//! State of one choice: its output so far, and when it ends.
 //!
-//! Accepts sampled tokens one by one and reports what may be published: text of whole characters only, without text
-//! that may still become a stop string, and without the token that ends the choice. Stop rules, in this order:
+//! [`ChoiceState`] accepts sampled tokens one at a time and decides which text may be published. It publishes only
+//! complete characters, no text that may still become a stop string, and no text of the token on which the choice ends.
+//! These rules end a choice, in this order:
 //!
-//! 1. an end-of-sequence token of the model ends the choice, unless `ignore_eos`;
-//! 2. one of `stop_token_ids` ends it;
-//! 3. a stop string that ends in the text of a token after the first `min_tokens` ends it;
-//! 4. the length limit ends it.
+//! 1. an end-of-sequence token of the model, unless `ignore_eos` is set;
+//! 2. one of `stop_token_ids`;
+//! 3. a stop string whose last byte comes from a token after the first `min_tokens` tokens;
+//! 4. the maximum length.
 //!
-//! Held-back text is flushed at every end except a matched stop string, which truncates the text.
+//! At the end, the text that was held back is published. A matched stop string is the exception: it truncates the text.
 
 use crate::kv_cache::SeqId;
 use crate::num::to_u32;
@@ -18,10 +19,10 @@ use crate::text::{Detokenizer, Vocabulary};
 use super::stop::StopChecker;
 use crate::engine::request::output::{FinishReason, Logprobs, StopMatch};
 
-/// Bytes of one token's text that are decoded without an allocation; longer tokens cost one.
+/// Capacity for the text of one token, in bytes; a longer text costs one allocation.
 const TOKEN_TEXT_BYTES: usize = 256;
 
-/// Rules that end a choice.
+/// Rules that decide whether a sequence ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StopRules<'a> {
     pub params: &'a SamplingParams,
@@ -31,17 +32,19 @@ pub(crate) struct StopRules<'a> {
     pub vocabulary: Option<&'a dyn Vocabulary>,
 }
 
-/// Parts of a sampled token to publish, in addition to [`ChoiceState::text`].
+/// The part of a sampled token that is published, in addition to the text in [`ChoiceState::text`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Accepted {
     pub token: Option<u32>,
     pub finish: Option<FinishReason>,
 }
 
-/// How far a choice is.
+/// Phase of a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not scheduled yet: the choice forks off choice 0 at the first token, so that the prompt is computed once.
+    /// The choice is not scheduled yet.
+    ///
+    /// It forks from choice 0 at that choice's first token, so that the prompt is computed once.
     Unforked,
     Open,
     Ended,
@@ -54,7 +57,7 @@ pub(crate) struct ChoiceState {
     pub phase: Phase,
     /// Whether the choice has been part of a step.
     pub started: bool,
-    /// Tokens published.
+    /// Number of published tokens.
     generated_tokens: u32,
     /// Whether no token has been sampled yet.
     no_token_yet: bool,
@@ -63,7 +66,7 @@ pub(crate) struct ChoiceState {
     prompt_logprobs: Option<Logprobs>,
 }
 
-/// End of the text: decoded but not published.
+/// Text that is decoded but not published yet.
 #[derive(Debug)]
 struct TextStream {
     detokenizer: Detokenizer,
@@ -88,7 +91,7 @@ impl ChoiceState {
                 publishable: String::with_capacity(TOKEN_TEXT_BYTES),
             }),
             logprobs: Logprobs::default(),
-            // All choices share the prompt, so only choice 0 collects its log-probabilities.
+            // All choices have the same prompt, so only choice 0 computes its log-probabilities.
             prompt_logprobs: (choice == 0 && params.prompt_logprobs.is_some()).then(Logprobs::default),
         }
     }
@@ -97,12 +100,12 @@ impl ChoiceState {
         self.generated_tokens
     }
 
-    /// Whether the next token is the first, with which the prompt's own results are published.
+    /// Returns whether the next token is the first one; the prompt's results are published with it.
     pub fn is_first_token(&self) -> bool {
         self.no_token_yet
     }
 
-    /// Position of the first prompt row whose logits are still needed; `None` if there is none.
+    /// Returns the position of the first prompt row whose logits are still needed; `None` if no more are needed.
     pub fn prompt_rows_from(&self) -> Option<u32> {
         self.prompt_logprobs.as_ref().map(|done| to_u32(done.len()))
     }
@@ -113,24 +116,24 @@ impl ChoiceState {
         }
     }
 
-    /// Records the prompt's next log-probability.
+    /// Records the next log-probability of the prompt.
     pub fn push_prompt_logprob(&mut self, chosen: TokenLogprob, rank: u32, top: &[TokenLogprob]) {
         if let Some(logprobs) = &mut self.prompt_logprobs {
             logprobs.push(chosen, rank, top);
         }
     }
 
-    /// The prompt's log-probabilities, once all of them are there.
+    /// Takes the log-probabilities of the prompt. Call it once they are complete.
     pub fn take_prompt_logprobs(&mut self) -> Option<Logprobs> {
         self.prompt_logprobs.take()
     }
 
-    /// Text to publish now.
+    /// Returns the text to publish now.
     pub fn text(&self) -> &str {
         self.text.as_ref().map_or("", |text| &text.publishable)
     }
 
-    /// Log-probabilities of the token to publish now.
+    /// Returns the log-probabilities of the token to publish now.
     pub fn logprobs(&self) -> &Logprobs {
         &self.logprobs
     }
@@ -176,7 +179,7 @@ impl ChoiceState {
         Accepted { token: Some(token), finish }
     }
 
-    /// Ends the choice for a reason other than its tokens; the held-back text becomes publishable.
+    /// Ends the sequence for a reason other than its output: text that was held back becomes publishable.
     pub fn close(&mut self) {
         self.logprobs.clear();
         self.clear_text();
@@ -204,7 +207,8 @@ impl ChoiceState {
         if let Some(text) = &mut self.text {
             text.decoded.clear();
             text.detokenizer.flush(&mut text.decoded);
-            // A match here truncates the flushed text; the finish reason stays the first one found.
+            // A stop string that matches here truncates the flushed text, but the finish reason stays the one found
+            // first.
             if text.stops.push(&text.decoded, &mut text.publishable).is_none() {
                 text.stops.flush(&mut text.publishable);
             }
@@ -213,7 +217,7 @@ impl ChoiceState {
 }
 
 impl TextStream {
-    /// Passes decoded text on without looking for stop strings.
+    /// Makes the decoded text publishable without searching it for stop strings.
     fn pass_through(&mut self) {
         self.stops.pass(&self.decoded, &mut self.publishable);
     }

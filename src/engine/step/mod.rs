@@ -1,4 +1,4 @@
-//! Data of a step: active requests, their choices, the batch, in-flight steps, and stop strings.
+//! State of the step loop: active requests, their choices, the batch, in-flight steps, sampling and stop conditions.
 
 pub(super) mod active_requests;
 pub(super) mod batch_builder;

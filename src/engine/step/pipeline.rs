@@ -1,17 +1,17 @@
-//! In-flight steps: launched and not completed yet.
+//! Pipeline of in-flight steps: steps that are launched and not completed yet.
 //!
 //! ```text
 //!   depth 2     prepare 1 ─ launch 1 ─ prepare 2 ─ launch 2 ─ complete 1 ─ prepare 3 ─ launch 3 ─ complete 2 …
-//!   the device              └── 1 runs ──────────────────────┘└── 2 runs ──────────────────────┘└── 3 runs …
+//!   the device              └── 1 runs ──────────────────────┘└── 2 runs ───────────────────────┘└── 3 runs …
 //! ```
-//! - *prepare*: poll requests, schedule, build rows and block tables;
-//! - *launch*: queue the model's work on the device;
-//! - *complete*: wait for the results, sample, detokenize, publish, commit.
+//! - *prepare*: process requests, schedule, build the batch (rows and block tables);
+//! - *launch*: queue the batch on the device, which then computes it;
+//! - *complete*: wait, sample, detokenize, publish, commit.
 //!
-//! One thread does all of this; only the device runs concurrently. Steps are completed in the order in which they were
-//! planned, so a request sees the same tokens in the same order at any depth. The rows of a sequence that has ended in
-//! the meantime are stale, and their results are ignored. An error in a step ends the engine; the results of later
-//! steps are not published.
+//! One thread does all of this; only the device's work overlaps with it. Steps complete in the order in which they were
+//! planned, so a request receives the same tokens in the same order at any depth. If a sequence ends while it has rows
+//! in a later in-flight step, these rows are stale and their results are ignored. An error in a step ends the engine;
+//! the later in-flight steps end with it, and none of their results are published.
 
 use crate::num::to_u32;
 use std::collections::VecDeque;
@@ -25,19 +25,19 @@ use super::batch_builder::BatchBuilder;
 use crate::engine::config::EngineConfig;
 use crate::runner::BatchId;
 
-/// One planned step with its results.
+/// One planned step and its results.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightStep {
-    /// The plan's number.
+    /// Number of the plan.
     pub plan: u64,
     pub batch: BatchBuilder,
     pub output: StepOutput,
-    /// By chunk: whether its results are ignored.
+    /// For each chunk: whether its results are ignored.
     pub stale: Vec<bool>,
     pub batch_id: BatchId,
-    /// When it was planned.
+    /// Time at which the step was planned.
     pub planned_at: Tick,
-    /// When it was launched.
+    /// Time at which the step was launched.
     pub launched_at: Tick,
     pub cost: Cost,
 }
@@ -45,13 +45,13 @@ pub(crate) struct InFlightStep {
 #[derive(Debug)]
 pub(crate) struct Pipeline {
     depth: usize,
-    /// Oldest first.
+    /// Oldest step first.
     in_flight: VecDeque<InFlightStep>,
     free_steps: Vec<InFlightStep>,
 }
 
 impl Pipeline {
-    /// Reserves capacity for the steps of `depth` plans.
+    /// Reserves the memory of `depth` steps.
     pub fn with_capacity(
         depth: u32,
         config: &EngineConfig,
@@ -65,7 +65,7 @@ impl Pipeline {
         Self { depth, in_flight: VecDeque::with_capacity(depth), free_steps: spare }
     }
 
-    /// Whether one more step may be launched.
+    /// Returns whether one more step may be launched.
     pub fn has_capacity(&self) -> bool {
         self.in_flight.len() < self.depth
     }
@@ -74,7 +74,7 @@ impl Pipeline {
         self.in_flight.is_empty()
     }
 
-    /// The step of the plan made last.
+    /// Returns the step of the plan made last, with its batch.
     pub fn prepare(
         &mut self,
         now: Tick,
@@ -90,22 +90,22 @@ impl Pipeline {
         step
     }
 
-    /// Appends a launched step.
+    /// Adds a launched step as the newest one.
     pub fn push(&mut self, step: InFlightStep) {
         self.in_flight.push_back(step);
     }
 
-    /// Removes the oldest step, which is completed next.
+    /// Removes and returns the oldest step, so that it can be completed.
     pub fn pop(&mut self) -> Option<InFlightStep> {
         self.in_flight.pop_front()
     }
 
-    /// Keeps the buffers of a completed step for reuse.
+    /// Keeps a completed step, so that its memory is reused.
     pub fn reuse(&mut self, step: InFlightStep) {
         self.free_steps.push(step);
     }
 
-    /// The in-flight batch that samples a placeholder, and the row of logits.
+    /// Returns the in-flight batch that samples the token of a placeholder, and the index of its logit row.
     fn deferred_source(&self, placeholder: Placeholder) -> Option<(BatchId, u32)> {
         let step = self.in_flight.iter().find(|step| step.plan == placeholder.plan)?;
         Some((step.batch_id, step.batch.sampled_row(placeholder.chunk)?))
@@ -116,7 +116,7 @@ impl InFlightStep {
     fn with_capacity(config: &EngineConfig, longest_blocks: u32, pool_blocks: u32, max_rows: u32) -> Self {
         let seqs = config.max_num_seqs as usize;
         let rows = config.max_num_batched_tokens as usize;
-        // One table entry per block. Shared prefixes may appear in several tables of a step.
+        // One entry per block. With shared prefixes, the block tables of a step may contain a block more than once.
         let longest = longest_blocks.min(pool_blocks) as usize;
         let tables = longest.saturating_mul(seqs).min(rows.saturating_add(pool_blocks as usize));
         Self {
@@ -127,7 +127,7 @@ impl InFlightStep {
         }
     }
 
-    /// Marks the chunks whose results are ignored, and adds an empty result for each chunk.
+    /// Marks the chunks whose results are ignored, and initializes the result of each chunk.
     pub fn mark_stale(&mut self, scheduler: &Scheduler) {
         let Self { plan, batch, output, stale, .. } = self;
         let chunks = scheduler.in_flight_chunks(*plan);
@@ -138,7 +138,8 @@ impl InFlightStep {
         output.results.extend(chunks.iter().map(|chunk| SeqResult { seq: chunk.seq, token: None, finished: false }));
     }
 
-    /// Keeps the rows of sequences that failed in this step out of the prefix cache.
+    /// Marks the results of sequences whose request failed in this step as finished without a token. The scheduler then
+    /// does not publish the rows of this step to the prefix cache.
     pub fn discard_failed(&mut self, requests: &ActiveRequests) {
         let results = self.output.results.iter_mut();
         for result in results.filter(|result| !result.finished && requests.get(result.seq).is_none()) {
@@ -146,9 +147,9 @@ impl InFlightStep {
         }
     }
 
-    /// Choices that end on this step.
+    /// Returns the number of choices that end with this step.
     pub fn finished(&self) -> u32 {
-        let ends = |(result, void): &(&SeqResult, &bool)| result.finished && !**void;
+        let ends = |(result, stale): &(&SeqResult, &bool)| result.finished && !**stale;
         to_u32(self.output.results.iter().zip(&self.stale).filter(ends).count())
     }
 }

@@ -1,7 +1,7 @@
-//! Sampling of one step: from logits to tokens and the log-probabilities of the prompt.
+//! Sampling of one step: turns its logit rows into tokens and into log-probabilities of prompts.
 //!
-//! Owns the sampling buffers of a step and passes each result to [`ActiveRequests`]. A row that cannot be sampled fails
-//! its own request only.
+//! [`StepSampler`] owns the buffers of a step's sampling. It passes the results to [`ActiveRequests`] row by row. A row
+//! that cannot be sampled fails only the request of its own sequence.
 
 use crate::kv_cache::SeqId;
 use crate::sampler::{SampleError, SampleRow, Sampled, Sampler, TokenLogprob};
@@ -16,23 +16,24 @@ use crate::runner::LogitRows;
 #[derive(Debug)]
 pub(crate) struct StepSampler {
     sampler: Sampler,
-    /// Empty between calls; the capacity is reused.
+    /// Empty between calls; kept for its capacity.
     rows: Vec<SampleRow<'static>>,
-    /// For each of `rows`: the index of its logit request, and the choice that it is sampled for.
+    /// For each of `rows`: its index in the requested logit rows, and the sequence that it is sampled for.
     targets: Vec<(usize, SeqId)>,
     sampled: Vec<Result<Sampled, SampleError>>,
     forks: Vec<Fork>,
     sampled_tokens: u32,
 }
 
-/// A choice that begins in this step; the scheduler receives it after the commit.
+/// A choice that starts in this step; the scheduler receives it after the commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fork {
-    /// `child` has sampled `token` from the same row as choice 0 (`parent`) and shares all computed blocks.
+    /// `child` has sampled `token` from the same row as its choice 0, `parent`, and shares all computed blocks.
     Shared { parent: SeqId, child: SeqId, token: u32 },
-    /// Choice 0 ended at its first token, so there are no blocks to share: the other choices compute the prompt
-    /// themselves.
-    Alone { request: RequestId },
+    /// Choice 0 ended on its first token.
+    ///
+    /// The other choices cannot share its blocks, so they compute the prompt again.
+    Unshared { request: RequestId },
 }
 
 impl StepSampler {
@@ -47,53 +48,53 @@ impl StepSampler {
         }
     }
 
-    /// Resets the counters for a new step.
+    /// Resets the results for a new step.
     pub fn begin(&mut self) {
         self.forks.clear();
         self.sampled_tokens = 0;
     }
 
-    /// Choices that began in this step.
+    /// Returns the choices that started in this step.
     pub fn forks(&self) -> &[Fork] {
         &self.forks
     }
 
-    /// Number of tokens sampled in this step, over all choices.
+    /// Returns the number of tokens sampled in this step, for all choices.
     pub fn sampled_tokens(&self) -> u32 {
         self.sampled_tokens
     }
 
-    /// Processes the logits of a step and writes the results to `output`, which has one entry per chunk.
+    /// Processes the logits of a step and enters the results into `output`, which has one result per chunk.
     pub fn process_logits(
         &mut self,
         logits: LogitRows<'_>,
-        wanted: &[Option<LogitRequest>],
+        logit_requests: &[Option<LogitRequest>],
         scheduler: &Scheduler,
         requests: &mut ActiveRequests,
         now: Tick,
         output: &mut StepOutput,
     ) {
-        for (row, want) in rows_for(wanted, LogitUse::PromptLogprob) {
-            self.prompt_logprob(logits, row, want, scheduler, requests);
+        for (row, logit_request) in rows_for(logit_requests, LogitUse::PromptLogprob) {
+            self.prompt_logprob(logits, row, logit_request, scheduler, requests);
         }
-        self.sample(logits, wanted, scheduler, requests);
+        self.sample(logits, logit_requests, scheduler, requests);
         for (&(row, seq), sampled) in self.targets.iter().zip(&self.sampled) {
-            let Some(want) = wanted[row] else { continue };
-            if seq == want.seq {
-                let result = apply_sample(seq, want, sampled, scheduler, requests, now);
+            let Some(logit_request) = logit_requests[row] else { continue };
+            if seq == logit_request.seq {
+                let result = apply_sample(seq, logit_request, sampled, scheduler, requests, now);
                 self.sampled_tokens += u32::from(result.token.is_some());
-                output.results[want.chunk] = result;
+                output.results[logit_request.chunk] = result;
                 let (request, _) = request_of(seq);
                 if result.finished && requests.waits_to_fork(request) {
-                    self.forks.push(Fork::Alone { request });
+                    self.forks.push(Fork::Unshared { request });
                 }
-            } else if !output.results[want.chunk].finished {
-                // Choice 0 continues; this choice starts with the same blocks.
-                let result = apply_sample(seq, want, sampled, scheduler, requests, now);
+            } else if !output.results[logit_request.chunk].finished {
+                // Choice 0 continues, so this choice starts and shares its blocks.
+                let result = apply_sample(seq, logit_request, sampled, scheduler, requests, now);
                 self.sampled_tokens += u32::from(result.token.is_some());
                 requests.mark_forked(seq);
                 if let (Some(token), false) = (result.token, result.finished) {
-                    self.forks.push(Fork::Shared { parent: want.seq, child: seq, token });
+                    self.forks.push(Fork::Shared { parent: logit_request.seq, child: seq, token });
                 }
             }
         }
@@ -103,39 +104,41 @@ impl StepSampler {
         &mut self,
         logits: LogitRows<'_>,
         row: usize,
-        want: LogitRequest,
+        logit_request: LogitRequest,
         scheduler: &Scheduler,
         requests: &mut ActiveRequests,
     ) {
-        let Some((choice, active)) = requests.get(want.seq) else { return };
+        let Some((choice, active)) = requests.get(logit_request.seq) else { return };
         let choice = choice.choice;
         let top = active.params.prompt_logprobs.unwrap_or(0);
-        let next = scheduler.tokens(want.seq)[want.position as usize + 1];
-        let answer = if logits.status[row] == 0 {
+        let next = scheduler.tokens(logit_request.seq)[logit_request.position as usize + 1];
+        let result = if logits.status[row] == 0 {
             self.sampler.prompt_logprobs(&logits.logits[row * logits.vocab..][..logits.vocab], next, top)
         } else {
             Err(SampleError::NonFinite { row, token: None })
         };
-        match answer {
+        match result {
             Ok((logprob, rank, top)) => {
-                requests.prompt_logprob(want.seq, TokenLogprob { token: next, logprob }, rank, &top);
+                requests.prompt_logprob(logit_request.seq, TokenLogprob { token: next, logprob }, rank, &top);
             }
-            Err(error) => requests.fail(request_of(want.seq).0, request_error(error, choice, want.position, 0)),
+            Err(error) => {
+                requests.fail(request_of(logit_request.seq).0, request_error(error, choice, logit_request.position, 0))
+            }
         }
     }
 
     fn sample(
         &mut self,
         logits: LogitRows<'_>,
-        wanted: &[Option<LogitRequest>],
+        logit_requests: &[Option<LogitRequest>],
         scheduler: &Scheduler,
         requests: &ActiveRequests,
     ) {
         self.targets.clear();
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut self.rows);
-        for (row, want) in rows_for(wanted, LogitUse::Sample) {
-            let Some((sequence, active)) = requests.get(want.seq) else { continue };
-            let tokens = scheduler.tokens(want.seq);
+        for (row, logit_request) in rows_for(logit_requests, LogitUse::Sample) {
+            let Some((sequence, active)) = requests.get(logit_request.seq) else { continue };
+            let tokens = scheduler.tokens(logit_request.seq);
             let (prompt, output) = tokens.split_at(active.prompt_tokens as usize);
             let own = SampleRow {
                 row,
@@ -147,7 +150,7 @@ impl StepSampler {
                 seed: active.seed,
                 choice: sequence.choice,
             };
-            self.targets.push((row, want.seq));
+            self.targets.push((row, logit_request.seq));
             rows.push(own);
             for sibling in active.unforked() {
                 self.targets.push((row, sibling.seq));
@@ -159,16 +162,16 @@ impl StepSampler {
     }
 }
 
-/// The requested rows of a purpose, with their indices among the logits.
-fn rows_for(wanted: &[Option<LogitRequest>], purpose: LogitUse) -> impl Iterator<Item = (usize, LogitRequest)> {
-    let rows = wanted.iter().enumerate().filter_map(|(row, want)| Some((row, (*want)?)));
-    rows.filter(move |(_, want)| want.logit_use == purpose)
+/// Returns the rows that are requested for `purpose`, each with its index among the logit rows.
+fn rows_for(logit_requests: &[Option<LogitRequest>], purpose: LogitUse) -> impl Iterator<Item = (usize, LogitRequest)> {
+    let rows = logit_requests.iter().enumerate().filter_map(|(row, logit_request)| Some((row, (*logit_request)?)));
+    rows.filter(move |(_, logit_request)| logit_request.logit_use == purpose)
 }
 
-/// Applies one sampled token to its sequence.
+/// Applies a sampled token to its sequence, and returns the sequence's result of the step.
 fn apply_sample(
     seq: SeqId,
-    want: LogitRequest,
+    logit_request: LogitRequest,
     sampled: &Result<Sampled, SampleError>,
     scheduler: &Scheduler,
     requests: &mut ActiveRequests,
@@ -183,7 +186,7 @@ fn apply_sample(
         Err(error) => {
             if let Some((choice, _)) = requests.get(seq) {
                 let (choice, done) = (choice.choice, choice.generated_tokens());
-                requests.fail(request_of(seq).0, request_error(error.clone(), choice, want.position, done));
+                requests.fail(request_of(seq).0, request_error(error.clone(), choice, logit_request.position, done));
             }
             SeqResult { seq, token: None, finished: true }
         }
@@ -197,7 +200,7 @@ fn request_error(error: SampleError, choice: u32, position: u32, generated_token
     }
 }
 
-/// Clears the rows and releases their borrows. The collection is in place, so the capacity is kept.
+/// Returns the same vector without its rows and with another lifetime. `collect` works in place, so the capacity stays.
 fn clear_rows(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();
     rows.into_iter().map(|_| unreachable!("cleared above")).collect()

@@ -1,31 +1,34 @@
-//! Stop strings over a stream of text, and the set of ids that end a sequence.
+//! Stop strings in streamed text, and the default set of ids that end a sequence.
 //!
-//! [`StopChecker`] holds back only text that may still become a stop string: the longest suffix of the text so far that
-//! is a proper prefix of a stop string. It truncates the text at the earliest position at which a stop string is
-//! complete (of those complete at the same position, the one that began first), so the result does not depend on how
-//! the text is split into pieces. The checker sees generated text only, not the prompt and not the tokens.
+//! [`StopChecker`] holds back only text that may still grow into a stop string: the longest suffix of the text so far
+//! that is a proper prefix of a stop string. It truncates the text at the earliest position at which a stop string is
+//! complete. If several are complete at the same position, the one that began first wins. The result therefore does not
+//! depend on how the text is split into pieces. The checker receives only generated text, never the prompt, and does
+//! not depend on tokens.
 //!
 //! ```text
 //! text so far      .................. <EN
-//!                  sent              held      state = length of the held suffix, as a node of the trie
+//!                  published         held      state = length of the held suffix, as a node of the trie
 //! ```
 
 use crate::num::to_u32;
 
-/// A node of the trie over all stops; node 0 is the root (nothing matched).
+/// Node of the trie of all stop strings; node 0 is the root (nothing matched).
 #[derive(Clone, Debug, Default)]
 struct Node {
-    /// Next byte and the node it leads to.
+    /// Next bytes, each with the node that it leads to.
     children: Vec<(u8, u32)>,
-    /// Node of the longest proper suffix that is itself in the trie.
+    /// Node of the longest proper suffix that is also in the trie.
     fallback: u32,
-    /// Bytes from the root.
+    /// Number of bytes from the root.
     depth_bytes: usize,
-    /// The stop that ends here: this node's own, or the longest one that is a suffix of it.
+    /// Index of the stop string that ends here.
+    ///
+    /// This is the node's own stop string, or the longest one that is a proper suffix of the node's text.
     ends: Option<u32>,
 }
 
-/// Truncates a stream of text at stop strings.
+/// Truncates streamed text at stop strings.
 #[derive(Clone, Debug)]
 pub struct StopChecker {
     nodes: Vec<Node>,
@@ -37,8 +40,9 @@ pub struct StopChecker {
 }
 
 impl StopChecker {
-    /// A checker for these stop strings; `include` keeps the matched stop string in the text. Empty strings never match
-    /// (parameter checks refuse them).
+    /// Creates a checker for stop strings; with `include`, the matched stop string is part of the output.
+    ///
+    /// An empty string never matches; the validation of the parameters rejects it earlier.
     pub fn new(stops: &[String], include: bool) -> Self {
         let mut nodes = vec![Node::default()];
         for (index, stop) in stops.iter().enumerate() {
@@ -61,13 +65,14 @@ impl StopChecker {
         link_fallbacks(&mut nodes);
         let lens_bytes: Vec<usize> = stops.iter().map(String::len).collect();
         let longest = lens_bytes.iter().copied().max().unwrap_or(0);
-        // Capacity for the held text and the text of an ordinary token, so that steady decoding does not allocate.
+        // Capacity for the held text and the text of an ordinary token, so that steady decoding allocates no memory.
         let held = String::with_capacity(longest + 256);
         Self { nodes, lens_bytes, include, state: 0, held, matched: None }
     }
 
-    /// Processes the next piece of text and appends the publishable part to `out`. Returns the index of the stop string
-    /// once one has matched; later text is dropped.
+    /// Adds the next piece of text, and appends to `out` the text that may be published.
+    ///
+    /// Returns the index of the matched stop string. After a match, the checker publishes no further text.
     pub fn push(&mut self, text: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -83,8 +88,8 @@ impl StopChecker {
             if let Some(stop) = self.nodes[self.state as usize].ends {
                 let stop = stop as usize;
                 let end = held_before + offset + 1;
-                let cut = if self.include { end } else { end - self.lens_bytes[stop] };
-                out.push_str(&self.held[..cut]);
+                let kept = if self.include { end } else { end - self.lens_bytes[stop] };
+                out.push_str(&self.held[..kept]);
                 self.held.clear();
                 self.matched = Some(stop);
                 return self.matched;
@@ -96,8 +101,9 @@ impl StopChecker {
         None
     }
 
-    /// Passes on text in which no stop string may match (before `min_tokens`) together with the held text, and resets
-    /// the match state.
+    /// Adds text in which no stop string may match (before `min_tokens`).
+    ///
+    /// It appends the held text and this text to `out`, and starts anew after them.
     pub fn pass(&mut self, text: &str, out: &mut String) {
         if self.matched.is_none() {
             self.flush(out);
@@ -105,29 +111,28 @@ impl StopChecker {
         }
     }
 
-    /// Passes on the held text: the sequence has ended (end of sequence, length, cancelled), so no stop string can
-    /// complete.
+    /// Appends the held text to `out`: the sequence has ended, so that no stop string can complete.
     pub fn flush(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
         self.state = 0;
     }
 
-    /// The stop that matched.
+    /// Returns the index of the matched stop string.
     pub fn matched(&self) -> Option<usize> {
         self.matched
     }
 
-    /// Characters held back at the moment.
+    /// Returns the number of characters that are held back now.
     pub fn held_chars(&self) -> usize {
         self.held.chars().count()
     }
 }
 
-/// Ids that end a sequence unless the request ignores them.
+/// Returns the ids that end a sequence unless the request ignores them, sorted and without duplicates.
 ///
-/// These are the ids of the generation config if it names any, else those of the model's config, and in each case the
-/// tokenizer's own. Sorted, without duplicates.
+/// These are the ids of the generation config, or those of the model's config if the generation config has none, and in
+/// each case the tokenizer's own ids.
 pub fn default_stop_ids(generation: &[u32], config: &[u32], tokenizer: &[u32]) -> Vec<u32> {
     let named = if generation.is_empty() { config } else { generation };
     let mut ids: Vec<u32> = named.iter().chain(tokenizer).copied().collect();
@@ -140,7 +145,7 @@ fn child(nodes: &[Node], at: u32, byte: u8) -> Option<u32> {
     nodes[at as usize].children.iter().find(|(edge, _)| *edge == byte).map(|(_, next)| *next)
 }
 
-/// The node of the longest suffix of (node's text + byte) that is in the trie.
+/// Returns the node of the longest suffix of (the node's text + `byte`) that is in the trie.
 fn step(nodes: &[Node], mut at: u32, byte: u8) -> u32 {
     loop {
         match child(nodes, at, byte) {
@@ -151,7 +156,7 @@ fn step(nodes: &[Node], mut at: u32, byte: u8) -> u32 {
     }
 }
 
-/// Fills `fallback` and inherits `ends`, breadth first: a node's fallback is shallower than the node.
+/// Sets `fallback` and inherits `ends`, breadth first, since a node's fallback is less deep than the node.
 fn link_fallbacks(nodes: &mut [Node]) {
     let mut queue = std::collections::VecDeque::from([0_u32]);
     while let Some(at) = queue.pop_front() {
@@ -194,8 +199,8 @@ mod tests {
         (sent, checker.matched())
     }
 
-    /// Reference: tries every stop string at every end position.
-    fn cut_plainly(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
+    /// Reference implementation: checks every end position and every stop string at each.
+    fn truncate_naively(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let ending = stops
                 .iter()
@@ -203,8 +208,8 @@ mod tests {
                 .filter(|(_, stop)| !stop.is_empty() && text.as_bytes()[..end].ends_with(stop.as_bytes()))
                 .max_by_key(|(index, stop)| (stop.len(), std::cmp::Reverse(*index)));
             if let Some((index, stop)) = ending {
-                let cut = if include { end } else { end - stop.len() };
-                return (text[..cut].to_owned(), Some(index));
+                let kept = if include { end } else { end - stop.len() };
+                return (text[..kept].to_owned(), Some(index));
             }
         }
         (text.to_owned(), None)
@@ -236,8 +241,8 @@ mod tests {
             }
             checker.flush(&mut sent);
             assert_eq!(sent, expected, "{id}");
-            let wanted = case["expect"]["matched_stop"].as_str();
-            assert_eq!(checker.matched().map(|index| stops[index].as_str()), wanted, "{id}");
+            let expected_stop = case["expect"]["matched_stop"].as_str();
+            assert_eq!(checker.matched().map(|index| stops[index].as_str()), expected_stop, "{id}");
             if let Some(count) = case["expect"]["completion_tokens"].as_u64() {
                 assert_eq!(used, count, "{id}: tokens used");
             }
@@ -254,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_is_matched_as_text_whatever_token_it_comes_in() {
+    fn a_stop_is_matched_as_text_in_any_token() {
         for piece in ["T", " T", "CAT", "\u{a0}T", "日T"] {
             let (sent, matched) = run(&["T".to_owned()], false, &["x", piece, "y"]);
             assert_eq!(sent, format!("x{}", &piece[..piece.len() - 1]));
@@ -314,7 +319,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_split_gives_the_text_cut_at_the_earliest_stop(
+        fn any_split_truncates_the_text_at_the_earliest_stop(
             text in "[ab鬱<]{0,24}",
             stops in prop::collection::vec("[ab鬱<]{1,4}", 0..4),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
@@ -325,7 +330,7 @@ mod tests {
             cuts.extend([0, text.len()]);
             cuts.sort_unstable();
             let pieces: Vec<&str> = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
-            prop_assert_eq!(run(&stops, include, &pieces), cut_plainly(&text, &stops, include));
+            prop_assert_eq!(run(&stops, include, &pieces), truncate_naively(&text, &stops, include));
         }
 
         #[test]

@@ -1,7 +1,7 @@
-//! Access of families to a description in either form: a hub config or GGUF metadata.
+//! Typed access to a configuration in either form, a hub config or GGUF metadata, for the families.
 //!
-//! A field that both forms have is looked up by both spellings. For fields that only a hub config has (biases, head
-//! norms), the presence of tensors decides in a GGUF file.
+//! A getter for a field that both forms have takes both names of the field. Settings that only a hub config contains
+//! (biases, head norms) are derived from the tensors for a GGUF file.
 
 use super::gguf::GgufFields;
 use super::hub::{HubDefaults, HubFields};
@@ -10,12 +10,12 @@ use crate::graph::ActivationKind;
 use crate::model::ModelError;
 use crate::model::error::invalid;
 
-/// A description in one of its forms.
+/// Configuration in one of its forms.
 #[derive(Debug)]
 pub(in crate::model) enum Fields<'a> {
-    /// A hub config. Fields that are absent have their family's default.
+    /// Hub config; absent fields have their family's default.
     Hub(HubFields<'a>),
-    /// Metadata and tensors of a GGUF file. Sizes must be there.
+    /// Metadata and tensors of a GGUF file; the sizes are required.
     Gguf(GgufFields<'a>),
 }
 
@@ -33,8 +33,10 @@ pub(in crate::model) struct Sizes {
 }
 
 impl Sizes {
-    /// Attention of these heads: no bias, no head norm, rotated by the model's first rope, over all keys, with scores
-    /// divided by the root of the head's size.
+    /// Returns attention with these heads.
+    ///
+    /// It has no bias, no head norm and no window, uses the model's first rotary embedding, and divides the scores by
+    /// the square root of the head's size.
     pub(in crate::model) fn attention(&self) -> GroupedQueryAttention {
         GroupedQueryAttention {
             heads: self.heads,
@@ -49,28 +51,28 @@ impl Sizes {
         }
     }
 
-    /// A gated MLP of this width without bias.
+    /// Returns a gated MLP of this width, without bias.
     pub(in crate::model) const fn gated_mlp(&self, activation: ActivationKind) -> GatedMlp {
         GatedMlp { intermediate_size: self.intermediate_size, activation, bias: false }
     }
 }
 
-/// Layers of a hub config with a sliding window, if there is no `layer_types`.
+/// Rule for the layers with a sliding window in a hub config without `layer_types`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) enum WindowRule {
     /// No layer: the family's class ignores `sliding_window`.
     None,
-    /// All, where `sliding_window` is not null.
+    /// All layers, if `sliding_window` is not null.
     All,
-    /// Those from `max_window_layers` on, where `use_sliding_window` is true.
+    /// Layers from `max_window_layers` on, if `use_sliding_window` is true.
     Switched {
-        /// The first one where `max_window_layers` is absent.
+        /// First such layer if `max_window_layers` is absent.
         first_layer: usize,
     },
 }
 
 impl Fields<'_> {
-    /// Sizes of the model.
+    /// Returns the sizes of the model.
     pub(in crate::model) fn sizes(&self) -> Result<Sizes, ModelError> {
         let hidden_size = self.size("hidden_size", "embedding_length", |hub| hub.hidden_size)?;
         let heads = self.size("num_attention_heads", "attention.head_count", |hub| hub.heads)?;
@@ -101,7 +103,7 @@ impl Fields<'_> {
         })
     }
 
-    /// The RMS norm that the model has everywhere.
+    /// Returns the RMS norm that the model uses everywhere.
     #[allow(clippy::cast_possible_truncation)] // an epsilon rounds to f32
     pub(in crate::model) fn rms_norm(&self) -> Result<NormConfig, ModelError> {
         let (field, key) = ("rms_norm_eps", "attention.layer_norm_rms_epsilon");
@@ -113,7 +115,7 @@ impl Fields<'_> {
         Ok(NormConfig::Rms { eps })
     }
 
-    /// Activation of the MLP: that of a hub config, or the default of the family.
+    /// Returns the activation function of the MLP: that of the hub config, otherwise `usual`.
     pub(in crate::model) fn activation(&self, usual: ActivationKind) -> Result<ActivationKind, ModelError> {
         match self {
             Self::Hub(hub) => Ok(hub.activation()?.unwrap_or(usual)),
@@ -121,7 +123,7 @@ impl Fields<'_> {
         }
     }
 
-    /// A boolean of a hub config, false if absent. GGUF files have no such fields.
+    /// Returns a boolean of a hub config, false if it is absent; always false for a GGUF file, which has no such keys.
     pub(in crate::model) fn switch(&self, field: &str) -> Result<bool, ModelError> {
         match self {
             Self::Hub(hub) => Ok(hub.json.bool(field)?.unwrap_or(false)),
@@ -129,12 +131,14 @@ impl Fields<'_> {
         }
     }
 
-    /// Whether a projection has a bias: `by_hub` for a hub config, by the first layer's tensors for a GGUF file.
+    /// Returns whether a projection has a bias: `by_hub` for a hub config; by the first layer's tensors for a GGUF
+    /// file.
     pub(in crate::model) fn has_bias(&self, projection: &str, by_hub: bool) -> Result<bool, ModelError> {
         self.first_layer_has(&format!("{projection}.bias"), by_hub)
     }
 
-    /// The norm of each query and key head, if there is one; its presence is detected as that of a bias.
+    /// Returns the norm of query and key heads, if any: `by_hub` for a hub config; by the first layer's tensors for a
+    /// GGUF file.
     pub(in crate::model) fn head_norm(&self, norm: NormConfig, by_hub: bool) -> Result<Option<QkNorm>, ModelError> {
         Ok(self.first_layer_has("self_attn.q_norm.weight", by_hub)?.then_some(QkNorm::EachHead(norm)))
     }
@@ -146,7 +150,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The window of each layer.
+    /// Returns the sliding window of each layer.
     pub(in crate::model) fn windows(&self, rule: WindowRule, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
         match self {
             Self::Hub(hub) => hub.windows(rule, layers),
@@ -154,7 +158,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The model of these layers, which has one rope and no factor on embeddings and logits.
+    /// Creates a model with these layers, one rotary embedding, and no factors on embeddings and logits.
     pub(in crate::model) fn model(
         &self,
         sizes: &Sizes,
@@ -181,7 +185,7 @@ impl Fields<'_> {
         })
     }
 
-    /// A number under its hub name, or under its key in a GGUF file.
+    /// Returns a number by its hub name or by its key in a GGUF file.
     pub(in crate::model) fn float(&self, field: &str, key: &'static str) -> Result<Option<f64>, ModelError> {
         match self {
             Self::Hub(hub) => hub.json.float(field),
@@ -189,7 +193,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Name of a field in the description, for errors.
+    /// Returns the name of a field in this form of the configuration, for errors.
     pub(in crate::model) fn name(&self, field: &str, key: &str) -> String {
         match self {
             Self::Hub(hub) => hub.json.name(field),

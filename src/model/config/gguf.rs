@@ -1,4 +1,4 @@
-//! Model configuration out of GGUF metadata (keys: the GGUF specification, ggml-org/ggml `docs/gguf.md`).
+//! Configuration from GGUF metadata (keys: the GGUF specification, ggml-org/ggml `docs/gguf.md`).
 
 use std::cell::RefCell;
 
@@ -10,13 +10,14 @@ use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 use crate::weights::gguf::{Gguf, Metadata, QkRows, Value};
 use crate::weights::{TensorView, WeightSource as _};
 
-/// Reads a configuration. Facts that only the tensors show (tied embeddings, biases) follow from their presence.
+/// Reads the configuration from a GGUF file.
 ///
-/// The file must have been opened with [`gguf_conventions`](crate::model::gguf_conventions), as
-/// [`open`](crate::model::open) does: tensors are looked up by their hub names.
+/// Settings without a key (tied embeddings, biases) are derived from the presence of tensors. The file must have been
+/// opened with [`gguf_conventions`](crate::model::gguf_conventions), as by [`open`](crate::model::open): tensors are
+/// looked up by their hub names.
 ///
 /// # Errors
-/// [`ModelError`] names the key or tensor that is wrong, missing or of a feature that is not implemented.
+/// A [`ModelError`] with the name of the key or tensor that is invalid, missing, or belongs to an unsupported feature.
 pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     let metadata = file.metadata();
     let prefix =
@@ -30,7 +31,7 @@ pub fn config_from_gguf(file: &Gguf) -> Result<ModelConfig, ModelError> {
     Ok(model)
 }
 
-/// Factors that other engines read and that change all results, with the value that has no effect.
+/// Factors that other engines apply and that change all results, each with its neutral value.
 const FACTORS: [(&str, f32); 8] = [
     ("attention.scale", 0.0),
     ("attn_logit_softcapping", 0.0),
@@ -42,7 +43,7 @@ const FACTORS: [(&str, f32); 8] = [
     ("rope.scaling.yarn_attn_factor", 1.0),
 ];
 
-/// Fields that have a key here, by their hub names.
+/// Hub names of fields, each with its key in GGUF metadata.
 const FIELDS: [(&str, &str); 15] = [
     ("hidden_size", "embedding_length"),
     ("intermediate_size", "feed_forward_length"),
@@ -66,10 +67,10 @@ const FIELDS: [(&str, &str); 15] = [
 pub(in crate::model) struct GgufFields<'a> {
     file: &'a Gguf,
     metadata: &'a Metadata,
-    /// The architecture's name, with which keys begin.
+    /// Name of the architecture, which is the prefix of its keys.
     prefix: &'a str,
     pub(super) architecture: Architecture,
-    /// Numeric keys that have been read.
+    /// Keys of the numbers that have been read.
     keys_read: RefCell<Vec<&'static str>>,
 }
 
@@ -84,12 +85,12 @@ impl<'a> GgufFields<'a> {
         Ok(embedding.shape.first().copied().unwrap_or(0))
     }
 
-    /// Elements per head; `usual` if the file does not specify it.
+    /// Returns the number of elements per head; `usual` if the file does not contain it.
     pub(super) fn head_dim(&self, usual: usize) -> Result<usize, ModelError> {
         let keys = self.size("attention.key_length")?.unwrap_or(usual);
         match self.size("attention.value_length")? {
             Some(values) if values != keys => {
-                let expected = "it must equal attention.key_length";
+                let expected = "expected the value of attention.key_length";
                 Err(unsupported(&self.name("attention.value_length"), values, expected))
             }
             _ => Ok(keys),
@@ -105,7 +106,7 @@ impl<'a> GgufFields<'a> {
         self.metadata.u32("tokenizer.ggml.eos_token_id").into_iter().collect()
     }
 
-    /// The window of all layers.
+    /// Returns the window of all layers.
     pub(super) fn window(&self) -> Result<Option<u32>, ModelError> {
         let key = "attention.sliding_window";
         let window = self.size(key)?.filter(|window| *window > 0);
@@ -115,8 +116,8 @@ impl<'a> GgufFields<'a> {
     pub(super) fn rope(&self, sizes: &Sizes) -> Result<RopeConfig, ModelError> {
         let dim = self.size("rope.dimension_count")?.unwrap_or(sizes.head_dim);
         if self.architecture.family().gguf.qk_rows == QkRows::InterleavedPairs && dim != sizes.head_dim {
-            // Rows are brought into the hub's order over the whole head.
-            let expected = format!("it must be {}", sizes.head_dim);
+            // `permute_qk` reorders the rows of the whole head.
+            let expected = format!("expected {}", sizes.head_dim);
             return Err(unsupported(&self.name("rope.dimension_count"), dim, &expected));
         }
         Ok(RopeConfig {
@@ -129,7 +130,7 @@ impl<'a> GgufFields<'a> {
         })
     }
 
-    /// The tensor, if the file has it. A tensor that exists but cannot be read is an error.
+    /// Returns the tensor if the file contains it; an unreadable tensor is an error, not an absent tensor.
     pub(super) fn tensor(&self, name: &str) -> Result<Option<TensorView<'a>>, ModelError> {
         match self.file.require(name) {
             Ok(tensor) => Ok(Some(tensor)),
@@ -154,8 +155,8 @@ impl<'a> GgufFields<'a> {
             (None, _) => Ok(None),
             (_, Some(n)) => usize::try_from(n).map(Some).map_err(|_| invalid(&name, n, "a size")),
             (Some(Value::Array(list)), None) => {
-                let value = format!("a list of {}", list.len());
-                Err(unsupported(&name, value, "one whole number for all layers would be"))
+                let value = format!("a list of {} values", list.len());
+                Err(unsupported(&name, value, "expected one whole number for all layers"))
             }
             (Some(value), None) => Err(invalid(&name, format!("{value:?}"), "a whole number of at least 0")),
         }
@@ -169,7 +170,7 @@ impl<'a> GgufFields<'a> {
         }
     }
 
-    /// The error with the file's own name of the field.
+    /// Replaces the hub name of the field in an error by the file's key.
     fn rename(&self, error: ModelError) -> ModelError {
         match error {
             ModelError::InvalidField { field, value, expected } => {
@@ -180,17 +181,21 @@ impl<'a> GgufFields<'a> {
         }
     }
 
-    /// Refuses keys that would change the results, exist in the file, and were not read by the family.
+    /// Returns an error for a key that would change the model's results and that the family has not read.
     fn refuse_unread_keys(&self) -> Result<(), ModelError> {
         let is_unread = |key: &str| !self.keys_read.borrow().contains(&key);
         if is_unread("expert_count")
             && let Some(experts) = self.size("expert_count")?.filter(|experts| *experts > 0)
         {
-            return Err(unsupported(&self.name("expert_count"), experts, "only dense models run"));
+            return Err(unsupported(
+                &self.name("expert_count"),
+                experts,
+                "expected 0: only dense models are supported",
+            ));
         }
         for (key, none) in FACTORS.into_iter().filter(|(key, _)| is_unread(key)) {
             if let Some(factor) = self.float(key)?.filter(|factor| *factor != none) {
-                return Err(unsupported(&self.name(key), factor, &format!("{none} would be")));
+                return Err(unsupported(&self.name(key), factor, &format!("expected {none}")));
             }
         }
         Ok(())
@@ -206,7 +211,7 @@ fn rope_scaling(gguf: &GgufFields<'_>, max_positions: usize) -> Result<RopeScali
     let need_factor =
         || factor.map(f64::from).ok_or_else(|| ModelError::MissingField { field: gguf.name("rope.scaling.factor") });
     match kind {
-        // Files without a type scale linearly; a factor of 0 means no scaling.
+        // Files without a scaling type scale linearly; there, a factor of 0 means no scaling.
         None if factor.is_some_and(|factor| factor != 0.0) => Ok(RopeScaling::Linear { factor: need_factor()? }),
         None | Some("none") => Ok(RopeScaling::Default),
         Some("linear") => Ok(RopeScaling::Linear { factor: need_factor()? }),
@@ -224,6 +229,6 @@ fn rope_scaling(gguf: &GgufFields<'_>, max_positions: usize) -> Result<RopeScali
             mscale_all_dim: None,
             truncate: true,
         }),
-        Some(other) => Err(unsupported(&gguf.name("rope.scaling.type"), other, "none, linear or yarn would be")),
+        Some(other) => Err(unsupported(&gguf.name("rope.scaling.type"), other, "expected none, linear or yarn")),
     }
 }

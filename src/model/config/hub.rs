@@ -1,5 +1,7 @@
-//! `config.json` of the Hugging Face hub, in the spelling of Transformers 5 (`rope_parameters`, `dtype`) and in the older
-//! one (`rope_theta`, `rope_scaling`, `torch_dtype`).
+//! Configuration from `config.json` of the Hugging Face hub.
+//!
+//! Both spellings are supported: that of Transformers 5 (`rope_parameters`, `dtype`) and the older one (`rope_theta`,
+//! `rope_scaling`, `torch_dtype`).
 
 use serde_json::{Map, Value};
 
@@ -9,8 +11,10 @@ use crate::model::error::{invalid, unsupported};
 use crate::model::rope::RopeScaling;
 use crate::model::{Architecture, ModelConfig, ModelError, RopeConfig};
 
-/// Defaults of a family's hub config: the values of its configuration class in Transformers 5, which omits a field that
-/// has its default.
+/// Defaults of absent fields in the hub configs of a family.
+///
+/// They are the defaults of the family's configuration class in Transformers 5, which does not write fields with their
+/// default.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) struct HubDefaults {
     pub vocab_size: usize,
@@ -18,19 +22,21 @@ pub(in crate::model) struct HubDefaults {
     pub intermediate_size: usize,
     pub layers: usize,
     pub heads: usize,
-    /// `None`: equal to `heads`.
+    /// `None` means the same number as `heads`.
     pub kv_heads: Option<usize>,
-    /// `None`: `hidden_size / heads`.
+    /// `None` means `hidden_size / heads`.
     pub head_dim: Option<usize>,
     pub max_position_embeddings: usize,
     pub rms_norm_eps: f32,
     pub sliding_window: Option<usize>,
 }
 
-/// Reads a config. A field that is absent or null has its family's default, as Transformers has it.
+/// Reads the configuration from a `config.json`.
+///
+/// A field that is absent or null has its family's default, as in Transformers.
 ///
 /// # Errors
-/// [`ModelError`] names the field that is wrong, missing or of a feature that is not implemented.
+/// A [`ModelError`] with the name of the field that is invalid, missing, or belongs to an unsupported feature.
 pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     let object = object(json, "config.json")?;
     let json = JsonFields { object: &object, parent: "" };
@@ -41,7 +47,7 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     }
     for field in ["is_encoder_decoder", "add_cross_attention"] {
         if json.bool(field)?.unwrap_or(false) {
-            return Err(unsupported(field, true, "only decoder models run"));
+            return Err(unsupported(field, true, "expected false: only decoder-only models are supported"));
         }
     }
     let family = architecture.family();
@@ -50,7 +56,11 @@ pub fn config_from_hub(json: &[u8]) -> Result<ModelConfig, ModelError> {
     Ok(model)
 }
 
-/// End-of-sequence ids of a `generation_config.json`.
+/// Returns the end-of-sequence ids in a `generation_config.json`.
+///
+/// # Errors
+/// [`ModelError::Json`] if the file is not a JSON object; [`ModelError::InvalidField`] if `eos_token_id` is not a token
+/// id or a list of token ids.
 pub(crate) fn eos_ids_of_generation_config(json: &[u8]) -> Result<Vec<u32>, ModelError> {
     let object = object(json, "generation_config.json")?;
     JsonFields { object: &object, parent: "" }.ids("eos_token_id")
@@ -60,7 +70,7 @@ fn object(json: &[u8], file: &str) -> Result<Map<String, Value>, ModelError> {
     let error = |reason| ModelError::Json { file: file.to_owned(), reason };
     match serde_json::from_slice(json).map_err(|e| error(e.to_string()))? {
         Value::Object(object) => Ok(object),
-        _ => Err(error("it is no object".to_owned())),
+        _ => Err(error("expected an object".to_owned())),
     }
 }
 
@@ -76,7 +86,7 @@ fn architecture(config: &JsonFields<'_>) -> Result<Architecture, ModelError> {
     }
 }
 
-/// A hub config of a known family.
+/// Hub config of a known family.
 #[derive(Debug)]
 pub(in crate::model) struct HubFields<'a> {
     pub(super) json: JsonFields<'a>,
@@ -90,7 +100,7 @@ impl HubFields<'_> {
             None => Ok(None),
             Some("silu" | "swish") => Ok(Some(ActivationKind::Silu)),
             Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Some(ActivationKind::GeluTanh)),
-            Some(name) => Err(unsupported("hidden_act", name, "silu or gelu_pytorch_tanh would be")),
+            Some(name) => Err(unsupported("hidden_act", name, "expected silu or gelu_pytorch_tanh")),
         }
     }
 
@@ -110,8 +120,9 @@ impl HubFields<'_> {
         if let Some(scaling) = scaling
             && let Some((kind, _)) = scaling.object.iter().find(|(_, value)| value.is_object())
         {
-            // Transformers 5 nests one set per layer type; these families have only one set.
-            return Err(unsupported(&scaling.name(kind), "a set of its own", "one set for all layers would be"));
+            // Transformers 5 nests one set of parameters per layer type; none of the supported families has more than
+            // one.
+            return Err(unsupported(&scaling.name(kind), "a nested set", "expected one set for all layers"));
         }
         let nested = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.float(field));
         let either = |field: &str| -> Result<Option<f64>, ModelError> { Ok(nested(field)?.or(config.float(field)?)) };
@@ -119,7 +130,7 @@ impl HubFields<'_> {
         if !(rotary_factor > 0.0 && rotary_factor <= 1.0) {
             return Err(invalid("partial_rotary_factor", rotary_factor, "a number above 0 and up to 1"));
         }
-        // Some configs store the length of the first training with the parameters.
+        // Some configs store the original context length outside the parameters.
         let original = config.size("original_max_position_embeddings")?.unwrap_or(sizes.max_position_embeddings);
         let scaling = scaling.map_or(Ok(RopeScaling::Default), |scaling| rope_scaling(&scaling, original))?;
         scaling.validate()?;
@@ -132,10 +143,10 @@ impl HubFields<'_> {
         })
     }
 
-    /// Window of each layer: by `layer_types` if given, else by the family's rule.
+    /// Returns the window of each layer: by `layer_types` if present, otherwise by the family's rule.
     pub(super) fn windows(&self, rule: WindowRule, layers: usize) -> Result<Vec<Option<u32>>, ModelError> {
         let config = &self.json;
-        // Null means "no window" here, unlike for sizes.
+        // Here null means "no window", while for sizes it means "absent".
         let window = if config.object.contains_key("sliding_window") {
             config.size("sliding_window")?
         } else {
@@ -147,7 +158,7 @@ impl HubFields<'_> {
             WindowRule::Switched { .. } => config.bool("use_sliding_window")?.unwrap_or(false),
         };
         let window = match window.filter(|_| is_on) {
-            Some(0) => return Err(invalid("sliding_window", 0, "at least 1, or null for none")),
+            Some(0) => return Err(invalid("sliding_window", 0, "at least 1, or null for no window")),
             Some(w) => Some(u32::try_from(w).map_err(|_| invalid("sliding_window", w, "a 32-bit number"))?),
             None => None,
         };
@@ -165,8 +176,8 @@ impl HubFields<'_> {
         let window_of = |kind: &Value| match kind.as_str() {
             Some("full_attention") => Ok(None),
             Some("sliding_attention") if window.is_some() => Ok(window),
-            Some("sliding_attention") => Err(invalid("layer_types", "sliding_attention", "a sliding_window with it")),
-            _ => Err(unsupported("layer_types", kind, "full_attention or sliding_attention would be")),
+            Some("sliding_attention") => Err(invalid("layer_types", "sliding_attention", "a sliding_window as well")),
+            _ => Err(unsupported("layer_types", kind, "expected full_attention or sliding_attention")),
         };
         types.iter().map(window_of).collect()
     }
@@ -200,7 +211,7 @@ fn rope_scaling(scaling: &JsonFields<'_>, default_original: usize) -> Result<Rop
             mscale_all_dim: scaling.float("mscale_all_dim")?,
             truncate: scaling.bool("truncate")?.unwrap_or(true),
         }),
-        _ => Err(unsupported(&scaling.name("rope_type"), kind, "default, linear, llama3 or yarn would be")),
+        _ => Err(unsupported(&scaling.name("rope_type"), kind, "expected default, linear, llama3 or yarn")),
     }
 }
 
@@ -208,7 +219,7 @@ fn rope_scaling(scaling: &JsonFields<'_>, default_original: usize) -> Result<Rop
 #[derive(Clone, Copy, Debug)]
 pub(super) struct JsonFields<'a> {
     object: &'a Map<String, Value>,
-    /// The field that holds the object, for errors; empty for the config itself.
+    /// Name of the field that contains the object, for errors; empty for the config itself.
     parent: &'static str,
 }
 
@@ -217,7 +228,7 @@ impl<'a> JsonFields<'a> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
-    /// The field's name with its path.
+    /// Returns the name of the field with its path.
     pub(super) fn name(&self, field: &str) -> String {
         if self.parent.is_empty() { field.to_owned() } else { format!("{}.{field}", self.parent) }
     }
@@ -259,7 +270,7 @@ impl<'a> JsonFields<'a> {
         Ok(object.map(|object| Self { object, parent: field }))
     }
 
-    /// One id or a list of ids.
+    /// Reads one id or a list of ids.
     pub(super) fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         let read = |v: &Value| match v {

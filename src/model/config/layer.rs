@@ -1,32 +1,32 @@
-//! One layer as data: its attention, its MLP, its norms and their placement.
+//! Configuration of one layer: attention, MLP, and norms with their positions.
 //!
-//! Kinds are enums: a new kind of layer is a new variant and a new arm of [`transformer`](crate::model::decoder_graph),
-//! not a flag.
+//! Kinds of components are enums: a new kind is a new variant and a new match arm in
+//! [`decoder_graph`](crate::model::decoder_graph), not a flag.
 
 use crate::graph::ActivationKind;
 
-/// One transformer layer.
+/// Configuration of one transformer layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LayerConfig {
-    /// How rows see other rows.
+    /// Attention, which combines the rows of a sequence.
     pub attention: AttentionConfig,
-    /// The part that is computed for each row independently.
+    /// MLP, which is computed for each row independently.
     pub mlp: MlpConfig,
-    /// The norms and their placement.
+    /// Norms and their positions.
     pub norms: NormPlacement,
     /// Factor on the outputs of attention and MLP before they are added to the residual stream; `None` means 1.
     pub residual_scale: Option<f32>,
 }
 
 impl LayerConfig {
-    /// A layer without a residual factor.
+    /// Creates a layer without a residual factor.
     pub(in crate::model) const fn new(attention: AttentionConfig, mlp: MlpConfig, norms: NormPlacement) -> Self {
         Self { attention, mlp, norms, residual_scale: None }
     }
 }
 
-/// How the rows of a sequence see each other.
+/// Kind of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum AttentionConfig {
@@ -34,39 +34,40 @@ pub enum AttentionConfig {
     GroupedQuery(GroupedQueryAttention),
 }
 
-/// Softmax attention with a projection each for queries, keys, values and the output.
+/// Softmax attention with separate projections for queries, keys, values and the output.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GroupedQueryAttention {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`.
+    /// Number of key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Elements a head.
+    /// Number of elements per head.
     pub head_dim: usize,
     /// Whether the query, key and value projections have a bias.
     pub qkv_bias: bool,
     /// Whether the output projection has a bias.
     pub output_bias: bool,
-    /// Norm of queries and keys before they rotate.
+    /// Norm of queries and keys before the rotary embedding.
     pub qk_norm: Option<QkNorm>,
-    /// Index into [`ModelConfig::ropes`](super::ModelConfig::ropes); `None` if queries and keys are not rotated.
+    /// Rotary embedding: an index into [`ModelConfig::ropes`](super::ModelConfig::ropes). `None` means that the layer
+    /// uses no positions.
     pub rope: Option<usize>,
-    /// Number of keys that a row can see, itself included; `None` means all before it.
+    /// Sliding window: number of keys that a row attends to, including its own; `None` means all keys up to its own.
     pub window: Option<u32>,
-    /// Factor on the scores.
+    /// Factor on the attention scores.
     pub scale: f32,
 }
 
-/// A norm of queries and keys.
+/// Norm of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum QkNorm {
-    /// Each head by itself, all heads with the same weights.
+    /// Norm of each head independently; all heads have the same weights.
     EachHead(NormConfig),
 }
 
-/// Part of a layer that is computed for each row independently.
+/// Kind of MLP.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum MlpConfig {
@@ -74,19 +75,19 @@ pub enum MlpConfig {
     Gated(GatedMlp),
 }
 
-/// An MLP of three projections, one of which gates another.
+/// Gated MLP: three projections, one of which gates another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GatedMlp {
-    /// Outputs of the gate and up projections.
+    /// Output width of the gate and up projections.
     pub intermediate_size: usize,
-    /// Activation of the gate.
+    /// Activation function of the gate.
     pub activation: ActivationKind,
     /// Whether the three projections have a bias.
     pub bias: bool,
 }
 
-/// Placement of the norms of a layer.
+/// Positions of a layer's norms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum NormPlacement {
@@ -94,7 +95,7 @@ pub enum NormPlacement {
     Pre(NormConfig),
 }
 
-/// Kind of a norm. Its weights are the model's.
+/// Kind of norm; its weights are tensors of the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum NormConfig {

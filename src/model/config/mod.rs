@@ -1,4 +1,4 @@
-//! The description of a model, which every form of it becomes.
+//! Configuration of a model, independent of the form of its files.
 
 mod fields;
 pub(super) mod gguf;
@@ -18,22 +18,22 @@ use super::{Architecture, ModelError};
 use crate::graph::RopeStyle;
 use crate::model::error::invalid;
 
-/// Maximum number of layers; a larger description is refused before memory is allocated for it.
+/// Largest number of layers of a model, checked before a table of layers is allocated.
 const MAX_LAYERS: usize = 1 << 16;
 
-/// How positions enter queries and keys.
+/// Rotary position embedding of queries and keys.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Stretching for longer contexts.
+    /// Scaling for longer contexts.
     pub scaling: RopeScaling,
-    /// Divisors of the frequencies, from a tensor of the file (GGUF's `rope_freqs.weight`).
+    /// Divisors of the frequencies, if the file contains them as a tensor (GGUF's `rope_freqs.weight`).
     pub divisors: Option<Vec<f32>>,
-    /// Leading elements of a head that rotate.
+    /// Number of leading elements of a head that are rotated.
     pub dim: usize,
-    /// Which elements rotate together.
+    /// Pairing of the elements that are rotated together.
     pub style: RopeStyle,
 }
 
@@ -41,30 +41,30 @@ pub struct RopeConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutputHead {
-    /// From the embedding table.
+    /// The embedding table.
     Tied,
-    /// From a matrix of their own.
+    /// A matrix of its own.
     Untied,
 }
 
-/// A decoder-only transformer: values of the whole model, and its layers as a list.
+/// Configuration of a decoder-only transformer: settings of the whole model, and its layers as a list.
 ///
-/// The description is independent of file forms and families: [`decoder_graph`](super::decoder_graph) builds the graph
-/// from it alone.
+/// It does not depend on the form of the files or on rules of the family: [`decoder_graph`](super::decoder_graph)
+/// builds the graph from this configuration only.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ModelConfig {
     /// Family, for reports.
     pub architecture: Architecture,
-    /// Rows of the embedding table.
+    /// Number of rows of the embedding table.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Factor on the rows of the embedding table; `None` means 1.
     pub embedding_scale: Option<f32>,
-    /// The layers in order.
+    /// Layers, in order.
     pub layers: Vec<LayerConfig>,
-    /// The rotations that layers point to.
+    /// Rotary embeddings, to which the layers refer by index.
     pub ropes: Vec<RopeConfig>,
     /// Norm after the last layer.
     pub final_norm: NormConfig,
@@ -72,21 +72,21 @@ pub struct ModelConfig {
     pub head: OutputHead,
     /// Factor on the logits; `None` means 1.
     pub logit_scale: Option<f32>,
-    /// Longest sequence it was made for.
+    /// Longest sequence for which the model was made.
     pub max_position_embeddings: usize,
-    /// End-of-sequence ids of the description.
+    /// End-of-sequence ids in the model's files.
     pub eos_ids: Vec<u32>,
-    /// Names of its tensors.
+    /// Names of the tensors.
     pub(super) tensors: &'static TensorNames,
 }
 
 impl ModelConfig {
-    /// Number of key and value heads; equal in all layers.
+    /// Returns the number of key and value heads per layer, which is the same for all layers.
     pub fn kv_heads(&self) -> usize {
         self.kv_shape().0
     }
 
-    /// Elements of a key or value head; equal in all layers.
+    /// Returns the number of elements per key or value head, which is the same for all layers.
     pub fn head_dim(&self) -> usize {
         self.kv_shape().1
     }
@@ -98,10 +98,10 @@ impl ModelConfig {
         })
     }
 
-    /// Checks sizes against each other, so that the graph can be built without a doubt.
+    /// Checks all sizes and their relations, so that building the graph cannot overflow or index out of bounds.
     ///
     /// # Errors
-    /// [`ModelError::InvalidField`] with the field's name in a hub config.
+    /// [`ModelError::InvalidField`] with the name of the field in a hub config.
     pub fn validate(&self) -> Result<(), ModelError> {
         size("vocab_size", self.vocab_size)?;
         size("hidden_size", self.hidden_size)?;
@@ -138,7 +138,7 @@ impl ModelConfig {
         if !heads.is_multiple_of(kv_heads) {
             return Err(invalid("num_key_value_heads", kv_heads, &format!("a divisor of {heads} heads")));
         }
-        // The KV cache has blocks of one shape.
+        // All blocks of the KV cache have the same shape.
         if (kv_heads, head_dim) != self.kv_shape() {
             let (first_heads, first_dim) = self.kv_shape();
             let expected = format!("{first_heads} heads of {first_dim} in every layer, as in the first");
@@ -160,7 +160,7 @@ impl ModelConfig {
         qk_norm.map_or(Ok(()), |QkNorm::EachHead(norm)| check_norm(norm))
     }
 
-    /// Number of parameters: embeddings count once where tied; biases and head norms are left out.
+    /// Returns the number of parameters; tied embeddings count once, and biases and head norms are left out.
     pub fn parameters(&self) -> u64 {
         let product = |factors: &[usize]| factors.iter().fold(1u64, |n, &m| n.saturating_mul(m as u64));
         let of_layer = |layer: &LayerConfig| {
@@ -182,12 +182,12 @@ impl ModelConfig {
     }
 }
 
-/// Checks a size: products of checked sizes cannot overflow, and tables of that size stay small.
+/// Checks a size: within this limit, products of sizes do not overflow, and tables of this size stay small.
 fn size(field: &str, value: usize) -> Result<(), ModelError> {
     if value == 0 || value > 1 << 28 { Err(invalid(field, value, "a size from 1 to 2^28")) } else { Ok(()) }
 }
 
-/// A number of layers; checked before a table of them is made.
+/// Checks the number of layers before a table of layers is allocated.
 fn layer_count(field: &str, layers: usize) -> Result<(), ModelError> {
     let expected = "a number from 1 to 2^16";
     if layers == 0 || layers > MAX_LAYERS { Err(invalid(field, layers, expected)) } else { Ok(()) }
@@ -210,11 +210,11 @@ fn check_rope(rope: &RopeConfig) -> Result<(), ModelError> {
         return Err(invalid("rope_theta", rope.theta, "a finite number above 0"));
     }
     rope.scaling.validate()?;
-    // Valid parameters can still give invalid frequencies.
+    // Valid parameters can still yield infinite frequencies.
     let (inv_freq, factor) = rope.scaling.inv_freq(rope.dim, rope.theta);
     if !factor.is_finite() || !inv_freq.iter().all(|f| f.is_finite()) {
         let value = format!("{:?} with rope_theta {}", rope.scaling, rope.theta);
-        return Err(invalid("rope_scaling", value, "parameters that give finite frequencies"));
+        return Err(invalid("rope_scaling", value, "parameters that yield finite frequencies"));
     }
     Ok(())
 }

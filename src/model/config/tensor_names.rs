@@ -1,6 +1,6 @@
-//! Names of a model's tensors on the hub, by purpose.
+//! Hub names of a model's tensors, by their role.
 
-/// Names without `.weight` and `.bias`; those of a layer follow `layers` and the layer's number.
+/// Tensor names without `.weight` and `.bias`; the names of a layer follow `layers` and the layer's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) struct TensorNames {
     pub embedding: &'static str,
@@ -21,7 +21,7 @@ pub(in crate::model) struct TensorNames {
 }
 
 impl TensorNames {
-    /// The names that Llama introduced and most families use.
+    /// Names that Llama introduced and most families use.
     pub(in crate::model) const USUAL: Self = Self {
         embedding: "model.embed_tokens",
         final_norm: "model.norm",

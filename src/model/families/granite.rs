@@ -1,4 +1,4 @@
-//! Granite (IBM): Llama with factors on embeddings, attention's scores, residual sums and logits.
+//! Granite (IBM): Llama with factors on embeddings, attention scores, residual sums and logits.
 
 use super::{Family, llama};
 use crate::model::ModelError;
@@ -20,11 +20,11 @@ fn describe(fields: &Fields<'_>) -> Result<ModelConfig, ModelError> {
     let mut model = (llama::FAMILY.describe)(fields)?;
     let is_not_one = |factor: &f32| *factor != 1.0;
     model.embedding_scale = factor(fields, "embedding_multiplier", "embedding_scale")?.filter(is_not_one);
-    // The field is a divisor.
+    // The value of this field is a divisor.
     model.logit_scale = factor(fields, "logits_scaling", "logit_scale")?.filter(is_not_one).map(f32::recip);
     let residual_scale = factor(fields, "residual_multiplier", "residual_scale")?.filter(is_not_one);
     let score_scale = match (factor(fields, "attention_multiplier", "attention.scale")?, fields) {
-        // A GGUF file without it has the usual one, by the size of a head.
+        // Without this key, a GGUF file has the usual factor, which depends on the size of a head.
         (None, Fields::Hub(_)) => Some(1.0),
         (given, _) => given,
     };
@@ -36,7 +36,7 @@ fn describe(fields: &Fields<'_>) -> Result<ModelConfig, ModelError> {
     Ok(model)
 }
 
-/// A factor that is given. In a GGUF file 0 means that it is not.
+/// Returns a factor, or `None` if it is absent; in a GGUF file, 0 also means absent.
 #[allow(clippy::cast_possible_truncation)] // a factor rounds to f32
 fn factor(fields: &Fields<'_>, field: &str, key: &'static str) -> Result<Option<f32>, ModelError> {
     let given = fields.float(field, key)?.map(|factor| factor as f32);

@@ -1,5 +1,4 @@
-//! Llama 1 to 3 and models of the same structure: norms before attention and before a gated MLP, rotation of the whole
-//! head.
+//! Llama 1 to 3 and models of the same structure: pre-norms, a gated MLP, and rotary embedding of whole heads.
 
 use super::Family;
 use crate::graph::ActivationKind;

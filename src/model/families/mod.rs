@@ -1,7 +1,7 @@
-//! Model families, one file each.
+//! Supported families of models, one file each.
 //!
-//! The file of a family contains its names, the spelling and order of tensors in its files, the defaults of its hub
-//! configs, and the description of its layers. The rest of the crate has no rules for families.
+//! The file of a family contains the names of its models, the names and the order of tensors in their files, the
+//! defaults of its hub configs, and the structure of its layers. No other code of the crate depends on a family.
 
 use super::ModelError;
 use super::config::{Fields, HubDefaults, ModelConfig, TensorNames};
@@ -16,13 +16,13 @@ pub(super) struct Family {
     pub hub_names: &'static [&'static str],
     /// Names in GGUF files: values of `general.architecture`.
     pub gguf_names: &'static [&'static str],
-    /// How its GGUF files spell and order tensors.
+    /// Names and row order of tensors in its GGUF files.
     pub gguf: Conventions,
-    /// Its tensors' names on the hub.
+    /// Hub names of its tensors.
     pub tensors: TensorNames,
     /// Defaults of its hub configs.
     pub hub_defaults: HubDefaults,
-    /// Builds the description of a model.
+    /// Creates the configuration of a model.
     pub describe: fn(&Fields<'_>) -> Result<ModelConfig, ModelError>,
 }
 
@@ -30,7 +30,7 @@ macro_rules! families {
     ($($module:ident: $variant:ident = $doc:literal,)+) => {
         $(mod $module;)+
 
-        /// A family of models.
+        /// Family of models.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Architecture {
@@ -38,7 +38,7 @@ macro_rules! families {
         }
 
         impl Architecture {
-            /// All families.
+            /// All supported families.
             pub const ALL: &[Self] = &[$(Self::$variant,)+];
 
             pub(super) const fn family(self) -> &'static Family {
@@ -51,14 +51,14 @@ macro_rules! families {
 }
 
 families! {
-    llama: Llama = "Llama 1 to 3 and models built alike (`SmolLM2`, `TinyLlama` …).",
+    llama: Llama = "Llama 1 to 3 and models of the same structure (`SmolLM2`, `TinyLlama` …).",
     mistral: Mistral = "Mistral: Llama with a sliding window.",
     qwen2: Qwen2 = "Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values.",
     qwen3: Qwen3 = "Qwen3: Llama with a norm on each query and key head.",
     granite: Granite = "Granite (IBM): Llama with factors on embeddings, scores, residual sums and logits.",
 }
 
-/// Serializes as its [`name`](Architecture::name).
+/// Serializes the family as its [`name`](Architecture::name).
 impl serde::Serialize for Architecture {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
@@ -66,23 +66,23 @@ impl serde::Serialize for Architecture {
 }
 
 impl Architecture {
-    /// By the `model_type` of a hub config, or by the class name in `architectures`.
+    /// Returns the family for the `model_type` of a hub config, or for the class name in `architectures`.
     ///
     /// # Errors
-    /// [`ModelError::UnsupportedArchitecture`] for a name that no family has.
+    /// [`ModelError::UnsupportedArchitecture`] if no family has this name.
     pub fn from_hub(name: &str) -> Result<Self, ModelError> {
         Self::find(name, |family| family.hub_names)
     }
 
-    /// By `general.architecture` of a GGUF file.
+    /// Returns the family for the `general.architecture` of a GGUF file.
     ///
     /// # Errors
-    /// [`ModelError::UnsupportedArchitecture`] for a name that no family has.
+    /// [`ModelError::UnsupportedArchitecture`] if no family has this name.
     pub fn from_gguf(name: &str) -> Result<Self, ModelError> {
         Self::find(name, |family| family.gguf_names)
     }
 
-    /// Name in errors and reports.
+    /// Returns the name for errors and reports.
     pub const fn name(self) -> &'static str {
         self.family().name
     }
@@ -93,7 +93,7 @@ impl Architecture {
     }
 }
 
-/// Spelling and order of tensors in GGUF files of an architecture; `None` for an unknown architecture.
+/// Returns the conventions of an architecture's GGUF files; `None` for an unsupported architecture.
 pub fn gguf_conventions(architecture: &str) -> Option<Conventions> {
     Architecture::from_gguf(architecture).ok().map(|architecture| architecture.family().gguf)
 }

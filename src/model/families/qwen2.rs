@@ -1,4 +1,4 @@
-//! Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values, and a window that is switched on by layer.
+//! Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values, and an optional window per layer.
 
 use super::{Family, llama};
 use crate::graph::ActivationKind;
@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
     describe,
 };
 
-/// The older rule, which configs without `layer_types` follow.
+/// Rule for the windows in older configs, which have no `layer_types`.
 pub(super) const WINDOWS: WindowRule = WindowRule::Switched { first_layer: 28 };
 
 fn describe(fields: &Fields<'_>) -> Result<ModelConfig, ModelError> {

@@ -1,4 +1,4 @@
-//! Qwen3: Llama with a norm on each query and key head, and heads of a size of their own.
+//! Qwen3: Llama with a norm on each query and key head, and an explicit head size.
 
 use super::{Family, qwen2};
 use crate::graph::ActivationKind;

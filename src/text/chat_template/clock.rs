@@ -1,7 +1,7 @@
-//! `strftime_now`: a date in the calendar, and the format letters of C.
+//! `strftime_now`: calendar dates and the conversion specifiers of C's `strftime`.
 //!
-//! The time is UTC: a library cannot ask for the local zone without calling into C, and a prompt that depends on the
-//! server's zone is no gain. A letter that is not known is an error, not text.
+//! The time is UTC: a library cannot determine the local time zone without a call into C, and a prompt should not
+//! depend on the server's time zone. An unknown specifier is an error; it is not copied as text.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -24,13 +24,13 @@ const MONTHS: [&str; 12] = [
 ];
 const WEEKDAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
-/// Seconds since 1970 by the system's clock; 0 if it stands before.
+/// Returns the seconds since 1970 of the system clock; 0 if the clock is set to an earlier time.
 pub(super) fn system_unix_s() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }
 
-/// A moment in the Gregorian calendar, UTC.
+/// Point in time in the Gregorian calendar, UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CivilTime {
     year: i64,
@@ -48,7 +48,7 @@ pub(super) struct CivilTime {
 }
 
 impl CivilTime {
-    /// The date of a number of seconds since 1970.
+    /// Converts seconds since 1970 to a date.
     pub(super) fn from_unix_s(unix_s: i64) -> Self {
         let (days, seconds) = (unix_s.div_euclid(DAY_S), unix_s.rem_euclid(DAY_S));
         // Howard Hinnant's civil_from_days: years begin in March, so that the leap day comes last.
@@ -62,7 +62,7 @@ impl CivilTime {
         let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
         let year = year_of_era + era * 400 + i64::from(month <= 2);
         let leap = (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
-        // 1 March is day 60 or 61; January and February come 306 days after it.
+        // 1 March is day 60 or 61 of the year; in a year that begins in March, 1 January is 306 days after 1 March.
         let day_of_year =
             if month > 2 { day_of_march_year + 60 + i64::from(leap) } else { day_of_march_year - 306 + 1 };
         Self {
@@ -77,7 +77,7 @@ impl CivilTime {
         }
     }
 
-    /// The moment in the given format.
+    /// Formats the point in time.
     pub(super) fn format(&self, format: &str) -> Result<String, Error> {
         let mut text = String::new();
         let mut letters = format.chars();
@@ -93,7 +93,7 @@ impl CivilTime {
 
     fn directive(&self, letters: &mut std::str::Chars<'_>, text: &mut String, format: &str) -> Result<(), Error> {
         let mut letter = letters.next();
-        // "%-d": no leading zero.
+        // The flag `-` ("%-d") suppresses leading zeros.
         let bare = letter == Some('-');
         if bare {
             letter = letters.next();
@@ -133,7 +133,7 @@ impl CivilTime {
     }
 }
 
-/// Writes a number at least so wide.
+/// Appends a number, padded to at least `width` characters.
 fn padded(text: &mut String, value: i64, width: usize, with: char) {
     let digits = value.to_string();
     text.extend(std::iter::repeat_n(with, width.saturating_sub(digits.len())));
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn known_moments_are_dated_right() {
-        // `date -u -d @N` gives these.
+        // Expected values from `date -u -d @N`.
         for (unix_s, date) in [
             (0, "Thu 1970-01-01 00:00:00 001"),
             (951_782_400, "Tue 2000-02-29 00:00:00 060"),

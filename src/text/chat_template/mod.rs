@@ -1,10 +1,12 @@
-//! Chat templates: a conversation becomes the text the model was trained on.
+//! Chat templates: render a conversation to the text format of the model's training.
 //!
-//! Templates are Jinja as the Transformers library runs it: blocks trimmed, loop controls, `raise_exception`,
-//! `strftime_now`, a `tojson` that keeps key order and escapes nothing but what JSON asks for, the `generation` tag,
-//! and the string methods of Python. A template is foreign code: it sees its arguments only, and a render ends with a
-//! typed error once it has used up a budget of steps and memory that grows with the conversation. One thing the engine
-//! below does not count: a list added to itself over and over.
+//! Templates are Jinja templates in the dialect of the Transformers library: trimmed blocks, loop controls,
+//! `raise_exception`, `strftime_now`, a `tojson` that keeps the order of keys and escapes only what JSON requires, the
+//! `generation` tag, and the string methods of Python.
+//!
+//! A template is untrusted code. It can access only its arguments, and rendering fails with [`TextError::Budget`] once
+//! it exceeds a budget of steps and memory that grows with the conversation. The template engine does not count one
+//! operation: a list that is repeatedly added to itself.
 
 mod clock;
 mod python;
@@ -21,14 +23,14 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 use super::{ChatMessage, ChatOptions, ChatPrompt, ChatRenderer, TextError};
 use clock::CivilTime;
 
-/// Steps of any render: an instruction or 64 bytes of data each, so at most 32 MiB besides the conversation. Real
-/// templates take some thousands on a short conversation.
+/// Budget of every rendering, in steps: an instruction or 64 bytes of data each, so at most 32 MiB in addition to the
+/// conversation. Real templates use a few thousand steps for a short conversation.
 const BASE_BUDGET: u64 = 500_000;
-/// Further steps for each byte of the conversation: 64 passes over its text.
+/// Additional steps per byte of the conversation: 64 passes over its text.
 const BUDGET_PER_BYTE: u64 = 1;
 const NAME: &str = "chat template";
 
-/// A compiled chat template.
+/// Compiled chat template.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     bos: Option<String>,
@@ -36,7 +38,10 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `bos` and `eos` are the texts of the special tokens it may write.
+    /// Compiles a template; `bos` and `eos` are the texts of the special tokens that it may write.
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if the template is invalid.
     pub fn new(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self, TextError> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder()
@@ -57,8 +62,14 @@ impl ChatTemplate {
         Ok(Self { environment, bos: bos.map(str::to_owned), eos: eos.map(str::to_owned) })
     }
 
-    /// Renders a conversation. The text holds the special tokens as text:
-    /// [`Tokenizer::encode_chat`](super::Tokenizer::encode_chat) turns it into ids.
+    /// Renders a conversation to text.
+    ///
+    /// The text contains the special tokens as text; [`Tokenizer::encode_chat`](super::Tokenizer::encode_chat) converts
+    /// it to ids.
+    ///
+    /// # Errors
+    /// [`TextError::Refused`] if the template calls `raise_exception`; [`TextError::Budget`] if rendering exceeds its
+    /// budget; [`TextError::Template`] if rendering fails for another reason.
     pub fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
         let now = CivilTime::from_unix_s(options.now_unix_s.unwrap_or_else(clock::system_unix_s));
         let strftime_now = Value::from_function(move |format: &str| now.format(format));
@@ -98,13 +109,13 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// What a template said with `raise_exception`.
+/// Message that a template passed to `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
 
 fn raise_exception(message: String) -> Result<Value, Error> {
-    Err(Error::new(ErrorKind::InvalidOperation, "refused by the template").with_source(Raised(message)))
+    Err(Error::new(ErrorKind::InvalidOperation, "the template called raise_exception").with_source(Raised(message)))
 }
 
 fn explain(error: &Error, budget: u64) -> TextError {

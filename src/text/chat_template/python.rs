@@ -1,11 +1,11 @@
-//! What Python does and the template engine does not: methods of its types, and what counts as iterable.
+//! Behavior of Python that the template engine lacks: methods of its types, and the rules for iteration.
 //!
-//! Most methods come from `minijinja-contrib`; here are the few more that real templates use.
+//! Most methods come from `minijinja-contrib`; this module adds a few more that real templates use.
 
 use minijinja::value::{Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 
-/// Calls a method of Python on a string, list or dict.
+/// Calls a Python method of a string, list or dict.
 pub(super) fn method(
     state: &mut State<'_, '_>,
     value: &Value,
@@ -21,22 +21,22 @@ pub(super) fn method(
     }
 }
 
-/// Whether Python could iterate over the value. None is no list; an undefined variable is an empty one.
+/// Returns whether Python can iterate over the value: `None` is not iterable, an undefined variable is an empty list.
 pub(super) fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Whether the value has a length and items: lists, but strings and dicts too.
+/// Returns whether the value has a length and items: lists, strings and dicts.
 pub(super) fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map | ValueKind::Undefined)
 }
 
-/// Whether the value is a number; truth values are.
+/// Returns whether the value is a number; booleans are numbers.
 pub(super) fn is_number(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
 }
 
-/// What a loop iterates over: anything but none.
+/// Returns the value that a loop iterates over; an error for `None`.
 pub(super) fn iterable(value: Value) -> Result<Value, Error> {
     if value.is_none() {
         return Err(Error::new(ErrorKind::InvalidOperation, "'NoneType' object is not iterable"));

@@ -1,14 +1,14 @@
-//! Tags that the template engine lacks or takes otherwise than Jinja, rewritten in the source.
+//! Rewrites tags that the template engine lacks or treats differently from Jinja.
 //!
-//! `{% generation %}` marks what the assistant said for training and changes nothing in the text: it becomes a `with`
-//! block, which has a scope of its own as the tag has. `{% for x in y %}` over none is an error in Python and nothing
-//! to the engine: the iterated expression goes through the filter [`ITERABLE`]. Lines keep their numbers; comments, raw
-//! blocks and strings are left alone.
+//! `{% generation %}` marks the assistant's text for training and does not change the rendered text. It becomes a
+//! `with` block, which has its own scope like the tag. `{% for x in y %}` is an error in Python if `y` is `None`, but
+//! not in the template engine. So the iterated expression is passed through the filter [`ITERABLE`]. Line numbers do
+//! not change. Comments, raw blocks and strings are not rewritten.
 
-/// Name of the filter that refuses none.
+/// Name of the filter that returns an error for `None`.
 pub(super) const ITERABLE: &str = "__iterable";
 
-/// The template with the tags rewritten.
+/// Returns the template with rewritten tags.
 pub(super) fn rewrite(source: &str) -> String {
     let mut text = String::with_capacity(source.len() + 64);
     let mut rest = source;
@@ -22,7 +22,7 @@ pub(super) fn rewrite(source: &str) -> String {
             Some(b'%') => end_of(&from[2..], "%}").map(|end| end + 4),
             _ => Some(1),
         };
-        // An unfinished tag is the engine's to complain about.
+        // The template engine reports an unterminated tag.
         let Some(end) = end else {
             rest = from;
             break;
@@ -53,7 +53,7 @@ pub(super) fn rewrite(source: &str) -> String {
     text
 }
 
-/// Writes the tag's body anew if it is one of ours.
+/// Appends the rewritten body of a tag to `text`; returns false if the tag is not rewritten.
 fn push_rewritten(word: &str, body: &str, text: &mut String) -> bool {
     let after = &body[word.len()..];
     match word {
@@ -74,7 +74,7 @@ fn push_rewritten(word: &str, body: &str, text: &mut String) -> bool {
             if bare.is_empty() {
                 return false;
             }
-            // The space around stays: it may hold line ends.
+            // The surrounding white space is kept, because it may contain line breaks.
             let (before, after) = (expression.len() - expression.trim_start().len(), expression.trim_end().len());
             text.push_str(&body[..word.len() + start]);
             text.push_str(&expression[..before]);
@@ -98,7 +98,7 @@ fn first_word(text: &str) -> &str {
     &text[..text.bytes().take_while(|&byte| is_word(byte)).count()]
 }
 
-/// Walks code, outside strings: calls `stop(position, depth of brackets)` and returns the first position it takes.
+/// Searches code outside strings: returns the first position for which `stop(position, bracket depth)` is true.
 fn walk(code: &str, mut stop: impl FnMut(usize, usize) -> bool) -> Option<usize> {
     let bytes = code.as_bytes();
     let (mut at, mut depth) = (0, 0_usize);
@@ -122,14 +122,15 @@ fn walk(code: &str, mut stop: impl FnMut(usize, usize) -> bool) -> Option<usize>
     None
 }
 
-/// Where the closing mark stands. A `}` that closes a dict does not end an expression.
+/// Returns the position of the closing mark. A `}` that closes a dict does not end an expression.
 fn end_of(code: &str, mark: &str) -> Option<usize> {
     walk(code, |at, depth| depth == 0 && code.as_bytes()[at..].starts_with(mark.as_bytes()))
-        // Unbalanced brackets are an error either way; take the plain end so that the engine can say which.
+        // Unbalanced brackets are an error in any case; end at the first mark, so that the template engine reports the
+        // error.
         .or_else(|| code.find(mark))
 }
 
-/// Where one of the words stands outside brackets and strings.
+/// Returns the position of the first of the words outside brackets and strings.
 fn keyword(code: &str, words: &[&str]) -> Option<usize> {
     let bytes = code.as_bytes();
     walk(code, |at, depth| {
@@ -155,7 +156,7 @@ mod tests {
 
     #[test]
     fn loops_check_what_they_iterate() {
-        for (source, wanted) in [
+        for (source, expected) in [
             ("{% for t in tools %}", "{% for t in (tools)|__iterable %}"),
             ("{%- for t in tools -%}", "{%- for t in (tools)|__iterable -%}"),
             ("{%for k, v in x.items() if v != ' if '%}", "{%for k, v in (x.items())|__iterable if v != ' if '%}"),
@@ -164,7 +165,7 @@ mod tests {
             ("{% for x in ['%}', \"if\"] %}", "{% for x in (['%}', \"if\"])|__iterable %}"),
             ("{% for x\nin\ny\n%}", "{% for x\nin\n(y)|__iterable\n%}"),
         ] {
-            assert_eq!(rewrite(source), wanted);
+            assert_eq!(rewrite(source), expected);
         }
     }
 

@@ -1,17 +1,17 @@
-//! `tojson` as Transformers defines it: `json.dumps(x, ensure_ascii=False, …)` of Python.
+//! The filter `tojson` as in Transformers: Python's `json.dumps(x, ensure_ascii=False, …)`.
 //!
-//! Keys stay in their order, `<` and `é` stay themselves, separators have a space after them. Numbers are written as
-//! Python writes them.
+//! Keys keep their order, `<` and `é` are not escaped, and a space follows each separator. Numbers are formatted as in
+//! Python.
 
 use std::fmt::Write as _;
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
 
-/// Nesting deeper than this is an error (Python gives up at about a thousand).
+/// Largest nesting depth; deeper values are an error (Python fails at a depth of about a thousand).
 const MAX_DEPTH: usize = 200;
 
-/// The filter.
+/// The filter `tojson`.
 pub(super) fn tojson(state: &State<'_, '_>, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = options.get("indent")?;
     let indent = match indent.filter(|indent| !indent.is_none()) {
@@ -26,7 +26,7 @@ pub(super) fn tojson(state: &State<'_, '_>, value: &Value, options: Kwargs) -> R
         None if indent.is_some() => (",", ": "),
         None => (", ", ": "),
         Some([item, colon]) => (item.as_str(), colon.as_str()),
-        Some(_) => return Err(invalid("tojson: separators must be two strings")),
+        Some(_) => return Err(invalid("tojson: separators must be a list of two strings")),
     };
     let ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
@@ -53,7 +53,7 @@ struct Writer<'a> {
 impl Writer<'_> {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
-            return Err(invalid("tojson: value is nested too deeply"));
+            return Err(invalid("tojson: the value is nested more than 200 levels deep"));
         }
         self.state.consume_fuel(1)?;
         match value.kind() {
@@ -144,12 +144,12 @@ impl Writer<'_> {
     }
 
     fn unit(&mut self, unit: u32) {
-        // Writing to a string cannot fail.
+        // Writing to a string never fails.
         let _ = write!(self.text, "\\u{unit:04x}");
     }
 }
 
-/// A key of an object: Python turns numbers, truth values and none into text.
+/// Returns the text of an object's key: as in Python, numbers, booleans and `None` become text.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.as_str().unwrap_or_default().to_owned()),
@@ -157,11 +157,11 @@ fn key_text(key: &Value) -> Result<String, Error> {
         ValueKind::Bool => Ok(if key.is_true() { "true" } else { "false" }.to_owned()),
         ValueKind::Number if key.is_integer() => Ok(key.to_string()),
         ValueKind::Number => Ok(float(f64::try_from(key.clone())?)),
-        _ => Err(invalid("tojson: keys must be strings, numbers, truth values or none")),
+        _ => Err(invalid("tojson: keys must be strings, numbers, booleans or none")),
     }
 }
 
-/// A float as `repr` of Python writes it: shortest digits, an exponent from 1e16 up and below 1e-4.
+/// Formats a float like Python's `repr`: shortest digits, with an exponent from 1e16 up and below 1e-4.
 pub(super) fn float(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();

@@ -1,4 +1,4 @@
-//! Messages and other JSON as templates see them.
+//! Conversion of messages and other JSON to values of the template engine.
 
 #![forbid(unsafe_code)]
 
@@ -6,17 +6,17 @@ use serde_json::{Map, Value};
 
 use crate::text::ChatMessage;
 
-/// The message as the template sees it.
+/// Converts a message to a value of the template engine.
 pub(super) fn message(message: &ChatMessage) -> minijinja::Value {
     object(message.fields())
 }
 
-/// Bytes of text in a message, about.
+/// Returns the approximate number of text bytes of a message.
 pub(super) fn message_bytes(message: &ChatMessage) -> usize {
     message.fields().iter().map(|(key, value)| 64 + key.len() + weight_bytes(value)).sum()
 }
 
-/// Bytes of text in a value, about; every value counts a little, however short.
+/// Returns the approximate number of text bytes of a value; each value counts at least 64 bytes.
 pub(super) fn weight_bytes(value: &Value) -> usize {
     64 + match value {
         Value::Null | Value::Bool(_) | Value::Number(_) => 0,
@@ -26,7 +26,7 @@ pub(super) fn weight_bytes(value: &Value) -> usize {
     }
 }
 
-/// A JSON value as the template sees it, keys in their order.
+/// Converts a JSON value to a value of the template engine; keys keep their order.
 pub(super) fn to_template(value: &Value) -> minijinja::Value {
     match value {
         Value::Null => minijinja::Value::from(()),

@@ -1,8 +1,8 @@
 //! Tokenizer from the metadata of a GGUF file.
 //!
-//! Two kinds are supported: `gpt2`, byte-level pairs with a list of merges and a named pre-tokenizer, and `llama`,
-//! `SentencePiece` pairs whose merges follow from the scores. Other kinds are refused by name. Absent keys have the
-//! defaults of llama.cpp for that kind.
+//! Two models are supported: `gpt2`, byte-level BPE with a list of merges and a named pre-tokenizer, and `llama`,
+//! `SentencePiece` BPE, whose merges are derived from the scores. Any other model is an error with its name. Absent
+//! keys have the defaults that writers of such files assume.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ const BOS: &str = "tokenizer.ggml.bos_token_id";
 const EOS: &str = "tokenizer.ggml.eos_token_id";
 const UNKNOWN: &str = "tokenizer.ggml.unknown_token_id";
 
-/// Texts of tokens that end a turn. Older files list only one end-of-sequence id.
+/// Tokens that end a turn. Older files specify only one end-of-sequence id; their other ends are found by their text.
 const TURN_ENDS: [&str; 13] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -56,7 +56,7 @@ enum TokenType {
 impl TokenType {
     fn from_code(id: usize, code: i32) -> Result<Self, TextError> {
         Ok(match code {
-            // 0 is "undefined"; writers use it for ordinary tokens.
+            // Type 0 is "undefined"; some writers use it for ordinary tokens.
             0 | 1 => Self::Normal,
             2 => Self::Unknown,
             3 => Self::Control,
@@ -68,7 +68,7 @@ impl TokenType {
     }
 }
 
-/// The vocabulary as stored in the file.
+/// Vocabulary of the file.
 struct Table {
     tokens: Vec<String>,
     types: Vec<TokenType>,
@@ -77,6 +77,10 @@ struct Table {
 
 impl Tokenizer {
     /// Builds a tokenizer from the metadata of a GGUF file.
+    ///
+    /// # Errors
+    /// [`TextError::MissingKey`] if a required key is absent; [`TextError::Unsupported`] if a value is invalid or not
+    /// supported.
     pub fn from_gguf(meta: &dyn TokenizerMetadata) -> Result<Self, TextError> {
         let model = meta.str(MODEL).ok_or(TextError::MissingKey { key: MODEL, expected: "\"gpt2\" or \"llama\"" })?;
         match model {
@@ -112,12 +116,12 @@ impl Table {
         };
         let mut ids = HashMap::with_capacity(tokens.len());
         for (id, token) in (0_u32..).zip(&tokens) {
-            // Padding of the table to a round size; an empty text can never be matched.
+            // Unused tokens pad the table to a round size; an empty text would never match.
             if types[id as usize] == TokenType::Unused || token.is_empty() {
                 continue;
             }
             if let Some(before) = ids.insert(token.clone(), id) {
-                return Err(unsupported(TOKENS, format!("{token:?} as both {before} and {id}"), "every token once"));
+                return Err(unsupported(TOKENS, format!("{token:?} as both {before} and {id}"), "each token once"));
             }
         }
         Ok(Self { tokens, types, ids })
@@ -127,12 +131,12 @@ impl Table {
         self.ids.iter().map(|(token, &id)| (token.clone(), id)).collect()
     }
 
-    /// Control tokens, which streamed text leaves out. The unknown token is one of them.
+    /// Returns the control tokens, which streamed text leaves out; the unknown token is one of them.
     fn special(&self) -> Vec<bool> {
         self.types.iter().map(|kind| matches!(kind, TokenType::Control | TokenType::Unknown)).collect()
     }
 
-    /// Tokens matched as they are spelled, before anything else is done to the text.
+    /// Returns the tokens that are matched literally, before the text is normalized and split.
     fn added(&self) -> Vec<AddedToken> {
         self.tokens
             .iter()
@@ -166,7 +170,7 @@ impl Table {
         }
     }
 
-    /// The end-of-sequence id, the ids that end a turn or message, and tokens whose text is known to end a turn.
+    /// Returns the end-of-sequence, end-of-turn and end-of-message ids, and the control tokens of [`TURN_ENDS`].
     fn eos_ids(&self, meta: &dyn TokenizerMetadata) -> Result<Vec<u32>, TextError> {
         let mut ids = Vec::new();
         for key in [EOS, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
@@ -194,11 +198,11 @@ impl Table {
         encoder.add_tokens(self.added()).map_err(in_key(TOKENS))?;
         let (bos, eos) = (self.named(meta, BOS)?, self.named(meta, EOS)?);
         let around = |key: &'static str, default: bool, token: &Option<NamedToken>| {
-            let asked = meta.bool(key);
-            match (asked.unwrap_or(default), token.as_ref().and_then(|token| token.id)) {
+            let requested = meta.bool(key);
+            match (requested.unwrap_or(default), token.as_ref().and_then(|token| token.id)) {
                 (true, Some(id)) => Ok(vec![id]),
-                (true, None) if asked.is_some() => {
-                    Err(unsupported(key, "true".to_owned(), "false, since the file names no such token"))
+                (true, None) if requested.is_some() => {
+                    Err(unsupported(key, "true".to_owned(), "false, because the file does not define this token"))
                 }
                 _ => Ok(Vec::new()),
             }
@@ -223,7 +227,7 @@ impl Table {
 }
 
 fn wrong_count(field: &'static str, got: usize, tokens: usize) -> TextError {
-    unsupported(field, format!("{got} entries"), &format!("{tokens}, one a token"))
+    unsupported(field, format!("{got} entries"), &format!("{tokens}, one per token"))
 }
 
 fn byte_level(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
@@ -234,7 +238,7 @@ fn byte_level(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
     let mut merges = Vec::with_capacity(lines.len());
     let mut joined = String::new();
     for (rank, line) in lines.iter().enumerate() {
-        // The first character is never the separator: the left half has at least one.
+        // The left token has at least one character, so the first character is never the separator.
         let start = line.chars().next().map_or(0, char::len_utf8);
         let pair = line[start..].find(' ').map(|at| (&line[..start + at], &line[start + at + 1..]));
         let known = pair.filter(|(left, right)| {
@@ -245,13 +249,17 @@ fn byte_level(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
         });
         let Some((left, right)) = known else {
             let got = format!("{line:?} at {rank}");
-            return Err(unsupported(MERGES, got, "two tokens that make a token, with a space between"));
+            return Err(unsupported(
+                MERGES,
+                got,
+                "two tokens of the vocabulary that join to a third, separated by a space",
+            ));
         };
         merges.push((left.to_owned(), right.to_owned()));
     }
     let model = BPE::builder()
         .vocab_and_merges(table.vocab(), merges)
-        .ignore_merges(pre.whole_words_first)
+        .ignore_merges(pre.ignore_merges)
         .build()
         .map_err(in_key(MERGES))?;
     let mut encoder = tokenizers::Tokenizer::new(model);
@@ -264,7 +272,7 @@ fn byte_level(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
 
 fn sentence_piece(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> {
     let table = Table::read(meta)?;
-    let scores = meta.f32s(SCORES).ok_or(TextError::MissingKey { key: SCORES, expected: "one score a token" })?;
+    let scores = meta.f32s(SCORES).ok_or(TextError::MissingKey { key: SCORES, expected: "one score per token" })?;
     if scores.len() != table.tokens.len() {
         return Err(wrong_count(SCORES, scores.len(), table.tokens.len()));
     }
@@ -288,16 +296,18 @@ fn sentence_piece(meta: &dyn TokenizerMetadata) -> Result<Tokenizer, TextError> 
     table.finish(meta, encoder, TokenEncoding::SentencePiece, adds_space, true)
 }
 
-/// Merges that the scores imply: each way to split a token into two tokens, in descending order of score.
-/// `SentencePiece` joins the neighbors whose union has the highest score, as byte-pair merging in this order does.
+/// Returns the merges that the scores define: each split of a token into two tokens, higher scores first.
+///
+/// `SentencePiece` merges the adjacent tokens whose union has the highest score; BPE does the same with merges in this
+/// order.
 fn merges_by_score(table: &Table, scores: &[f32]) -> Vec<(String, String)> {
     let mut merges = Vec::new();
     for (id, token) in table.tokens.iter().enumerate() {
         if table.types[id] != TokenType::Normal {
             continue;
         }
-        for (cut, _) in token.char_indices().skip(1) {
-            let (left, right) = token.split_at(cut);
+        for (split, _) in token.char_indices().skip(1) {
+            let (left, right) = token.split_at(split);
             if let (Some(&left_id), Some(&right_id)) = (table.ids.get(left), table.ids.get(right)) {
                 merges.push((scores[id], (left.chars().count(), right.chars().count()), (left_id, right_id)));
             }

@@ -1,8 +1,8 @@
 //! Tokenizer from `tokenizer.json` and `tokenizer_config.json`.
 //!
-//! `tokenizer.json` determines the encoding; the config names BOS and EOS, may specify whether they are added, and
-//! contains the chat template. A decoder that is neither byte-level nor `SentencePiece` is refused: its tokens have no
-//! bytes of their own.
+//! `tokenizer.json` defines how text becomes ids. The config names BOS and EOS, may specify whether they are added, and
+//! contains the chat template. A decoder that is neither byte-level nor `SentencePiece` is an error: the bytes of its
+//! tokens would be unknown.
 
 use serde::Deserialize;
 use tokenizers::AddedToken;
@@ -16,6 +16,10 @@ const CONFIG: &str = "tokenizer_config.json";
 
 impl Tokenizer {
     /// Builds a tokenizer from the contents of the two files of a model folder.
+    ///
+    /// # Errors
+    /// [`TextError::File`] if a file cannot be parsed; [`TextError::Unsupported`] if a file contains a component or a
+    /// value that this crate does not support.
     pub fn from_json(tokenizer_json: &[u8], tokenizer_config_json: Option<&[u8]>) -> Result<Self, TextError> {
         let outline = Schema::read(tokenizer_json)?;
         let decoding = outline.decoding()?;
@@ -42,10 +46,10 @@ impl Tokenizer {
         };
         let mut bos = named(config.bos_token);
         let eos = named(config.eos_token);
-        // Either flag, once given, decides about both ends, as in Transformers.
+        // If either flag is present, the config defines both prefix and suffix, as in Transformers.
         if config.add_bos_token.is_some() || config.add_eos_token.is_some() {
-            prefix = wanted(config.add_bos_token, bos.as_ref(), "bos_token")?;
-            suffix = wanted(config.add_eos_token, eos.as_ref(), "eos_token")?;
+            prefix = affix(config.add_bos_token, bos.as_ref(), "bos_token")?;
+            suffix = affix(config.add_eos_token, eos.as_ref(), "eos_token")?;
         }
         if bos.is_none()
             && let Some(&id) = prefix.first()
@@ -69,7 +73,7 @@ impl Tokenizer {
     }
 }
 
-/// The part of `tokenizer_config.json` that matters.
+/// Used fields of `tokenizer_config.json`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Config {
@@ -81,7 +85,7 @@ struct Config {
     added_tokens_decoder: std::collections::BTreeMap<String, AddedToken>,
 }
 
-/// A special token is written as its text or as an object with flags.
+/// Special token: its text, or an object with flags.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TokenText {
@@ -97,7 +101,7 @@ impl TokenText {
     }
 }
 
-/// One chat template, or several with names.
+/// One chat template, or several named ones.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Templates {
@@ -121,7 +125,7 @@ impl Templates {
 }
 
 impl Config {
-    /// Adds tokens that only the config lists; the id each gets must be the id it is listed under.
+    /// Adds tokens that only the config lists; each new token must receive the id of its entry.
     fn add_missing_tokens(&self, encoder: &mut tokenizers::Tokenizer) -> Result<(), TextError> {
         let mut listed = Vec::with_capacity(self.added_tokens_decoder.len());
         for (id, token) in &self.added_tokens_decoder {
@@ -150,7 +154,8 @@ impl Config {
     }
 }
 
-fn wanted(add: Option<bool>, token: Option<&NamedToken>, field: &'static str) -> Result<Vec<u32>, TextError> {
+/// Returns the id of `token` if `add` is true, otherwise no ids.
+fn affix(add: Option<bool>, token: Option<&NamedToken>, field: &'static str) -> Result<Vec<u32>, TextError> {
     if !add.unwrap_or(false) {
         return Ok(Vec::new());
     }
@@ -159,12 +164,12 @@ fn wanted(add: Option<bool>, token: Option<&NamedToken>, field: &'static str) ->
         None => Err(TextError::Unsupported {
             field,
             got: token.map_or("nothing".to_owned(), |token| format!("{:?}", token.text)),
-            expected: format!("a token of the vocabulary, since {CONFIG} says to add it"),
+            expected: format!("a token of the vocabulary, because {CONFIG} requests to add it"),
         }),
     }
 }
 
-/// Bytes and special flags of all ids.
+/// Returns the bytes and the special flags of all ids.
 fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result<(TokenBytes, Vec<bool>), TextError> {
     let mut tokens: Vec<(u32, String)> = encoder.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
     tokens.sort_unstable();
@@ -172,7 +177,8 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
     let mut pieces = TokenBytes::default();
     let mut special = Vec::with_capacity(tokens.len());
     for (id, token) in tokens {
-        // Two texts of one id: an added token over one of the model's. The added token wins, as in decoding.
+        // Two tokens with the same id: an added token and a token of the model. The added token takes precedence, as in
+        // decoding.
         let id = id as usize;
         if id < pieces.len() {
             continue;
@@ -181,7 +187,7 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
             return Err(TextError::Unsupported {
                 field: "model.vocab",
                 got: format!("id {id} for {token:?}, with {} ids before it", pieces.len()),
-                expected: "ids without wide gaps".to_owned(),
+                expected: format!("ids with gaps of at most {MAX_HOLE_TOKENS}"),
             });
         }
         while pieces.len() < id {
@@ -191,7 +197,7 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
         let known = u32::try_from(id).ok().and_then(|id| added.get(&id));
         special.push(known.is_some_and(|token| token.special));
         match known {
-            // A byte-level decoder would read "é" as the byte E9; the spelling of an added token is its text.
+            // A byte-level decoder would decode "é" to the byte E9; the spelling of an added token is its text.
             Some(known) if spelling == TokenEncoding::ByteLevel => pieces.push_literal(&known.content),
             _ => pieces.push_spelled(&token, spelling),
         }
@@ -199,5 +205,5 @@ fn pieces_of(encoder: &tokenizers::Tokenizer, spelling: TokenEncoding) -> Result
     Ok((pieces, special))
 }
 
-/// The largest gap between ids that is filled; real vocabularies have gaps of a few hundred.
+/// Largest accepted gap between adjacent ids; real vocabularies have gaps of a few hundred.
 const MAX_HOLE_TOKENS: usize = 1 << 20;

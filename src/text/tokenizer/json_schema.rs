@@ -1,7 +1,7 @@
-//! Checks of `tokenizer.json` before the `tokenizers` crate reads it, and the parts that this crate reads itself.
+//! Components of `tokenizer.json`: checks before the `tokenizers` crate parses the file, and components parsed here.
 //!
-//! The crate panics on some damaged files and accepts some options silently; known cases of both are refused here.
-//! Decoder and post-processor are read only here.
+//! The `tokenizers` crate panics on some damaged files and silently applies some unsupported options. All known cases
+//! are errors here. The decoder and the post-processor are parsed only here.
 
 use std::fmt;
 
@@ -15,12 +15,12 @@ use crate::text::token_bytes::TokenEncoding;
 /// Name of the file.
 pub(super) const JSON: &str = "tokenizer.json";
 
-/// An error about a file as a whole.
+/// Creates an error that concerns a file as a whole.
 pub(super) fn in_file(file: &'static str, reason: &str) -> TextError {
     TextError::File { file, reason: reason.to_owned() }
 }
 
-/// How a decoder maps tokens to bytes.
+/// Conversion of tokens to bytes that a decoder defines.
 pub(super) struct Decoding {
     pub(super) spelling: TokenEncoding,
     pub(super) strips_first_space: bool,
@@ -64,7 +64,7 @@ fn unsupported_decoder(got: &Value) -> TextError {
     }
 }
 
-/// Parts of the file that are checked, without the vocabulary.
+/// Components of the file, without the vocabulary: those that the `tokenizers` crate may panic on or silently apply.
 #[derive(Deserialize)]
 pub(super) struct Schema {
     model: Model,
@@ -95,10 +95,11 @@ struct Model {
 }
 
 impl Schema {
-    /// Reads the file and refuses what the crate would panic at or this crate would not follow.
+    /// Parses the components and rejects unsupported files.
     ///
-    /// A merge longer than any token makes the crate index beyond a buffer, as does an unreadable component. A subword
-    /// prefix or suffix changes the bytes of a token, and dropout makes encoding random.
+    /// A file is rejected if the `tokenizers` crate would panic on it: a merge longer than any token makes the crate
+    /// index beyond a buffer, and so does a component that cannot be parsed. It is also rejected if this crate would
+    /// not apply an option: a subword prefix or suffix changes the bytes of a token, and dropout makes encoding random.
     pub(super) fn read(tokenizer_json: &[u8]) -> Result<Self, TextError> {
         let text = std::str::from_utf8(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
         let outline: Self = serde_json::from_str(text).map_err(|error| in_file(JSON, &error.to_string()))?;
@@ -106,12 +107,12 @@ impl Schema {
             Err(TextError::Unsupported { field, got, expected: expected.to_owned() })
         };
         for (field, component, unsupported) in [
-            // Character maps of Unigram models, and splits into parts of fixed length: no byte-pair model has them.
+            // Character maps of Unigram models, and splits into pieces of fixed length: no BPE model has them.
             ("normalizer", &outline.normalizer, "Precompiled"),
             ("pre_tokenizer", &outline.pre_tokenizer, "FixedLength"),
         ] {
-            if names_type(component, unsupported) {
-                return refuse(field, unsupported.to_owned(), "another kind");
+            if contains_type(component, unsupported) {
+                return refuse(field, unsupported.to_owned(), "a component of another type");
             }
         }
         let model = &outline.model;
@@ -132,34 +133,35 @@ impl Schema {
         let (longest, made) = (model.vocab.0, model.merges.0);
         if made > longest {
             let expected = format!("tokens of the vocabulary, at most {longest} bytes");
-            return refuse("model.merges", format!("one that gives {made} bytes"), &expected);
+            return refuse("model.merges", format!("a merge that yields {made} bytes"), &expected);
         }
         Ok(outline)
     }
 
-    /// How tokens become bytes.
+    /// Returns the conversion of tokens to bytes.
     pub(super) fn decoding(&self) -> Result<Decoding, TextError> {
         Decoding::from_decoder(&self.decoder)
     }
 
-    /// Tokens before and after a text.
+    /// Returns the ids that the post-processor adds before and after a text.
     pub(super) fn surroundings(&self) -> Result<(Vec<u32>, Vec<u32>), TextError> {
         surroundings(&self.post_processor)
     }
 }
 
-/// Whether a component, or one inside it, is of that type.
-fn names_type(component: &Value, name: &str) -> bool {
+/// Returns whether a component, or a component inside it, has this type.
+fn contains_type(component: &Value, name: &str) -> bool {
     match component {
         Value::Object(fields) => {
-            fields.get("type").is_some_and(|kind| kind == name) || fields.values().any(|field| names_type(field, name))
+            fields.get("type").is_some_and(|kind| kind == name)
+                || fields.values().any(|field| contains_type(field, name))
         }
-        Value::Array(items) => items.iter().any(|item| names_type(item, name)),
+        Value::Array(items) => items.iter().any(|item| contains_type(item, name)),
         _ => false,
     }
 }
 
-/// Length of the longest key of a map.
+/// Length of the longest key of a map, in bytes.
 #[derive(Default)]
 struct LongestKey(usize);
 
@@ -183,13 +185,13 @@ impl<'de> Deserialize<'de> for LongestKey {
     }
 }
 
-/// Length of the longest token that a list of merges builds.
+/// Length of the longest token that a merge yields, in bytes.
 #[derive(Default)]
 struct LongestMerge(usize);
 
 impl<'de> Deserialize<'de> for LongestMerge {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A merge is written as one string with a space, or as a list of two.
+        /// Merge: one string with a space, or a list of two strings.
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Merge {
@@ -218,7 +220,7 @@ impl<'de> Deserialize<'de> for LongestMerge {
     }
 }
 
-/// Tokens that a post-processor adds before and after a text.
+/// Returns the ids that a post-processor adds before and after a text.
 fn surroundings(processor: &Value) -> Result<(Vec<u32>, Vec<u32>), TextError> {
     let refuse = || TextError::Unsupported {
         field: "post_processor",
@@ -228,12 +230,12 @@ fn surroundings(processor: &Value) -> Result<(Vec<u32>, Vec<u32>), TextError> {
     let (mut prefix, mut suffix) = (Vec::new(), Vec::new());
     match processor["type"].as_str() {
         None if processor.is_null() => {}
-        // It only trims offsets.
+        // This post-processor only trims offsets.
         Some("ByteLevel") => {}
         Some("Sequence") => {
             for step in processor["processors"].as_array().ok_or_else(refuse)? {
                 let (before, after) = surroundings(step)?;
-                // A later step surrounds the output of the earlier ones.
+                // A later step adds its ids outside those of the earlier steps.
                 prefix.splice(0..0, before);
                 suffix.extend(after);
             }

@@ -1,8 +1,8 @@
-//! The crate's own [`Vocabulary`]: byte-pair tokenizers from `tokenizer.json` or from GGUF metadata.
+//! The crate's [`Vocabulary`]: byte-pair tokenizers from `tokenizer.json` or from GGUF metadata.
 //!
-//! Encoding uses the `tokenizers` crate. The bytes of tokens are exact and computed here, including tokens that hold
-//! half a character. Truncation and padding in the files are ignored: a prompt is encoded in full or refused. The text
-//! of tokens is not cleaned up.
+//! The `tokenizers` crate encodes. The bytes of tokens come from this crate and are exact: the bytes that a token adds
+//! to the text, even if they are only a part of a character. Settings for truncation and padding in the files are
+//! ignored: a prompt is encoded completely or causes an error. The text of tokens is never cleaned up.
 
 mod from_gguf;
 mod from_json;
@@ -11,7 +11,7 @@ mod json_schema;
 use super::token_bytes::TokenBytes;
 use super::{TextError, Vocabulary};
 
-/// A token that the configuration names (BOS, EOS).
+/// Token that the tokenizer's configuration names (BOS, EOS).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct NamedToken {
     text: String,
@@ -19,16 +19,17 @@ struct NamedToken {
     id: Option<u32>,
 }
 
-/// A byte-pair tokenizer with its special tokens.
+/// Byte-pair tokenizer with its special tokens.
 pub struct Tokenizer {
     encoder: tokenizers::Tokenizer,
     pieces: TokenBytes,
-    /// One flag an id: a control token.
+    /// Whether each id is a control token.
     special: Vec<bool>,
-    /// The first token of a text loses one leading space (it was put there by `encode`).
+    /// Whether the first token of a text loses one leading space, which `encode` added.
     strips_first_space: bool,
-    /// Tokens that `encode` adds before and after a prompt.
+    /// Tokens that `encode` adds before a prompt.
     prefix: Vec<u32>,
+    /// Tokens that `encode` adds after a prompt.
     suffix: Vec<u32>,
     bos: Option<NamedToken>,
     eos: Option<NamedToken>,
@@ -37,50 +38,53 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// The id of the beginning-of-sequence token.
+    /// Returns the id of the beginning-of-sequence token.
     pub fn bos_id(&self) -> Option<u32> {
         self.bos.as_ref()?.id
     }
 
-    /// The text of the beginning-of-sequence token, as chat templates write it.
+    /// Returns the text of the beginning-of-sequence token, as chat templates write it.
     pub fn bos_token(&self) -> Option<&str> {
         self.bos.as_ref().map(|token| token.text.as_str())
     }
 
-    /// The id of the end-of-sequence token.
+    /// Returns the id of the end-of-sequence token.
     pub fn eos_id(&self) -> Option<u32> {
         self.eos.as_ref()?.id
     }
 
-    /// The text of the end-of-sequence token, as chat templates write it.
+    /// Returns the text of the end-of-sequence token, as chat templates write it.
     pub fn eos_token(&self) -> Option<&str> {
         self.eos.as_ref().map(|token| token.text.as_str())
     }
 
-    /// The id of the token that is spelled exactly so (`<|im_end|>`, `Ġthe`).
+    /// Returns the id of the token with exactly this spelling (`<|im_end|>`, `Ġthe`).
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.encoder.token_to_id(token)
     }
 
-    /// Whether BOS precedes a plain prompt.
+    /// Returns whether BOS is added before a plain prompt.
     pub fn adds_bos(&self) -> bool {
         self.bos_id().is_some_and(|bos| self.prefix.first() == Some(&bos))
     }
 
-    /// The chat template that came with the tokenizer, if any.
+    /// Returns the chat template in the tokenizer's files, if any.
     pub fn chat_template(&self) -> Option<&str> {
         self.named_chat_template("default")
     }
 
-    /// The chat template of that name, where the model has several (`default`, `tool_use`, `rag`).
+    /// Returns the chat template with this name, if the model has several (`default`, `tool_use`, `rag`).
     pub fn named_chat_template(&self, name: &str) -> Option<&str> {
         self.chat_templates.iter().find(|(known, _)| known == name).map(|(_, source)| source.as_str())
     }
 
-    /// Encodes a rendered chat.
+    /// Returns the token ids of a rendered chat.
     ///
-    /// The template has written the special tokens as text, so none are added, except a BOS that the model requires and
-    /// the template left out. A model that requires BOS gets exactly one at the front.
+    /// The template has already written the special tokens, so no others are added, except BOS: if
+    /// [`adds_bos`](Self::adds_bos) is true and the rendered chat does not start with BOS, it is added.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`] if the text cannot be encoded.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, TextError> {
         let mut ids = self.encode_plain(rendered)?;
         if let Some(bos) = self.bos_id()
@@ -92,7 +96,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Decodes ids as the streaming detokenizer does from the beginning of a text.
+    /// Returns the text of token ids, as the streaming detokenizer returns it from the start of a text.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = super::Detokenizer::new(skip_special);
         let mut text = String::new();

@@ -1,8 +1,8 @@
 //! Super-blocks of 256 elements: `Q4_K`, `Q5_K`, `Q6_K`.
 //!
 //! Layout (source: `ggml-common.h`). `Q4_K` and `Q5_K`: `d` and `dmin` in f16, twelve bytes with a six-bit scale and a
-//! six-bit minimum for each of eight sub-blocks of 32, for `Q5_K` 32 bytes of fifth bits, 128 bytes of low bits. `Q6_K`:
-//! 128 bytes of low bits, 64 of upper bits, sixteen signed scales for sub-blocks of 16, and `d` at the end.
+//! six-bit minimum for each of eight sub-blocks of 32, for `Q5_K` 32 bytes of fifth bits, then 128 bytes of low bits.
+//! `Q6_K`: 128 bytes of low bits, 64 bytes of upper bits, sixteen signed scales for sub-blocks of 16, then `d`.
 
 #![forbid(unsafe_code)]
 
@@ -77,7 +77,7 @@ pub(super) fn q6_k_groups(block: &[u8; 210]) -> [QuantGroup; 8] {
     })
 }
 
-/// An element of `Q6_K`, with its offset subtracted.
+/// Returns an element of `Q6_K` after subtraction of the format's offset.
 fn q6_quant(block: &[u8; 210], element: usize) -> i8 {
     let place = Q6Place::from_element(element);
     let low = block[place.low] >> place.low_shift & 0xf;
@@ -85,7 +85,7 @@ fn q6_quant(block: &[u8; 210], element: usize) -> i8 {
     (low | high << 4) as i8 - 32
 }
 
-/// `d * scale` and `dmin * min` of sub-block `j`, from the first 16 bytes of a block.
+/// Returns `d * scale` and `dmin * min` of sub-block `j`, from the first 16 bytes of a block.
 fn scale_and_min(head: &[u8], j: usize) -> (f32, f32) {
     let packed = &head[4..16];
     let (scale, min) = if j < 4 {
@@ -96,8 +96,10 @@ fn scale_and_min(head: &[u8], j: usize) -> (f32, f32) {
     (half_at(head, 0) * f32::from(scale), half_at(head, 2) * f32::from(min))
 }
 
-/// Positions of the bits of one `Q6_K` element: each half of 128 elements has 64 low bytes and 32 high bytes, and byte
-/// `l` of the high ones serves the four elements `l`, `l + 32`, `l + 64`, `l + 96`.
+/// Position of the bits of one element of `Q6_K`.
+///
+/// Each half of 128 elements has 64 low bytes and 32 high bytes. High byte `l` contains bits of the four elements `l`,
+/// `l + 32`, `l + 64`, `l + 96`.
 struct Q6Place {
     low: usize,
     low_shift: usize,
@@ -139,8 +141,10 @@ pub(super) fn q5_k_from_f32(src: &[f32; LEN]) -> [u8; 176] {
     block
 }
 
-/// Chooses `d`, `dmin`, scales and minima so that they cover the range of each sub-block (zero included, as a minimum
-/// cannot be positive). Writes them to the head of the block and returns the integer of each element.
+/// Chooses `d`, `dmin`, scales and minima, and returns the integer of each element.
+///
+/// It writes them to the head of the block. They cover the range of every sub-block. The range includes zero, because a
+/// minimum cannot be positive.
 fn set_scales_and_mins(block: &mut [u8], src: &[f32; LEN], max_quant: u8) -> [u8; LEN] {
     let sub_blocks = src.as_chunks::<32>().0;
     let mut lows = [0.0_f32; 8];
@@ -153,7 +157,7 @@ fn set_scales_and_mins(block: &mut [u8], src: &[f32; LEN], max_quant: u8) -> [u8
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |largest, x| largest.max(*x));
     let min_unit = half_at_least(largest(&lows) / 63.0);
     let mins = lows.map(|low| ceil_units(low, min_unit.to_f32(), 63));
-    // A minimum that was rounded up moves the range: the step must reach the top from there.
+    // A minimum that was rounded up shifts the range down: increase the step so that it still reaches the maximum.
     for (j, values) in sub_blocks.iter().enumerate() {
         let max = largest(values);
         steps[j] = steps[j].max((max + min_unit.to_f32() * f32::from(mins[j])) / f32::from(max_quant));
@@ -182,7 +186,7 @@ fn set_scales_and_mins(block: &mut [u8], src: &[f32; LEN], max_quant: u8) -> [u8
 pub(super) fn q6_k_from_f32(src: &[f32; LEN]) -> [u8; 210] {
     let mut block = [0; 210];
     let sub_blocks = src.as_chunks::<16>().0;
-    // 31, not 32: the range of the integers is -32..=31, and both ends must be covered.
+    // 31, not 32: the integers have the range -32..=31, and both ends must be covered.
     let mut steps = [0.0_f32; 16];
     for (step, values) in steps.iter_mut().zip(sub_blocks) {
         *step = values.iter().fold(0.0_f32, |largest, x| largest.max(x.abs())) / 31.0;
@@ -204,7 +208,7 @@ pub(super) fn q6_k_from_f32(src: &[f32; LEN]) -> [u8; 210] {
     block
 }
 
-/// The smallest f16 that is not below a non-negative value.
+/// Returns the smallest f16 that is not below a non-negative value.
 fn half_at_least(x: f32) -> f16 {
     let half = f16::from_f32(x);
     if half.to_f32() < x { f16::from_bits(half.to_bits() + 1) } else { half }

@@ -1,8 +1,8 @@
 //! Blocks of 32 elements: `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`.
 //!
-//! Layout (source: `ggml-common.h`): scale `d` in f16; for the `_1` formats the minimum `m` in f16; for five bits a
-//! u32 with the fifth bit of each element; then the low bits, element `j` in the low half and `j + 16` in the high
-//! half of byte `j`; for `Q8_0` one signed byte an element.
+//! Layout (source: `ggml-common.h`): the scale `d` in f16; for the `_1` formats the minimum `m` in f16; for the
+//! five-bit formats a u32 with the fifth bit of each element; then the low bits, with element `j` in the low half and
+//! element `j + 16` in the high half of byte `j`; for `Q8_0` one signed byte per element.
 
 #![forbid(unsafe_code)]
 
@@ -71,7 +71,7 @@ pub(super) fn q8_0_group(block: &[u8; 34]) -> QuantGroup {
     QuantGroup { quants, scales: [half_at(block, 0); 2], min: 0.0 }
 }
 
-/// Four-bit integers with an offset subtracted.
+/// Returns the four-bit integers minus `offset`.
 fn nibbles(low_bits: &[u8], offset: i8) -> [i8; LEN] {
     let mut quants = [0; LEN];
     for (j, byte) in low_bits.iter().enumerate() {
@@ -81,7 +81,7 @@ fn nibbles(low_bits: &[u8], offset: i8) -> [i8; LEN] {
     quants
 }
 
-/// Calls `each` with every element's index and five bits.
+/// Calls `each` with the index and the five bits of every element.
 fn five_bits(rest: &[u8], mut each: impl FnMut(usize, u8)) {
     let high = u32::from_le_bytes([rest[0], rest[1], rest[2], rest[3]]);
     let fifth = |j: usize| if high >> j & 1 == 1 { 0x10 } else { 0_u8 };
@@ -160,7 +160,7 @@ fn set_five_bits(rest: &mut [u8], quant: impl Fn(usize) -> u8) {
     rest[..4].copy_from_slice(&high.to_le_bytes());
 }
 
-/// The first value of largest magnitude, with its sign; 0 if all are zero.
+/// Returns the first value of largest magnitude, with its sign; 0 for an empty slice.
 fn extreme(src: &[f32]) -> f32 {
     src.iter().fold(0.0, |extreme: f32, x| if x.abs() > extreme.abs() { *x } else { extreme })
 }
@@ -175,7 +175,7 @@ fn inverse(d: f32) -> f32 {
 
 /// Truncates to 0..=max, as GGML's casts do for values in range; NaN becomes 0.
 fn step(x: f32, max: u8) -> u8 {
-    #[allow(clippy::cast_possible_truncation)] // truncation is the rounding that the format's quantizer has
+    #[allow(clippy::cast_possible_truncation)] // the format's quantizer rounds by truncation
     let truncated = x as u8;
     truncated.min(max)
 }

@@ -1,9 +1,9 @@
-//! Elements between storage types and f32.
+//! Conversion of elements between storage types and f32.
 //!
-//! [`dequantize`] is bit-exact with GGML's `dequantize_row_*` (product first, then the sum, no fused multiply-add).
-//! [`quantize`] rounds each block by itself: the plain formats as GGML's reference quantizer does, the K formats by
-//! covering each sub-block's range, without GGML's search for better scales. Both are reference bodies: one block at a
-//! time, in order, no SIMD. Neither packs for a device.
+//! [`dequantize`] is bit-equal to GGML's `dequantize_row_*` (product first, then the sum, no fused multiply-add).
+//! [`quantize`] rounds each block independently: the legacy formats like GGML's reference quantizer, the K-quants by
+//! covering the range of each sub-block, without GGML's search for better scales. Both are reference implementations:
+//! one block at a time, in order, without SIMD. Neither packs weights for a device.
 
 #![forbid(unsafe_code)]
 
@@ -14,14 +14,19 @@ use half::{bf16, f16};
 
 use super::DType;
 
-/// Expands stored elements to f32.
+/// Converts stored elements to f32.
 ///
 /// # Panics
 ///
-/// If `bytes` does not have the size of `out.len()` elements of `dtype`. Tensors of a
-/// [`WeightSource`](super::WeightSource) always match their shape.
+/// If `bytes` is not exactly `out.len()` elements of `dtype`. The tensors of a [`WeightSource`](super::WeightSource)
+/// always match their shape.
 pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(Some(bytes.len()), dtype.bytes_for(out.len()), "bytes of {} elements of {dtype}", out.len());
+    assert_eq!(
+        Some(bytes.len()),
+        dtype.bytes_for(out.len()),
+        "the number of bytes does not match {} elements of {dtype}",
+        out.len()
+    );
     match dtype {
         DType::F32 => each(bytes, out, f32::from_le_bytes),
         DType::F16 => each(bytes, out, |raw| f16::from_le_bytes(raw).to_f32()),
@@ -39,15 +44,15 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) {
 
 /// Rounds floats to `dtype` and appends the bytes to `out`.
 ///
-/// Values should be finite. Block formats keep their scale in f16, so magnitudes beyond 65,504 times the format's
-/// largest integer become infinite.
+/// Values should be finite. Block formats store their scale in f16, so magnitudes beyond its range (65,504 times the
+/// format's largest integer) become infinite.
 ///
 /// # Panics
 ///
-/// If `src` does not fill whole blocks.
+/// If `src` is not a whole number of blocks.
 pub fn quantize(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
     let bytes = dtype.bytes_for(src.len());
-    assert!(bytes.is_some(), "{} elements are no whole number of blocks of {dtype}", src.len());
+    assert!(bytes.is_some(), "{} elements are not a whole number of blocks of {dtype}", src.len());
     out.reserve(bytes.unwrap_or_default());
     match dtype {
         DType::F32 => out.extend(src.iter().flat_map(|x| x.to_le_bytes())),
@@ -64,25 +69,31 @@ pub fn quantize(dtype: DType, src: &[f32], out: &mut Vec<u8>) {
     }
 }
 
-/// 32 elements of a block format as they are stored: `value = scales[i / 16] * quants[i] + min`.
+/// Group of 32 elements of a block format: `value = scales[i / 16] * quants[i] + min`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantGroup {
-    /// Integers with the offset of the format subtracted; in formats of 4 and 5 bits with a minimum they are not
+    /// Integers after subtraction of the format's offset; in formats with a minimum, integers of 4 and 5 bits are not
     /// negative.
     pub quants: [i8; 32],
-    /// Scales of the first and the last 16 elements, different only in `Q6_K`.
+    /// Scales of the first and the last 16 elements; they differ only in `Q6_K`.
     pub scales: [f32; 2],
-    /// The minimum, which is added; 0 in formats without one.
+    /// Minimum, which is added; 0 in formats without a minimum.
     pub min: f32,
 }
 
-/// Unpacks stored elements of a block format, in order. Float formats have no groups: `each` is not called.
+/// Calls `each` with the groups of stored elements of a block format, in order.
+///
+/// Float formats have no groups, so `each` is not called for them.
 ///
 /// # Panics
 ///
-/// If `bytes` does not fill whole blocks.
+/// If `bytes` is not a whole number of blocks.
 pub fn groups(dtype: DType, bytes: &[u8], mut each: impl FnMut(QuantGroup)) {
-    assert!(bytes.len().is_multiple_of(dtype.block_bytes()), "{} bytes are no blocks of {dtype}", bytes.len());
+    assert!(
+        bytes.len().is_multiple_of(dtype.block_bytes()),
+        "{} bytes are not a whole number of blocks of {dtype}",
+        bytes.len()
+    );
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => {}
         DType::Q4_0 => bytes.as_chunks().0.iter().for_each(|block| each(legacy_quants::q4_0_group(block))),
@@ -115,12 +126,12 @@ fn pack<const B: usize, const N: usize>(src: &[f32], out: &mut Vec<u8>, round: i
     }
 }
 
-/// Reads the f16 at `at` of a block.
+/// Reads the f16 at byte `at` of a block.
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// Writes an f16 at `at` of a block.
+/// Writes an f16 at byte `at` of a block.
 fn set_half(block: &mut [u8], at: usize, value: f16) {
     block[at..at + 2].copy_from_slice(&value.to_le_bytes());
 }

@@ -4,10 +4,10 @@
 
 use super::names::NameTable;
 
-/// How an architecture's files differ from the hub's form of the same models.
+/// Conventions of an architecture's GGUF files.
 #[derive(Clone, Copy, Debug)]
 pub struct Conventions {
-    /// Spellings of the tensors' names.
+    /// Names of the tensors.
     pub names: &'static NameTable,
     /// Order of rows in query and key projections.
     pub qk_rows: QkRows,
@@ -17,8 +17,8 @@ pub struct Conventions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QkRows {
-    /// That of the hub.
+    /// The hub's order.
     AsOnHub,
-    /// Rows that rotate together are neighbors; on the hub they are half a head apart.
+    /// Rows that rotate together are adjacent; on the hub they are half a head apart.
     InterleavedPairs,
 }

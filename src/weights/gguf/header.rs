@@ -1,7 +1,7 @@
-//! Magic, version, counts, metadata and tensor table of a GGUF file, checked in full.
+//! Header of a GGUF file (magic, version, counts, metadata, tensor table), with complete checks.
 //!
-//! After [`parse`], each tensor lies inside the file, on the file's alignment, disjoint from all others, with the size
-//! of its type and shape.
+//! After [`parse`], every tensor is within the file, at the file's alignment, does not overlap another tensor, and has
+//! the size that its type and shape require.
 
 #![forbid(unsafe_code)]
 
@@ -15,33 +15,33 @@ use crate::weights::WeightError;
 use crate::weights::mmap::FileMap;
 
 const MAGIC: [u8; 4] = *b"GGUF";
-/// Alignment of tensor data where `general.alignment` is not given.
+/// Alignment of tensor data if `general.alignment` is absent.
 const DEFAULT_ALIGNMENT: u64 = 32;
-/// Most dimensions of a tensor (`GGML_MAX_DIMS`).
+/// Largest number of dimensions of a tensor (`GGML_MAX_DIMS`).
 const MAX_DIMS: usize = 4;
-/// Bytes of the smallest tensor record: an empty name, no dimension, type and offset.
+/// Size of the smallest tensor record: an empty name, no dimensions, type and offset.
 const MIN_TENSOR_BYTES: u64 = 8 + 4 + 4 + 8;
 
-/// One record of the tensor table.
+/// Record of the tensor table.
 #[derive(Clone, Debug)]
 pub(super) struct TensorInfo {
-    /// Byte range of the name in the file.
+    /// Range of the name in the file.
     pub(super) name: Range<usize>,
     dims: [usize; MAX_DIMS],
     rank: usize,
     pub(super) ty: GgmlType,
-    /// Byte range of the data in the file.
+    /// Range of the data in the file.
     pub(super) data: Range<usize>,
 }
 
 impl TensorInfo {
-    /// Row-major shape, slowest dimension first.
+    /// Returns the row-major shape, slowest dimension first.
     pub(super) fn shape(&self) -> &[usize] {
         &self.dims[..self.rank]
     }
 }
 
-/// Reads everything before the tensor data.
+/// Parses and checks everything before the tensor data.
 pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), WeightError> {
     let corrupt = |what| WeightError::Corrupt { path: file.path().to_owned(), what };
     let unsupported = |what| WeightError::Unsupported { path: file.path().to_owned(), what };
@@ -50,30 +50,33 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
 
     let magic: [u8; 4] = reader.array("magic").map_err(corrupt)?;
     if magic != MAGIC {
-        return Err(corrupt(format!("it begins with {:?}, expected \"GGUF\"", magic.escape_ascii().to_string())));
+        return Err(corrupt(format!("the file begins with {:?}, expected \"GGUF\"", magic.escape_ascii().to_string())));
     }
     let version = reader.u32("version").map_err(corrupt)?;
     match version {
         2 | 3 => {}
         _ if version.trailing_zeros() >= 16 && version != 0 => {
             let version = version.swap_bytes();
-            let what = format!("it is a big-endian GGUF file (version {version}); big-endian is not supported");
+            let what = format!("the file is a big-endian GGUF file (version {version}), expected a little-endian file");
             return Err(unsupported(what));
         }
-        _ => return Err(unsupported(format!("its GGUF version is {version}, expected 2 or 3"))),
+        _ => return Err(unsupported(format!("the GGUF version is {version}, expected 2 or 3"))),
     }
     let tensor_count = reader.u64("tensor count").map_err(corrupt)?;
     let pair_count = reader.u64("metadata count").map_err(corrupt)?;
-    // The tensor table is last in the file, but its smallest size is known here.
+    // The tensor table comes after the metadata, but its minimal size is already known.
     if tensor_count > reader.remaining() as u64 / MIN_TENSOR_BYTES {
         let left = reader.remaining();
-        return Err(corrupt(format!("header announces {tensor_count} tensors, but {left} bytes are left")));
+        return Err(corrupt(format!(
+            "the header contains a count of {tensor_count} tensors, but only {left} bytes are left"
+        )));
     }
     let metadata = Metadata::read(file, &mut reader, pair_count).map_err(corrupt)?;
     if let Some(parts) = metadata.u32("split.count")
         && parts > 1
     {
-        let what = format!("it is one of {parts} parts (split.count); expected a file in one part: merge them first");
+        let what =
+            format!("the file is one of {parts} parts (split.count), expected a single file: merge the parts first");
         return Err(unsupported(what));
     }
     let alignment = match metadata.get("general.alignment") {
@@ -84,7 +87,7 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
         },
     };
 
-    // The count was held against the bytes that are there, so it fits.
+    // The count was checked against the remaining bytes, so it fits into usize.
     let mut records = Vec::with_capacity(usize::try_from(tensor_count).unwrap_or_default());
     for index in 0..tensor_count {
         records.push(Record::read(&mut reader, index).map_err(corrupt)?);
@@ -106,7 +109,7 @@ pub(super) fn parse(file: &Arc<FileMap>) -> Result<(Metadata, Vec<TensorInfo>), 
     Ok((metadata, tensors))
 }
 
-/// A tensor record before its place is checked.
+/// Tensor record whose type, shape and offset are not checked yet.
 struct Record {
     name: Range<usize>,
     dims: [usize; MAX_DIMS],
@@ -124,13 +127,14 @@ impl Record {
         let rank = reader.u32("number of dimensions").map_err(in_tensor)?;
         let rank = usize::try_from(rank).ok().filter(|rank| *rank <= MAX_DIMS);
         let Some(rank) = rank else {
-            return Err(format!("tensor {name:?} has more dimensions than {MAX_DIMS}"));
+            return Err(format!("tensor {name:?} has more than {MAX_DIMS} dimensions"));
         };
         let mut dims = [0; MAX_DIMS];
-        // The file has the fastest dimension first.
+        // The file stores the fastest dimension first.
         for dim in dims[..rank].iter_mut().rev() {
             let value = reader.u64("dimension").map_err(in_tensor)?;
-            *dim = usize::try_from(value).map_err(|_| format!("tensor {name:?} has a dimension of {value}"))?;
+            *dim = usize::try_from(value)
+                .map_err(|_| format!("tensor {name:?} has a dimension of {value}, expected at most usize::MAX"))?;
         }
         let type_id = reader.u32("type").map_err(in_tensor)?;
         let offset = reader.u64("offset").map_err(in_tensor)?;
@@ -150,7 +154,7 @@ impl Record {
         }
         let row = shape.last().copied().unwrap_or(1);
         if row % ty.block_len != 0 {
-            return Err(format!("has rows of {row}, expected a multiple of {} for {}", ty.block_len, ty.name));
+            return Err(format!("has rows of {row} elements, expected a multiple of {} for {}", ty.block_len, ty.name));
         }
         let elements = shape.iter().try_fold(1_usize, |product, dim| product.checked_mul(*dim));
         let len = elements.and_then(|elements| (elements / ty.block_len).checked_mul(ty.block_bytes));
@@ -166,20 +170,20 @@ impl Record {
         let (Some(start), Some(end)) = (start, end) else {
             let offset = self.offset;
             return Err(format!(
-                "has {len} bytes at offset {offset}, which is past the end of a file of {file_len} bytes"
+                "has {len} bytes at offset {offset}, which is beyond the end of the file of {file_len} bytes"
             ));
         };
         Ok(TensorInfo { name: self.name, dims: self.dims, rank: self.rank, ty, data: start..end })
     }
 }
 
-/// No two tensors share a name or a byte.
+/// Checks that no two tensors have the same name or overlap.
 fn check_apart(bytes: &[u8], tensors: &[TensorInfo]) -> Result<(), String> {
     let name = |tensor: &TensorInfo| bytes[tensor.name.clone()].escape_ascii().to_string();
     let mut order: Vec<&TensorInfo> = tensors.iter().collect();
     order.sort_unstable_by_key(|tensor| (tensor.data.start, tensor.data.end));
     if let Some(pair) = order.windows(2).find(|pair| pair[1].data.start < pair[0].data.end) {
-        return Err(format!("tensor {:?} shares bytes with {:?}", name(pair[1]), name(pair[0])));
+        return Err(format!("tensor {:?} overlaps {:?}", name(pair[1]), name(pair[0])));
     }
     order.sort_unstable_by_key(|tensor| &bytes[tensor.name.clone()]);
     if let Some(pair) = order.windows(2).find(|pair| bytes[pair[0].name.clone()] == bytes[pair[1].name.clone()]) {

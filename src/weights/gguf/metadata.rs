@@ -1,7 +1,7 @@
-//! The key-value store at the head of a GGUF file.
+//! Metadata of a GGUF file: its key-value store.
 //!
-//! Values stay in the file; memory holds one small record per key. Getters widen integers (a writer may choose any
-//! width) and never convert between kinds: a number is not a string, an integer is not a float.
+//! Values stay in the file; memory holds only a small record per key. Getters widen integers (a writer may choose any
+//! width) and never convert between kinds: a number is not a string, and an integer is not a float.
 
 #![forbid(unsafe_code)]
 
@@ -12,14 +12,14 @@ use super::reader::Reader;
 use super::value::{Array, Value};
 use crate::weights::mmap::FileMap;
 
-/// Bytes of the smallest pair: an empty key, a type, a value of one byte.
+/// Size of the smallest pair: an empty key, a type, and a value of one byte.
 const MIN_PAIR_BYTES: u64 = 8 + 4 + 1;
 
-/// The metadata of one file, by key.
+/// Metadata of one file, by key.
 #[derive(Clone, Debug)]
 pub struct Metadata {
     file: Arc<FileMap>,
-    /// In file order.
+    /// Pairs in file order.
     pairs: Vec<Pair>,
     /// Indices into `pairs`, sorted by key.
     by_key: Vec<u32>,
@@ -28,16 +28,18 @@ pub struct Metadata {
 #[derive(Clone, Debug)]
 struct Pair {
     key: Range<usize>,
-    /// Byte range of the value, from its type number on.
+    /// Range of the value in the file, including its type number.
     value: Range<usize>,
 }
 
 impl Metadata {
-    /// Reads `count` pairs. Time and memory follow the bytes that are there, not the count.
+    /// Reads `count` pairs; time and memory are proportional to the bytes of the file, not to `count`.
     pub(super) fn read(file: &Arc<FileMap>, reader: &mut Reader<'_>, count: u64) -> Result<Self, String> {
         if count > reader.remaining() as u64 / MIN_PAIR_BYTES {
             let left = reader.remaining();
-            return Err(format!("header announces {count} metadata pairs, but {left} bytes are left"));
+            return Err(format!(
+                "the header contains a count of {count} metadata pairs, but only {left} bytes are left"
+            ));
         }
         let mut pairs = Vec::with_capacity(usize::try_from(count).unwrap_or_default());
         for _ in 0..count {
@@ -48,11 +50,12 @@ impl Metadata {
             pairs.push(Pair { key: key_range, value: start..reader.at() });
         }
         let mut metadata = Self { file: file.clone(), pairs, by_key: Vec::new() };
-        let len = u32::try_from(metadata.pairs.len()).map_err(|_| format!("{count} metadata pairs are too many"))?;
+        let len = u32::try_from(metadata.pairs.len())
+            .map_err(|_| format!("the file has {count} metadata pairs, expected at most u32::MAX"))?;
         let mut by_key: Vec<u32> = (0..len).collect();
         by_key.sort_unstable_by_key(|&id| metadata.key(id));
         if let Some(twice) = by_key.windows(2).find(|ids| metadata.key(ids[0]) == metadata.key(ids[1])) {
-            return Err(format!("metadata key {:?} is given twice", metadata.key(twice[0])));
+            return Err(format!("metadata key {:?} occurs twice", metadata.key(twice[0])));
         }
         metadata.by_key = by_key;
         Ok(metadata)
@@ -64,7 +67,7 @@ impl Metadata {
 
     fn key_of(&self, pair: &Pair) -> &str {
         let key = &self.file.bytes()[pair.key.clone()];
-        // Checked when the file was opened.
+        // `Metadata::read` has checked that the key is UTF-8.
         std::str::from_utf8(key).unwrap_or_default()
     }
 
@@ -73,33 +76,33 @@ impl Metadata {
         Value::read(&mut reader).ok()
     }
 
-    /// The keys in file order.
+    /// Iterates over the keys in file order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.pairs.iter().map(|pair| self.key_of(pair))
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.pairs.len()
     }
 
-    /// Whether the store is empty.
+    /// Returns whether the metadata has no keys.
     pub fn is_empty(&self) -> bool {
         self.pairs.is_empty()
     }
 
-    /// The value of a key, of any type.
+    /// Returns the value of a key, of any type.
     pub fn get(&self, key: &str) -> Option<Value<'_>> {
         let at = self.by_key.binary_search_by(|&id| self.key(id).cmp(key)).ok()?;
         self.value(self.by_key[at])
     }
 
-    /// `general.architecture`.
+    /// Returns the value of `general.architecture`.
     pub fn architecture(&self) -> Option<&str> {
         self.str("general.architecture")
     }
 
-    /// A string.
+    /// Returns a string.
     pub fn str(&self, key: &str) -> Option<&str> {
         match self.get(key)? {
             Value::String(value) => Some(value),
@@ -107,27 +110,27 @@ impl Metadata {
         }
     }
 
-    /// An integer of any width that fits.
+    /// Returns an integer of any width, if its value fits.
     pub fn u32(&self, key: &str) -> Option<u32> {
         self.get(key)?.as_int()?.try_into().ok()
     }
 
-    /// An integer of any width that fits.
+    /// Returns an integer of any width, if its value fits.
     pub fn u64(&self, key: &str) -> Option<u64> {
         self.get(key)?.as_int()?.try_into().ok()
     }
 
-    /// An integer of any width that fits.
+    /// Returns an integer of any width, if its value fits.
     pub fn i64(&self, key: &str) -> Option<i64> {
         self.get(key)?.as_int()?.try_into().ok()
     }
 
-    /// A float; f64 is rounded.
+    /// Returns a float; f64 is rounded.
     pub fn f32(&self, key: &str) -> Option<f32> {
         self.get(key)?.as_f32()
     }
 
-    /// A boolean.
+    /// Returns a boolean.
     pub fn bool(&self, key: &str) -> Option<bool> {
         match self.get(key)? {
             Value::Bool(value) => Some(value),
@@ -135,7 +138,7 @@ impl Metadata {
         }
     }
 
-    /// An array, with elements of any type.
+    /// Returns an array with elements of any type.
     pub fn array(&self, key: &str) -> Option<Array<'_>> {
         match self.get(key)? {
             Value::Array(array) => Some(array),
@@ -143,7 +146,7 @@ impl Metadata {
         }
     }
 
-    /// An array of strings.
+    /// Returns an array of strings.
     pub fn strings(&self, key: &str) -> Option<Vec<String>> {
         self.elements(key, |value| match value {
             Value::String(text) => Some(text.to_owned()),
@@ -151,22 +154,22 @@ impl Metadata {
         })
     }
 
-    /// An array of integers of any width, all of which fit.
+    /// Returns an array of integers of any width, if all values fit.
     pub fn u32s(&self, key: &str) -> Option<Vec<u32>> {
         self.elements(key, |value| value.as_int()?.try_into().ok())
     }
 
-    /// An array of integers of any width, all of which fit.
+    /// Returns an array of integers of any width, if all values fit.
     pub fn i32s(&self, key: &str) -> Option<Vec<i32>> {
         self.elements(key, |value| value.as_int()?.try_into().ok())
     }
 
-    /// An array of floats; f64 is rounded.
+    /// Returns an array of floats; f64 is rounded.
     pub fn f32s(&self, key: &str) -> Option<Vec<f32>> {
         self.elements(key, |value| value.as_f32())
     }
 
-    /// An array of booleans.
+    /// Returns an array of booleans.
     pub fn bools(&self, key: &str) -> Option<Vec<bool>> {
         self.elements(key, |value| match value {
             Value::Bool(value) => Some(value),

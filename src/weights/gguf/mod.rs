@@ -1,13 +1,15 @@
 //! GGUF files, versions 2 and 3, little-endian, in one part.
 //!
-//! A file is mapped, and its head is checked in full when it is opened; tensor data is read on demand. Tensors have the
-//! file's own names, and hub names too if the file has its architecture's [`Conventions`]. A tensor of an unimplemented
-//! type does not prevent opening the file: only reading it is an error.
+//! Opening maps a file and checks its header completely; tensor data is read when a tensor is requested. A tensor can
+//! always be looked up by its name in the file, and also by its hub name if the file has the [`Conventions`] of its
+//! architecture. A tensor of an unsupported type does not prevent opening the file: requesting that tensor is an error.
 //!
-//! A hub name returns the tensor of the hub: if the file has the rows of `attn_q` and `attn_k` in the order of
-//! interleaved rotary pairs, they are returned in the hub's order (two halves per head), as a copy that is made once
-//! and kept with the file. The file's own name returns the file's own order. Values are never changed; for example,
-//! norm weights of Gemma, to which the file has added the 1 of `(1 + w)`, keep it.
+//! A lookup by hub name returns the tensor as on the hub. If the file stores the rows of `attn_q` and `attn_k` in the
+//! order of interleaved rotary pairs, the lookup returns a copy in the hub's order (two halves per head). The copy is
+//! created once and kept until the file is dropped. A lookup by the file's name returns the rows in the file's order.
+//!
+//! Values are never changed. For example, norm weights of Gemma still contain the 1 of `(1 + w)` that the converter has
+//! added.
 
 #![forbid(unsafe_code)]
 
@@ -36,28 +38,28 @@ pub use value::{Array, Value, ValueType};
 pub struct Gguf {
     file: Arc<FileMap>,
     metadata: Metadata,
-    /// In file order.
+    /// Tensors in file order.
     tensors: Vec<TensorInfo>,
     /// Indices into `tensors`, sorted by the file's name.
     by_name: Vec<u32>,
-    /// For each tensor, its rows in the hub's order; set on first use, only if that order differs.
+    /// For each tensor, its rows in the hub's order: set at the first request, and only if the order differs.
     hub_rows: Vec<OnceLock<Box<[u8]>>>,
     conventions: Option<Conventions>,
 }
 
 impl Gguf {
-    /// Maps a file and checks its head. Its tensors have the file's own names.
+    /// Maps a file and checks its header. Its tensors have the file's own names.
     ///
     /// # Errors
-    /// [`WeightError`] names the file and the reason.
+    /// A [`WeightError`] with the file and the reason.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::open(path.as_ref())?)
     }
 
-    /// Reads a file from memory; `label` is its name in errors.
+    /// Parses the bytes of a file; `label` is its name in errors.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// The errors of [`open`](Self::open), except [`WeightError::Io`].
     pub fn parse(label: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::from_vec(label.as_ref(), bytes))
     }
@@ -66,7 +68,7 @@ impl Gguf {
         let file = Arc::new(file);
         let (metadata, tensors) = header::parse(&file)?;
         let Ok(len) = u32::try_from(tensors.len()) else {
-            let what = format!("{} tensors are too many", tensors.len());
+            let what = format!("the file has {} tensors, expected at most u32::MAX", tensors.len());
             return Err(WeightError::Corrupt { path: file.path().to_owned(), what });
         };
         let mut by_name: Vec<u32> = (0..len).collect();
@@ -75,24 +77,24 @@ impl Gguf {
         Ok(Self { file, metadata, tensors, by_name, hub_rows, conventions: None })
     }
 
-    /// Adds the hub names of the tensors: `of` returns the conventions of the file's architecture.
+    /// Enables lookups by hub name, with the conventions that `of` returns for the file's architecture.
     #[must_use]
     pub fn with_conventions(mut self, of: impl FnOnce(&str) -> Option<Conventions>) -> Self {
         self.conventions = self.metadata.architecture().and_then(of);
         self
     }
 
-    /// The key-value store: configuration, tokenizer, chat template.
+    /// Returns the metadata: configuration, tokenizer, chat template.
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
     }
 
-    /// The file's path.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// The tensors' names as the file spells them, in file order.
+    /// Iterates over the tensors' names in the file, in file order.
     pub fn raw_names(&self) -> impl Iterator<Item = &str> {
         self.tensors.iter().map(|tensor| self.name(tensor))
     }
@@ -101,7 +103,7 @@ impl Gguf {
         std::str::from_utf8(&self.file.bytes()[tensor.name.clone()]).unwrap_or_default()
     }
 
-    /// Finds a tensor by the file's name or by the hub's, and says whether it was the hub's.
+    /// Finds a tensor by the file's name or the hub's; the flag is true for a hub name.
     fn find(&self, name: &str) -> Option<(usize, bool)> {
         let find = |raw: &str| {
             let at = self.by_name.binary_search_by(|&id| self.name(&self.tensors[id as usize]).cmp(raw)).ok()?;
@@ -113,7 +115,7 @@ impl Gguf {
         Some((find(&self.conventions?.names.to_gguf(name)?)?, true))
     }
 
-    /// The tensor's bytes with its rows in the hub's order.
+    /// Returns the bytes of a tensor with the rows in the hub's order.
     fn hub_rows(&self, id: usize, view: TensorView<'_>) -> Result<&[u8], WeightError> {
         let tensor = &self.tensors[id];
         if let Some(rows) = self.hub_rows[id].get() {

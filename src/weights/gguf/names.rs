@@ -1,17 +1,17 @@
-//! Tensor names: the spellings of GGUF and the hub, in both directions.
+//! Translation of tensor names between GGUF and the hub.
 //!
-//! The translation is one to one, so a source can look up either spelling without a second map.
+//! The translation is a one-to-one table, so a source can look up either name without a second map.
 
 #![forbid(unsafe_code)]
 
-/// Spellings of an architecture's tensors: pairs of (GGUF, hub), without `.weight` or `.bias`.
+/// Table of an architecture's tensor names: pairs of (GGUF, hub), without `.weight` or `.bias`.
 #[derive(Debug)]
 pub struct NameTable {
     /// Prefix of a layer's number on the hub.
     pub layers: &'static str,
-    /// Tensors that occur once.
+    /// Tensors outside the layers, which occur once.
     pub whole: &'static [(&'static str, &'static str)],
-    /// Tensors of each block: in a file they follow `blk.N.`, on the hub `layers` and the number.
+    /// Tensors of each layer: the prefix is `blk.N.` in a file, and `layers` and the number on the hub.
     pub block: &'static [(&'static str, &'static str)],
 }
 
@@ -20,7 +20,7 @@ const WHOLE: &[(&str, &str)] =
     &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
 impl NameTable {
-    /// Llama and those built like it: one norm before attention, one before the MLP.
+    /// Table of Llama and similar models: one norm before attention, one before the MLP.
     pub const PRE_NORM: Self = Self {
         layers: "model.layers",
         whole: WHOLE,
@@ -39,7 +39,7 @@ impl NameTable {
         ],
     };
 
-    /// Gemma 2 and 3: norms on both sides of attention and MLP, so `ffn_norm` is another norm than in Llama.
+    /// Table of Gemma 2 and 3: norms before and after attention and MLP, so `ffn_norm` is another norm than in Llama.
     pub const PRE_AND_POST_NORM: Self = Self {
         layers: "model.layers",
         whole: WHOLE,
@@ -60,7 +60,7 @@ impl NameTable {
         ],
     };
 
-    /// The hub's spelling of a GGUF name; `None` for a tensor that the hub does not have (`rope_freqs.weight`).
+    /// Returns the hub name of a GGUF name; `None` if the hub has no such tensor (`rope_freqs.weight`).
     pub fn to_hub(&self, gguf: &str) -> Option<String> {
         let (stem, suffix) = split_suffix(gguf)?;
         if let Some((block, part)) = split_block(stem, "blk") {
@@ -71,7 +71,7 @@ impl NameTable {
         Some(format!("{hub}.{suffix}"))
     }
 
-    /// GGUF's spelling of a hub name.
+    /// Returns the GGUF name of a hub name.
     pub fn to_gguf(&self, hub: &str) -> Option<String> {
         let (stem, suffix) = split_suffix(hub)?;
         if let Some((block, part)) = split_block(stem, self.layers) {
@@ -82,7 +82,7 @@ impl NameTable {
         Some(format!("{gguf}.{suffix}"))
     }
 
-    /// Whether no two tensors share a spelling.
+    /// Returns whether no two tensors have the same name.
     #[cfg(test)]
     pub(crate) fn is_one_to_one(&self) -> bool {
         let differ = |a: &(&str, &str), b: &(&str, &str)| a.0 != b.0 && a.1 != b.1;
@@ -95,8 +95,8 @@ fn split_suffix(name: &str) -> Option<(&str, &str)> {
     name.rsplit_once('.').filter(|(_, suffix)| matches!(*suffix, "weight" | "bias"))
 }
 
-/// Splits `blk.12.attn_q` into 12 and `attn_q`. Accepts only the canonical spelling of the number, so that the
-/// translation is reversible.
+/// Splits `blk.12.attn_q` into 12 and `attn_q`. It accepts only the canonical spelling of the number, so that the
+/// translation back yields the same name.
 fn split_block<'a>(stem: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
     let (digits, part) = stem.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
     let block: u32 = digits.parse().ok()?;

@@ -1,16 +1,16 @@
-//! The order of rows in query and key projections.
+//! Reorders the rows of query and key projections.
 //!
-//! Files of some architectures ([`QkRows::InterleavedPairs`](super::QkRows)) are written for rotary embedding of
-//! neighboring elements: within a head of `d` rows, the file's row `2i + s` is the hub's row `s * d / 2 + i` (source:
-//! `permute` of llama.cpp's `convert_hf_to_gguf.py`).
-//! Whole rows move, so this is exact in every block format.
+//! Files of some architectures ([`QkRows::InterleavedPairs`](super::QkRows)) are written for a rotary embedding of
+//! adjacent elements: within a head of `d` rows, row `2i + s` of the file is row `s * d / 2 + i` of the hub (source:
+//! `permute` of llama.cpp's `convert_hf_to_gguf.py`). Only whole rows are moved, so the result is exact in every block
+//! format.
 
 #![forbid(unsafe_code)]
 
 use super::metadata::Metadata;
 use crate::weights::TensorView;
 
-/// Number of heads of a query or key projection, by its name in the file; `None` for other tensors.
+/// Returns the number of heads of a query or key projection with this name in the file; `None` for other tensors.
 pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, String>> {
     let architecture = metadata.architecture()?;
     let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
@@ -23,19 +23,22 @@ pub(super) fn heads(metadata: &Metadata, name: &str) -> Option<Result<usize, Str
     let query_key = format!("{architecture}.attention.head_count");
     let kv_key = format!("{query_key}_kv");
     let count = |key: &str| {
-        // One number for all blocks, or one for each.
+        // The value is one number for all blocks, or an array with one number per block.
         metadata.u32(key).or_else(|| metadata.u32s(key)?.get(block).copied()).map(|count| count as usize)
     };
     let heads = if is_query || metadata.get(&kv_key).is_none() { count(&query_key) } else { count(&kv_key) };
-    Some(heads.ok_or_else(|| format!("{query_key} or its _kv is not a number of heads for block {block}")))
+    Some(heads.ok_or_else(|| format!("{query_key} or {kv_key} contains no number of heads for block {block}")))
 }
 
-/// The bytes with rows in the hub's order.
+/// Returns the bytes with the rows in the hub's order.
 pub(super) fn to_halves(view: TensorView<'_>, heads: usize) -> Result<Box<[u8]>, String> {
     let rows = view.shape.first().copied().unwrap_or(0);
     let is_whole_rows = view.shape.len() == 2 || (view.shape.len() == 1 && !view.dtype.is_quantized());
     if !is_whole_rows || heads == 0 || !rows.is_multiple_of(2 * heads) {
-        return Err(format!("shape {:?} of {} is not {heads} heads of an even number of rows", view.shape, view.dtype));
+        return Err(format!(
+            "got shape {:?} of {}, expected {heads} heads with an even number of rows each",
+            view.shape, view.dtype
+        ));
     }
     let row_bytes = view.data.len() / rows;
     let half = rows / heads / 2;
@@ -58,7 +61,7 @@ mod tests {
 
     #[test]
     fn rows_of_each_head_go_to_halves() {
-        // Two heads of four rows of one element each: the file's order within a head is 0 2 1 3 of the hub's.
+        // Two heads of four rows of one element each: within a head, the file's order is 0 2 1 3 of the hub's.
         let file: Vec<u8> =
             [0.0_f32, 2.0, 1.0, 3.0, 10.0, 12.0, 11.0, 13.0].iter().flat_map(|x| x.to_le_bytes()).collect();
         for shape in [&[8, 1][..], &[8]] {
@@ -70,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_are_no_heads_are_refused() {
+    fn shapes_without_whole_heads_are_an_error() {
         let data = [0; 12];
         let view = TensorView { dtype: DType::F32, shape: &[3], data: &data };
         for heads in [0, 1, 3, usize::MAX / 2] {

@@ -1,8 +1,8 @@
-//! A cursor over untrusted little-endian bytes that never reads outside them and never allocates.
+//! Cursor over untrusted little-endian bytes that never reads out of bounds and never allocates.
 
 #![forbid(unsafe_code)]
 
-/// Reads forward from `at`; each error contains the position and the number of missing bytes.
+/// Reads forward from `at`; every error contains the position and the number of missing bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
@@ -22,10 +22,10 @@ impl<'a> Reader<'a> {
         self.bytes.len() - self.at
     }
 
-    /// Reads the next `len` bytes. The length has the width of the file's field, so a conversion cannot wrap.
+    /// Returns the next `len` bytes. `len` has the width of the format's lengths, so that no conversion truncates it.
     pub(super) fn take(&mut self, len: u64, what: &str) -> Result<&'a [u8], String> {
         let taken = usize::try_from(len).ok().and_then(|len| self.bytes[self.at..].get(..len)).ok_or_else(|| {
-            format!("{what} at byte {} needs {len} bytes, but {} are left", self.at, self.remaining())
+            format!("{what} at byte {} needs {len} bytes, but only {} are left", self.at, self.remaining())
         })?;
         self.at += taken.len();
         Ok(taken)
@@ -46,7 +46,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A string with its 64-bit length before it.
+    /// Reads a string and the 64-bit length before it.
     pub(super) fn string(&mut self, what: &str) -> Result<&'a str, String> {
         let len = self.u64(what)?;
         let start = self.at;
@@ -65,7 +65,7 @@ mod tests {
         assert_eq!(reader.u32("n"), Ok(1));
         assert_eq!(reader.string("s"), Ok("hi"));
         assert_eq!((reader.at(), reader.remaining()), (14, 1));
-        assert!(reader.u32("n").unwrap_err().contains("needs 4 bytes, but 1 are left"));
+        assert!(reader.u32("n").unwrap_err().contains("needs 4 bytes, but only 1 are left"));
         assert!(reader.take(u64::MAX, "x").is_err());
         assert_eq!(reader.take(1, "x"), Ok(&[9][..]));
         assert_eq!(reader.take(0, "x"), Ok(&[][..]));

@@ -1,20 +1,20 @@
-//! GGML's numbers for tensor types: those that are read, and the sizes of those that are only recognized.
+//! GGML's numbers of tensor types: the supported types, and the sizes of types that are only recognized.
 //!
-//! Source: `enum ggml_type` in ggml's `ggml.h` and the block structs of `ggml-common.h`. Numbers 4, 5, 31 to 33 and
-//! 36 to 38 were removed from the format.
+//! Source: `enum ggml_type` in ggml's `ggml.h` and the block structs of `ggml-common.h`. Numbers 4, 5, 31 to 33 and 36
+//! to 38 were removed from the format.
 
 #![forbid(unsafe_code)]
 
 use crate::weights::DType;
 
-/// A tensor type as named in a file.
+/// Tensor type of a GGUF file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GgmlType {
     pub(super) id: u32,
     pub(super) name: &'static str,
     pub(super) block_len: usize,
     pub(super) block_bytes: usize,
-    /// The type it is read as; `None` if it is recognized but not implemented.
+    /// The same type as a [`DType`], or `None` if the type is only recognized.
     pub(super) dtype: Option<DType>,
 }
 

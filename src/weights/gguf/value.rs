@@ -1,13 +1,13 @@
-//! The value types of GGUF metadata, read in place.
+//! Value types of GGUF metadata; values are decoded in place.
 
 #![forbid(unsafe_code)]
 
 use super::reader::Reader;
 
-/// Maximum nesting of arrays; real files have no nested arrays.
+/// Largest nesting depth of arrays; real files have no nested arrays.
 const MAX_DEPTH: u32 = 8;
 
-/// Type of a metadata value, with the format's numbers.
+/// Type of a metadata value, with its number in the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 #[repr(u32)]
@@ -48,7 +48,7 @@ impl ValueType {
         Self::ALL.get(id as usize).copied().ok_or_else(|| format!("has value type {id}, expected 0 to 12"))
     }
 
-    /// Bytes of one value, or the least that one can have.
+    /// Returns the number of bytes of a value, or the smallest possible number.
     fn min_bytes(self) -> u64 {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
@@ -60,7 +60,7 @@ impl ValueType {
     }
 }
 
-/// A metadata value, borrowed from the file.
+/// Metadata value, borrowed from the file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Value<'a> {
@@ -108,7 +108,7 @@ impl<'a> Value<'a> {
         })
     }
 
-    /// The value as a wide integer, if it is of an integer type.
+    /// Returns the value as a wide integer if its type is an integer type.
     pub fn as_int(&self) -> Option<i128> {
         match *self {
             Self::U8(value) => Some(value.into()),
@@ -123,18 +123,18 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The value as f32, if it is of a float type; f64 is rounded.
+    /// Returns the value as f32 if its type is a float type; f64 is rounded.
     pub fn as_f32(&self) -> Option<f32> {
         match *self {
             Self::F32(value) => Some(value),
-            #[allow(clippy::cast_possible_truncation)] // rounding is what is promised
+            #[allow(clippy::cast_possible_truncation)] // the documentation promises rounding
             Self::F64(value) => Some(value as f32),
             _ => None,
         }
     }
 }
 
-/// An array of values of one type, checked when the file was opened and decoded during iteration.
+/// Array of values of one type, checked when the file was opened and decoded during iteration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Array<'a> {
     element: ValueType,
@@ -144,17 +144,17 @@ pub struct Array<'a> {
 }
 
 impl<'a> Array<'a> {
-    /// Reads element type and length, and checks all elements.
+    /// Reads the element type and the length, and checks all elements.
     fn read(reader: &mut Reader<'a>, depth: u32) -> Result<Self, String> {
         if depth >= MAX_DEPTH {
-            return Err(format!("has arrays nested deeper than {MAX_DEPTH}"));
+            return Err(format!("has arrays nested more than {MAX_DEPTH} levels deep"));
         }
         let element = ValueType::from_id(reader.u32("array element type")?)?;
         let len = reader.u64("array length")?;
-        // Before any walk or product: a length that the rest of the file cannot hold is wrong.
+        // Check the length against the remaining bytes before any loop or product.
         if len > reader.remaining() as u64 / element.min_bytes() {
             let left = reader.remaining();
-            return Err(format!("has an array of {len} elements of {element:?}, but {left} bytes are left"));
+            return Err(format!("has an array of {len} elements of {element:?}, but only {left} bytes are left"));
         }
         let mut walked = reader.clone();
         match element {
@@ -168,30 +168,31 @@ impl<'a> Array<'a> {
             }
         }
         let bytes = reader.take((walked.at() - reader.at()) as u64, "array")?;
-        let len = usize::try_from(len).map_err(|_| format!("has an array of {len} elements"))?;
+        let len =
+            usize::try_from(len).map_err(|_| format!("has an array of {len} elements, expected at most usize::MAX"))?;
         Ok(Self { element, len, bytes, depth })
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     pub fn element(&self) -> ValueType {
         self.element
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the array is empty.
+    /// Returns whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The elements in order.
+    /// Iterates over the elements in order.
     pub fn iter(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
         let mut reader = Reader::new(self.bytes);
         let (element, depth) = (self.element, self.depth);
-        // Walked once already, so reading cannot fail; if it did, the walk would just end.
+        // `read` has checked every element, so reading cannot fail; an error would end the iteration.
         (0..self.len).map_while(move |_| Value::read_as(&mut reader, element, depth + 1).ok())
     }
 }

@@ -1,10 +1,10 @@
-//! The JSON header of one safetensors file, checked in full before a tensor is returned.
+//! JSON header of one safetensors file, checked completely before a tensor is returned.
 //!
-//! The header is read in one streaming pass. The `safetensors` crate buffers the whole header as a tree of values,
-//! which makes a hostile header cost about fifty times its size, and accepts two tensors of one name. The rules
-//! enforced here are those of the format: the header begins with `{` (a leading space is refused), offsets are in
-//! bounds, the data section is covered without hole or overlap, and the span of a tensor has the size of its type and
-//! shape.
+//! The header is parsed in one streaming pass. The `safetensors` crate buffers the whole header as a tree of values,
+//! which needs about fifty times the size of a malicious header, and it keeps the last of two tensors with the same
+//! name. This module enforces the rules of the format: the header begins with `{` (leading white space is an error),
+//! offsets are in bounds, the tensors cover the data section without gaps or overlaps, and each tensor's range has the
+//! size of its type and shape.
 
 #![forbid(unsafe_code)]
 
@@ -15,13 +15,14 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Unexpected, Visitor};
 
 use crate::weights::DType;
 
-/// Longest header that is read: the format's own limit, 100 MB.
+/// Largest accepted header: the format's own limit, 100 MB.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// The length field before the header.
+/// Size of the length field before the header.
 const LENGTH_BYTES: usize = 8;
 
-/// Types of the format by name: the bits of an element, and the type of this crate if there is one. A file may contain
-/// tensors of any of them; only those that a model uses must have a type of this crate.
+/// Element types of the format: name, bits per element, and the [`DType`] if this crate supports the type.
+///
+/// A file may contain tensors of any of these types; only the tensors that a model requests must have a supported type.
 const ELEMENT_TYPES: [ElementType; 22] = [
     ElementType::unsupported("BOOL", 8),
     ElementType::unsupported("F4", 4),
@@ -60,7 +61,7 @@ impl ElementType {
     }
 }
 
-/// One tensor as the header describes it; offsets count from the end of the header.
+/// Tensor in the header; offsets are relative to the end of the header.
 #[derive(serde::Deserialize)]
 struct TensorInfo {
     dtype: ElementType,
@@ -68,69 +69,73 @@ struct TensorInfo {
     data_offsets: (usize, usize),
 }
 
-/// One tensor of a file; `data` counts from the start of the file.
+/// Tensor of a file; `data` is relative to the start of the file.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) name: String,
-    /// The type, or the format's name of a type that this crate lacks.
+    /// The type, or the format's name of a type that this crate does not support.
     pub(super) dtype: Result<DType, &'static str>,
     pub(super) shape: Vec<usize>,
     pub(super) data: Range<usize>,
 }
 
-/// Reads and checks the header of a whole file, and lists its tensors in the order of their data.
+/// Parses and checks the header of a whole file, and returns its tensors in the order of their data.
 pub(super) fn parse(file: &[u8]) -> Result<Vec<Entry>, String> {
     let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
-        return Err(format!("{} bytes are too few for the 8 bytes of header length", file.len()));
+        return Err(format!("the file has {} bytes, expected at least the 8 bytes of the header length", file.len()));
     };
     let length = u64::from_le_bytes(*length);
     if length > MAX_HEADER_BYTES {
-        return Err(format!("header length is {length} bytes, expected at most {MAX_HEADER_BYTES}"));
+        return Err(format!("the header length is {length} bytes, expected at most {MAX_HEADER_BYTES}"));
     }
     let header = usize::try_from(length).ok().and_then(|length| rest.get(..length));
     let Some(header) = header else {
-        return Err(format!("header length is {length} bytes, but only {} follow it", rest.len()));
+        return Err(format!("the header length is {length} bytes, but only {} bytes are left", rest.len()));
     };
     let data_len = rest.len() - header.len();
     let data_start = file.len() - data_len;
-    let text = std::str::from_utf8(header).map_err(|error| format!("header is not UTF-8: {error}"))?;
+    let text = std::str::from_utf8(header).map_err(|error| format!("the header is not UTF-8: {error}"))?;
     if !text.starts_with('{') {
-        return Err("header does not begin with '{'".to_owned());
+        return Err("the header does not begin with '{'".to_owned());
     }
-    let Tensors(mut tensors) = serde_json::from_str(text).map_err(|error| format!("header is not valid: {error}"))?;
+    let Tensors(mut tensors) = serde_json::from_str(text).map_err(|error| format!("the header is invalid: {error}"))?;
 
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
     if let Some(twice) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         return Err(format!("tensor {:?} is listed twice", twice[0].0));
     }
-    // Empty tensors share their offset with a neighbor; the name is the tie-break, so the order depends on the file
-    // alone.
+    // Empty tensors have the same offset as the next tensor. The sort is stable and the tensors are sorted by name, so
+    // the order depends only on the file.
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let mut covered = 0;
     let mut entries = Vec::with_capacity(tensors.len());
     for (name, info) in tensors {
         let (begin, end) = info.data_offsets;
         if begin > end {
-            return Err(format!("tensor {name:?} begins at {begin} and ends before, at {end}"));
+            return Err(format!(
+                "tensor {name:?} begins at {begin} and ends at {end}, expected an end after the begin"
+            ));
         }
         if end > data_len {
-            return Err(format!("tensor {name:?} ends at {end}, but there are {data_len} bytes of data"));
+            return Err(format!(
+                "tensor {name:?} ends at {end}, expected at most {data_len}, the number of data bytes"
+            ));
         }
         if begin != covered {
-            let what = if begin < covered { "overlaps its neighbour" } else { "leaves unused bytes before it" };
+            let what = if begin < covered { "overlaps the tensor before it" } else { "leaves unused bytes before it" };
             return Err(format!("tensor {name:?} {what}: it begins at {begin}, expected {covered}"));
         }
         let span = end - begin;
         if span_bytes(&info) != Some(span) {
             let (dtype, shape) = (info.dtype.name, &info.shape);
-            return Err(format!("tensor {name:?} spans {span} bytes, which {dtype} of shape {shape:?} does not fill"));
+            return Err(format!("tensor {name:?} spans {span} bytes, which does not match {dtype} of shape {shape:?}"));
         }
         covered = end;
         let data = data_start + begin..data_start + end;
         entries.push(Entry { name, dtype: info.dtype.supported.ok_or(info.dtype.name), shape: info.shape, data });
     }
     if covered != data_len {
-        return Err(format!("tensors end at {covered}, but there are {data_len} bytes of data"));
+        return Err(format!("the tensors end at {covered}, expected {data_len}, the number of data bytes"));
     }
     Ok(entries)
 }
@@ -160,7 +165,7 @@ impl<'de> Deserialize<'de> for ElementType {
     }
 }
 
-/// The header's map without `__metadata__`, in the order of the text.
+/// Map of the header without `__metadata__`, in the order of the text.
 struct Tensors(Vec<(String, TensorInfo)>);
 
 impl<'de> Deserialize<'de> for Tensors {
@@ -189,7 +194,7 @@ impl<'de> Deserialize<'de> for Tensors {
     }
 }
 
-/// A map of strings that is checked and dropped.
+/// Object of strings that is checked and discarded.
 struct TextMap;
 
 impl<'de> Deserialize<'de> for TextMap {
@@ -215,7 +220,7 @@ impl<'de> Deserialize<'de> for TextMap {
     }
 }
 
-/// A string that is checked and dropped.
+/// String that is checked and discarded.
 struct Text;
 
 impl<'de> Deserialize<'de> for Text {
@@ -251,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_type_is_refused_by_its_name() {
+    fn an_unknown_type_is_an_error_with_its_name() {
         let header = br#"{"w":{"dtype":"F128","shape":[1],"data_offsets":[0,16]}}"#;
         let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 16]].concat();
         let error = parse(&file).unwrap_err();

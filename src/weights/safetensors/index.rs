@@ -1,4 +1,4 @@
-//! `model.safetensors.index.json`: which tensor is in which file.
+//! `model.safetensors.index.json`: maps each tensor to its file.
 
 #![forbid(unsafe_code)]
 
@@ -6,11 +6,11 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
-/// Reads the `weight_map` of an index: pairs of tensor name and file name, in the order of the text.
+/// Parses the `weight_map` of an index: pairs of tensor name and file name, in the order of the text.
 pub(super) fn parse(text: &[u8]) -> Result<Vec<(String, String)>, String> {
-    let Index(mut pairs) = serde_json::from_slice(text).map_err(|error| format!("index is not valid: {error}"))?;
+    let Index(mut pairs) = serde_json::from_slice(text).map_err(|error| format!("the index is invalid: {error}"))?;
     for (tensor, shard) in &pairs {
-        // A shard is in the folder of its index; an index must not lead out of that folder.
+        // A shard is in the folder of its index; an index must not refer to a file outside the folder.
         let is_plain = !shard.contains(['/', '\\', '\0']) && !matches!(shard.as_str(), "" | "." | "..");
         if !is_plain {
             return Err(format!(
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_index_is_refused() {
+    fn an_invalid_index_is_an_error() {
         for bad in [
             &br"[]"[..],
             br"{}",

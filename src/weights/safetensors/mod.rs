@@ -1,8 +1,9 @@
-//! Weights in the hub's form: `model.safetensors`, or shards with `model.safetensors.index.json`.
+//! Safetensors weights as on the hub: `model.safetensors`, or shards with `model.safetensors.index.json`.
 //!
-//! The index is authoritative: each file that it names must exist, which is checked before any weight is read; a tensor
-//! must be in the file that the index names; other tensors and files are ignored. Tensors have the names of the file.
-//! All files stay mapped during the lifetime of the source; [`WeightSource::release`] drops the pages of a tensor.
+//! The index is authoritative. Every file that it refers to must exist, which is checked before any weights are read. A
+//! tensor must be in the file that the index maps it to. Tensors and files that the index does not mention are ignored.
+//! Names are those of the files. All files stay mapped during the lifetime of the source; [`WeightSource::release`]
+//! releases a tensor's pages.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +22,7 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// File name of the index of sharded weights.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// The weights of one folder.
+/// Weights of one folder.
 #[derive(Debug)]
 pub struct SafetensorsFolder {
     files: Vec<FileMap>,
@@ -30,7 +31,12 @@ pub struct SafetensorsFolder {
 }
 
 impl SafetensorsFolder {
-    /// Opens a folder: by its index if it has one, else its `model.safetensors`.
+    /// Opens the weights of a folder: the shards of its index if it has one, otherwise `model.safetensors`.
+    ///
+    /// # Errors
+    /// [`WeightError::NotAModel`] if the folder contains neither file; [`WeightError::MissingShard`] if a shard does
+    /// not exist; [`WeightError::Corrupt`] if a file violates a rule of its format; [`WeightError::Io`] if a file
+    /// cannot be read.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, WeightError> {
         let folder = folder.as_ref();
         let index_path = folder.join(INDEX_FILE);
@@ -41,16 +47,22 @@ impl SafetensorsFolder {
         if single.is_file() {
             return Self::open_file(single);
         }
-        let looked_for = format!("neither {INDEX_FILE} nor {SINGLE_FILE} is there");
+        let looked_for = format!("expected {INDEX_FILE} or {SINGLE_FILE}");
         Err(WeightError::NotAModel { path: folder.to_owned(), looked_for })
     }
 
-    /// Opens one safetensors file by itself.
+    /// Opens a single safetensors file.
+    ///
+    /// # Errors
+    /// [`WeightError::Corrupt`] if the file violates a rule of its format; [`WeightError::Io`] if it cannot be read.
     pub fn open_file(path: impl AsRef<Path>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::open(path.as_ref())?)
     }
 
-    /// Reads one safetensors file from memory; `label` is its name in errors.
+    /// Parses the bytes of one safetensors file; `label` is its name in errors.
+    ///
+    /// # Errors
+    /// [`WeightError::Corrupt`] if the bytes violate a rule of the format.
     pub fn parse(label: impl AsRef<Path>, bytes: Vec<u8>) -> Result<Self, WeightError> {
         Self::from_map(FileMap::from_vec(label.as_ref(), bytes))
     }
@@ -65,7 +77,8 @@ impl SafetensorsFolder {
         let text = FileMap::open(index_path)?;
         let pairs = index::parse(text.bytes()).map_err(corrupt)?;
 
-        // All names before the first file is opened: a missing shard must not cost the reading of the others.
+        // Check all file names before the first file is opened: with a missing shard, reading the others would be
+        // wasted work.
         let mut shards: Vec<&str> = Vec::new();
         let mut shard_ids: HashMap<&str, usize> = HashMap::new();
         for (tensor, shard) in &pairs {
@@ -79,29 +92,29 @@ impl SafetensorsFolder {
             shard_ids.insert(shard, 0);
             shards.push(shard);
         }
-        // Indexes are often sorted by tensor name, which is unrelated to the order of the files.
+        // An index is often sorted by tensor name, so its order is not that of the files.
         shards.sort_unstable();
         for (id, shard) in shards.iter().enumerate() {
             shard_ids.insert(shard, id);
         }
 
-        let mut wanted: HashMap<&str, usize> =
+        let mut missing: HashMap<&str, usize> =
             pairs.iter().map(|(name, shard)| (name.as_str(), shard_ids[&**shard])).collect();
         let mut files = Vec::with_capacity(shards.len());
         let mut tensors = Vec::with_capacity(pairs.len());
         for (id, shard) in shards.iter().enumerate() {
             let file = FileMap::open(&folder.join(shard))?;
             for entry in read_header(&file)? {
-                if wanted.get(entry.name.as_str()) == Some(&id) {
-                    wanted.remove(entry.name.as_str());
+                if missing.get(entry.name.as_str()) == Some(&id) {
+                    missing.remove(entry.name.as_str());
                     tensors.push((id, entry));
                 }
             }
             files.push(file);
         }
-        // The smallest name, so that the same folder always gives the same message.
-        if let Some((name, id)) = wanted.into_iter().min() {
-            return Err(corrupt(format!("weight_map puts {name:?} in {:?}, which does not hold it", shards[id])));
+        // Report the smallest name, so that the same folder always causes the same message.
+        if let Some((name, id)) = missing.into_iter().min() {
+            return Err(corrupt(format!("weight_map maps {name:?} to {:?}, which does not contain it", shards[id])));
         }
         Ok(Self::assemble(files, tensors))
     }
