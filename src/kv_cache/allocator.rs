@@ -117,7 +117,10 @@ impl BlockAllocator {
     /// If `block_size` is 0 or the pool holds more than `u32::MAX` tokens. The engine checks both when it is built.
     pub fn new(blocks: u32, block_size: u32) -> Self {
         assert!(block_size > 0, "block_size is 0, expected at least 1 token");
-        assert!(blocks.checked_mul(block_size).is_some(), "{blocks} blocks of {block_size} tokens hold more than u32::MAX tokens");
+        assert!(
+            blocks.checked_mul(block_size).is_some(),
+            "{blocks} blocks of {block_size} tokens hold more than u32::MAX tokens"
+        );
         Self {
             block_size,
             refs: vec![0; blocks as usize],
@@ -445,13 +448,24 @@ impl BlockAllocator {
             states[block.0 as usize] += 1;
         }
         if let Some(block) = states.iter().position(|&states| states != 1) {
-            return Err(format!("block {block} is in {} of the states free, live and cached, expected 1", states[block]));
+            return Err(format!(
+                "block {block} is in {} of the states free, live and cached, expected 1",
+                states[block]
+            ));
         }
         if self.idle.iter().count() != self.idle.len() as usize {
-            return Err(format!("{} idle blocks are linked, but {} are counted", self.idle.iter().count(), self.idle.len()));
+            return Err(format!(
+                "{} idle blocks are linked, but {} are counted",
+                self.idle.iter().count(),
+                self.idle.len()
+            ));
         }
         let Some(index) = &self.index else {
-            return if self.idle.len() == 0 { Ok(()) } else { Err("idle blocks exist, but the prefix cache is disabled".into()) };
+            return if self.idle.len() == 0 {
+                Ok(())
+            } else {
+                Err("idle blocks exist, but the prefix cache is disabled".into())
+            };
         };
         if let Some(block) = self.free.iter().find(|&&block| index.contains(block)) {
             return Err(format!("free block {block:?} is still in the prefix index"));

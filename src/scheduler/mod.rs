@@ -532,7 +532,11 @@ impl Scheduler {
             return Err(format!("the running sequences are out of order: {:?}", self.running));
         }
         if self.running.len() > self.config.max_num_seqs as usize {
-            return Err(format!("{} sequences are running, expected at most max_num_seqs ({})", self.running.len(), self.config.max_num_seqs));
+            return Err(format!(
+                "{} sequences are running, expected at most max_num_seqs ({})",
+                self.running.len(),
+                self.config.max_num_seqs
+            ));
         }
         let (mut waiting, mut running) = (0, 0);
         for (seq, sequence) in &self.sequences {
@@ -555,7 +559,9 @@ impl Scheduler {
                         return Err(format!("{seq:?} has the status running but is not in the running list"));
                     }
                     if sequence.next_row() > space || sequence.computed >= sequence.len() {
-                        return Err(format!("{seq:?} has blocks for {space} tokens, which do not cover its rows, or no token left to compute: {sequence:?}"));
+                        return Err(format!(
+                            "{seq:?} has blocks for {space} tokens, which do not cover its rows, or no token left to compute: {sequence:?}"
+                        ));
                     }
                     if sequence.next_row() >= sequence.len() + sequence.pending.max(1) {
                         return Err(format!("{seq:?} has in-flight rows beyond its placeholders: {sequence:?}"));
@@ -568,15 +574,23 @@ impl Scheduler {
             }
             let planned = self.in_flight.rows_of(*seq, sequence.first_valid_plan);
             if planned != (sequence.in_flight, sequence.pending) {
-                return Err(format!("{seq:?} has {planned:?} (rows, sampling rows) in plans that are not stale, but counts others: {sequence:?}"));
+                return Err(format!(
+                    "{seq:?} has {planned:?} (rows, sampling rows) in plans that are not stale, but counts others: {sequence:?}"
+                ));
             }
         }
         if (waiting, running) != (self.waiting.len(), self.running.len()) {
-            return Err(format!("{waiting} sequences are waiting and {running} are running, but the lists have lengths {:?}", (self.waiting(), self.running())));
+            return Err(format!(
+                "{waiting} sequences are waiting and {running} are running, but the lists have lengths {:?}",
+                (self.waiting(), self.running())
+            ));
         }
         let rows: u64 = self.plan.chunks.iter().map(|chunk| u64::from(chunk.len)).sum();
         if rows > u64::from(self.config.max_num_batched_tokens) {
-            return Err(format!("the plan has {rows} rows, expected at most max_num_batched_tokens ({})", self.config.max_num_batched_tokens));
+            return Err(format!(
+                "the plan has {rows} rows, expected at most max_num_batched_tokens ({})",
+                self.config.max_num_batched_tokens
+            ));
         }
         Ok(())
     }

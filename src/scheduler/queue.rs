@@ -104,7 +104,10 @@ mod tests {
         let policy = SchedulePolicy::Priority;
         let old = key(policy, 0, 0, 0);
         assert!(key(policy, 2, PRIORITY_STEP_US, 1) < old, "arrives one second later, two levels higher");
-        assert!(key(policy, 2, 2 * PRIORITY_STEP_US, 1) > old, "arrives two seconds later, two levels higher: the older goes first");
+        assert!(
+            key(policy, 2, 2 * PRIORITY_STEP_US, 1) > old,
+            "arrives two seconds later, two levels higher: the older goes first"
+        );
         assert!(key(policy, 2, 3 * PRIORITY_STEP_US, 1) > old);
         assert!(key(policy, 0, 0, 1) > old);
     }

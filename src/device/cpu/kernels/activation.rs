@@ -1,7 +1,7 @@
-//! Element-wise row functions: activations, gates, sums.
+//! Element-wise row kernels: activations, gated activations, sums.
 //!
-//! Every function gives the same bits on every path and for every split of a row. Rows may have any length: the last
-//! partial vector is padded with zeros, whose results are dropped.
+//! Every kernel gives the same bits on every path and for every split of a row. Rows may have any length: the last
+//! partial vector is padded with zeros, and the padding's results are dropped.
 
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ pub fn silu<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
 /// `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`, written as `x / (1 + exp(-2u))`, which has no cancellation.
 #[inline(always)]
 pub fn gelu_tanh<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
-    // -2 √(2/π) and that times 0.044715.
+    // -2 √(2/π), and that product times 0.044715.
     const LINEAR: f32 = -1.595_769;
     const CUBIC: f32 = -0.071_354_814;
     let slope = l.fma(l.mul(x, x), l.splat(CUBIC), l.splat(LINEAR));

@@ -1,4 +1,4 @@
-//! The largest of a row, with a look at whether all of it is finite.
+//! Argmax of a row; also detects elements that are not finite.
 
 #![forbid(unsafe_code)]
 
@@ -7,20 +7,20 @@ use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 use crate::graph::NO_TOKEN;
 
-/// Largest element of a stretch of a row.
+/// Largest element of a segment of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Argmax {
-    /// Its index, the lowest of equals; [`NO_TOKEN`] if an element is not finite.
+    /// Index of the largest element; the lowest index wins a tie. [`NO_TOKEN`] if an element is not finite.
     pub id: u32,
-    /// The element.
+    /// Value of the largest element.
     pub value: f32,
 }
 
 impl Argmax {
-    /// Of nothing.
+    /// Argmax of an empty segment.
     pub const NONE: Self = Self { id: 0, value: f32::NEG_INFINITY };
 
-    /// Of this stretch and one behind it.
+    /// Combines this segment's result with the result of a later segment.
     #[must_use]
     pub fn then(self, next: Self) -> Self {
         let next_wins = self.id != NO_TOKEN && (next.id == NO_TOKEN || next.value > self.value);
@@ -28,11 +28,11 @@ impl Argmax {
     }
 }
 
-/// Largest of a stretch that begins at element `first` of its row.
+/// Returns the argmax of a segment that begins at element `first` of its row.
 pub fn argmax_row(isa: Isa, x: &[f32], first: usize) -> Argmax {
     struct Body<'a>(&'a [f32]);
     impl Kernel for Body<'_> {
-        /// The largest, and a sum that is zero exactly if all are finite.
+        /// The maximum, and a sum that is zero exactly if all elements are finite.
         type Output = (f32, f32);
         #[inline(always)]
         fn run<L: SimdVector>(self, l: L) -> (f32, f32) {
@@ -43,7 +43,7 @@ pub fn argmax_row(isa: Isa, x: &[f32], first: usize) -> Argmax {
                 for (i, chunk) in group.as_chunks::<16>().0.iter().enumerate() {
                     let v = l.load(chunk);
                     largest[i] = l.max(v, largest[i]);
-                    // Zero times an infinity or a NaN is NaN, and stays in the sum.
+                    // Zero times an infinity or a NaN is NaN, which persists in the sum.
                     zeros[i] = l.fma(v, l.splat(0.0), zeros[i]);
                 }
             }

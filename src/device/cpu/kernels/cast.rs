@@ -1,4 +1,4 @@
-//! Rounding rows to a narrower float type, and counting what does not fit.
+//! Rounds rows to a narrower float type and counts values out of range.
 
 #![forbid(unsafe_code)]
 
@@ -6,10 +6,10 @@ use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
-/// Largest magnitude of half precision.
+/// Largest finite value of half precision.
 pub const F16_MAX: f32 = 65_504.0;
 
-/// Elements whose magnitude is beyond `limit`, infinities included; NaN is not.
+/// Counts elements whose magnitude exceeds `limit`, infinities included; NaN does not count.
 pub fn count_beyond(isa: Isa, x: &[f32], limit: f32) -> usize {
     struct Largest<'a>(&'a [f32]);
     impl Kernel for Largest<'_> {
@@ -19,7 +19,7 @@ pub fn count_beyond(isa: Isa, x: &[f32], limit: f32) -> usize {
             let (mut high, mut low) = (l.splat(0.0), l.splat(0.0));
             let (chunks, rest) = self.0.as_chunks::<16>();
             for chunk in chunks {
-                // A NaN loses against what it is compared with, as the first of two operands.
+                // As the first operand of `max`, a NaN loses the comparison.
                 high = l.max(l.load(chunk), high);
                 low = l.min(l.load(chunk), low);
             }
@@ -66,7 +66,8 @@ pub fn round_bf16_row(isa: Isa, x: &[f32], out: &mut [u16]) {
     dispatch(isa, Rounded::<Bf16>(x, out));
 }
 
-/// What becomes of 16 values. A trait and no closure: a closure has not the instructions of the kernel around it.
+/// Function of 16 values. A trait instead of a closure, because a closure is not compiled with the target features of
+/// the kernel around it.
 trait Round {
     type Out: Copy;
     fn round<L: SimdVector>(l: L, x: L::F32) -> [Self::Out; 16];

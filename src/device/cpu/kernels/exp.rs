@@ -1,7 +1,7 @@
-//! The exponential of the CPU kernels: one polynomial, the same operations in every lane and on every path.
+//! Exponential of the CPU kernels: one polynomial, evaluated by the same operations in every lane and on every path.
 //!
-//! Error against the true value: at most 2 units in the last place for results in the normal range, and one rounding of
-//! the smallest step below it. `exp(-inf)` is 0, results above the largest f32 are infinite, NaN stays NaN.
+//! Error: at most 2 ulp for results in the normal range; for subnormal results, one rounding to the smallest step.
+//! `exp(-inf)` is 0, results above the largest f32 are infinite, NaN stays NaN.
 
 #![forbid(unsafe_code)]
 
@@ -12,9 +12,9 @@ use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 // exp(-110) rounds to 0 and exp(100) to infinity, so clamping there changes no result and keeps exponents in range.
 const LOWEST: f32 = -110.0;
 const HIGHEST: f32 = 100.0;
-// 1.5 * 2^23: adding it rounds to the nearest whole number.
+// 1.5 * 2^23: adding it rounds to the nearest integer.
 const ROUNDER: f32 = 12_582_912.0;
-// ln 2 in two pieces (Cody and Waite): the first has few bits, so its product with a whole number is exact.
+// ln 2 in two parts (Cody and Waite): the first has few bits, so its product with an integer is exact.
 const LN2_HIGH: f32 = 355.0 / 512.0;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 // (exp(r) - 1 - r) / r² on |r| <= ln(2) / 2, as in Cephes' expf; highest power first.
@@ -23,7 +23,7 @@ const POLYNOMIAL: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.16
 /// `exp` of each lane.
 #[inline(always)]
 pub fn exp<L: SimdVector>(l: L, x: L::F32) -> L::F32 {
-    // The bounds come first in `max` and `min`, so that NaN passes through.
+    // The bounds are the first operands of `max` and `min`, so that NaN passes through.
     let x = l.min(l.splat(HIGHEST), l.max(l.splat(LOWEST), x));
     let n = l.sub(l.fma(x, l.splat(std::f32::consts::LOG2_E), l.splat(ROUNDER)), l.splat(ROUNDER));
     let r = l.fma(n, l.splat(-LN2_HIGH), x);

@@ -1,9 +1,9 @@
-//! Rows of floats as products read them.
+//! Float activation rows in the form that matrix products read.
 
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use std::ops::Range;
 
-/// Rows of activations, to read: `f32`, or `u16` with the bits of bfloat16.
+/// View of rows of activations: `f32`, or `u16` with the bits of bfloat16.
 #[derive(Clone, Copy, Debug)]
 pub struct FloatRows<'a, T = f32> {
     data: &'a [T],
@@ -11,9 +11,9 @@ pub struct FloatRows<'a, T = f32> {
     stride: usize,
 }
 
-/// What rows of floats consist of.
+/// Element type of float rows.
 pub(crate) trait Activation: Copy {
-    /// Bits of bfloat16; else f32.
+    /// True for bfloat16 bits, false for f32.
     const IS_BF16: bool;
 }
 
@@ -26,23 +26,23 @@ impl Activation for u16 {
 }
 
 impl<'a, T> FloatRows<'a, T> {
-    /// Rows of `k` values, `stride` apart.
+    /// Creates a view of rows of `k` values whose starts are `stride` elements apart.
     pub fn new(data: &'a [T], k: usize, stride: usize) -> Self {
         assert!(0 < k && k <= stride, "rows of {k} values, {stride} apart");
         Self { data, k, stride }
     }
 
-    /// Rows that are wholly there.
+    /// Number of complete rows.
     pub fn rows(&self) -> usize {
         (self.data.len() + self.stride - self.k) / self.stride
     }
 
-    /// Values in a row.
+    /// Number of values in a row.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// Values from a row to the next.
+    /// Number of elements from one row to the next.
     pub fn stride(&self) -> usize {
         self.stride
     }
@@ -57,7 +57,7 @@ impl<'a, T> FloatRows<'a, T> {
     }
 }
 
-/// The output columns of a range of panels: what the `out` of a product over them must cover.
+/// Output columns of a range of panels, which the `out` of a product over them must cover.
 pub fn columns_of(w: &PackedMatrix, panels: &Range<usize>) -> Range<usize> {
     (panels.start * PANEL).min(w.n())..(panels.end * PANEL).min(w.n())
 }

@@ -1,4 +1,4 @@
-//! Keys and values in the pool: the layout, and the only writer.
+//! Keys and values in the KV pool: the layout, and the only code that writes it.
 //!
 //! ```text
 //! pool    [ block 0 | block 1 | … ]                                 block b at b · bytes_per_block
@@ -7,12 +7,13 @@
 //! V       [ token ][ d ]                                            elements of a head are the lanes
 //! int8    [ tile, padded to 64 | 16 × f32 ]                         a tile of K or V, and its tokens' scales
 //! ```
-//! int8 has one scale for the key and one for the value of each token and head: `scale = amax / 127`,
-//! `q = round(x · 127 / amax)`, ties to even, once and for good when the token is written. A row that is not finite has
-//! scale NaN, so that everything that sees it says so; one below 2^-119 counts as zero and has scale 0.
+//! int8 has one scale for the key and one for the value of each token and head: `scale = amax / 127`, `q = round(x ·
+//! 127 / amax)`, ties to even. They are computed once, when the token is written. A row that is not finite has scale
+//! NaN, so that every result that depends on it is NaN; a row whose amplitude is below 2^-119 counts as zero and has
+//! scale 0.
 //!
-//! A block belongs to one sequence while it is written, so writers are split by block and never share a byte. What a
-//! block holds beyond its sequence's length is never read.
+//! A block belongs to one sequence while it is written, so writes are split by block and two workers never write the
+//! same byte. Bytes of a block after its sequence's last token are never read.
 
 #![forbid(unsafe_code)]
 
@@ -24,17 +25,17 @@ use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, LANES, SimdVector, dispatch};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 
-/// Where things are in the pool. Offsets are in bytes.
+/// Layout of the KV pool. Offsets are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuKvLayout {
     geometry: KvGeometry,
-    /// First KV head of the rank that looks at it, and how many it has; a block has those of all ranks.
+    /// First KV head of the rank that uses this view, and its number of heads; a block holds the heads of all ranks.
     first_head: usize,
     heads: usize,
 }
 
 impl CpuKvLayout {
-    /// The layout of a cache of this shape. `block_size` must be a multiple of 16.
+    /// Creates the layout of a cache of this geometry. `block_size` must be a multiple of 16.
     pub fn new(geometry: KvGeometry) -> Self {
         debug_assert!(
             geometry.block_size > 0 && geometry.block_size.is_multiple_of(LANES),
@@ -43,55 +44,55 @@ impl CpuKvLayout {
         Self { geometry, first_head: 0, heads: geometry.kv_heads }
     }
 
-    /// The same cache as a rank sees it that has `heads` KV heads from `first_head` on.
+    /// View of the same cache for a rank that has `heads` KV heads starting at `first_head`.
     #[must_use]
     pub const fn with_heads(self, first_head: usize, heads: usize) -> Self {
         Self { first_head, heads, ..self }
     }
 
-    /// KV heads of the rank.
+    /// Number of KV heads of the rank.
     pub const fn heads(&self) -> usize {
         self.heads
     }
 
-    /// The shape.
+    /// Geometry of the cache.
     pub const fn geometry(&self) -> &KvGeometry {
         &self.geometry
     }
 
-    /// Bytes of a block; a multiple of 64.
+    /// Bytes per block; a multiple of 64.
     pub const fn bytes_per_block(&self) -> usize {
         self.geometry.layers * self.bytes_per_layer()
     }
 
-    /// Bytes of one layer of a block.
+    /// Bytes per layer of a block.
     pub const fn bytes_per_layer(&self) -> usize {
         self.geometry.kv_heads * 2 * self.part_bytes()
     }
 
-    /// The rank's heads of one layer of a block within the pool.
+    /// Byte range in the pool of the rank's heads of one layer of a block.
     pub const fn layer_range(&self, block: BlockId, layer: usize) -> Range<usize> {
         let before = layer * self.bytes_per_layer() + self.first_head * self.head_bytes();
         let start = block.0 as usize * self.bytes_per_block() + before;
         start..start + self.heads * self.head_bytes()
     }
 
-    /// Keys of one of the rank's heads, from the start of its heads of a layer of a block.
+    /// Offset of a head's keys, relative to the rank's first head in a layer of a block.
     pub const fn k_offset(&self, kv_head: usize) -> usize {
         kv_head * 2 * self.part_bytes()
     }
 
-    /// Values of one of the rank's heads, likewise.
+    /// Offset of a head's values, relative to the rank's first head in a layer of a block.
     pub const fn v_offset(&self, kv_head: usize) -> usize {
         self.k_offset(kv_head) + self.part_bytes()
     }
 
-    /// Bytes of one tile's keys (or values) of one head, with their scales if they have any: those are the last ones.
+    /// Bytes of one tile of keys (or values) of one head. The scales, if any, are the last bytes.
     pub const fn tile_bytes(&self) -> usize {
         self.scales_at() + LANES * self.geometry.dtype.scale_bytes()
     }
 
-    /// Where the scales of a tile begin.
+    /// Offset of the scales in a tile.
     const fn scales_at(&self) -> usize {
         let elements = LANES * self.geometry.head_dim * self.geometry.dtype.bytes();
         if self.geometry.dtype.scale_bytes() > 0 { elements.next_multiple_of(64) } else { elements }
@@ -107,14 +108,14 @@ impl CpuKvLayout {
     }
 }
 
-/// Who the rows of a step are: as in [`ForwardInput`](crate::runner::ForwardInput).
+/// Assignment of a step's rows to sequences; see [`ForwardInput`](crate::runner::ForwardInput).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchRows<'a> {
-    /// Rows each sequence brings.
+    /// Number of rows of each sequence.
     pub q_lens: &'a [u32],
-    /// Tokens in each sequence's cache, its rows of this step included.
+    /// Number of tokens in each sequence's cache, including its rows of this step.
     pub kv_lens: &'a [u32],
-    /// Block tables, concatenated, `ceil(kv_len / block_size)` a sequence.
+    /// Concatenated block tables, `ceil(kv_len / block_size)` blocks per sequence.
     pub tables: &'a [BlockId],
 }
 
@@ -123,16 +124,16 @@ pub struct BatchRows<'a> {
 pub struct SeqRows<'a> {
     /// Index of its first row in the step.
     pub first_row: usize,
-    /// Rows it brings.
+    /// Number of its rows.
     pub rows: usize,
     /// Position of its first row.
     pub first_position: usize,
-    /// Its blocks.
+    /// Its block table.
     pub table: &'a [BlockId],
 }
 
 impl<'a> BatchRows<'a> {
-    /// The sequences, in order.
+    /// Iterates over the sequences in order.
     pub fn sequences(self, block_size: usize) -> impl Iterator<Item = SeqRows<'a>> {
         let (mut row, mut entry) = (0, 0);
         self.q_lens.iter().zip(self.kv_lens).map(move |(q_len, kv_len)| {
@@ -150,13 +151,13 @@ impl<'a> BatchRows<'a> {
         })
     }
 
-    /// Rows of the whole step.
+    /// Number of rows of the whole step.
     pub fn total(self) -> usize {
         self.q_lens.iter().map(|q| *q as usize).sum()
     }
 }
 
-/// Rows of one sequence that fall into one block: the unit in which keys and values are written.
+/// Rows of one sequence in one block: the unit in which keys and values are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvWrite {
     /// The block.
@@ -165,11 +166,12 @@ pub struct KvWrite {
     pub first_row: usize,
     /// Slot of that row in the block.
     pub first_slot: usize,
-    /// Rows to write.
+    /// Number of rows to write.
     pub rows: usize,
 }
 
-/// The writes of member `member` of `members`: all members' together cover every row once, and no block goes to two.
+/// Iterates over the writes of worker `worker` of `workers`. Together the workers cover every row once, and each block
+/// belongs to one worker.
 pub fn kv_writes(
     rows: BatchRows<'_>,
     block_size: usize,
@@ -194,23 +196,22 @@ pub fn kv_writes(
         .filter(move |write| write.first_row * workers / total.max(1) == worker)
 }
 
-/// Keys and values of a step, as the projections left them.
+/// Keys and values of a step, as the projections computed them.
 #[derive(Clone, Copy, Debug)]
 pub struct KvRows<'a> {
-    /// Keys: row `r` at `r · k_stride`, all KV heads one after the other.
+    /// Keys: row `r` starts at `r · k_stride` and holds all KV heads consecutively.
     pub k: &'a [f32],
-    /// Elements from one row of keys to the next.
+    /// Number of elements from one row of keys to the next.
     pub k_stride: usize,
-    /// Values, likewise.
+    /// Values, in the same form.
     pub v: &'a [f32],
-    /// Elements from one row of values to the next.
+    /// Number of elements from one row of values to the next.
     pub v_stride: usize,
 }
 
-/// Rounds the rows of one write to the stored type and puts them in their block, for KV heads `heads` only.
-/// `bytes` are those heads' bytes in the pool: `heads.len() · head_bytes` from
-/// [`layer_range`](CpuKvLayout::layer_range)` + `[`k_offset`](CpuKvLayout::k_offset). f16 clamps to ±65504; NaN stays NaN, in int8
-/// as the row's scale.
+/// Rounds the rows of one write to the stored type and stores them in their block, for KV heads `heads` only. `bytes`
+/// are those heads' bytes in the pool: `heads.len() · head_bytes` from [`layer_range`](CpuKvLayout::layer_range)` +
+/// `[`k_offset`](CpuKvLayout::k_offset). f16 saturates at ±65504; NaN stays NaN, in int8 as the row's scale.
 pub fn kv_write(
     isa: Isa,
     layout: &CpuKvLayout,
@@ -280,10 +281,10 @@ fn half_bytes(x: [u16; 16]) -> [[u8; 2]; 16] {
     x.map(u16::to_le_bytes)
 }
 
-/// The scale of an int8 row, and its inverse; that is 0 where all elements are stored as 0.
+/// Scale of an int8 row and its inverse, which is 0 if all elements are stored as 0.
 #[inline(always)]
 fn scale_of(row: &[f32]) -> (f32, f32) {
-    // As integers, absolute values order like the floats, and NaN is above infinity.
+    // Compared as integers, absolute values have the order of the floats, and NaN is above infinity.
     let amax = f32::from_bits(row.iter().fold(0, |most, x| (x.to_bits() & 0x7fff_ffff).max(most)));
     if !amax.is_finite() {
         (f32::NAN, 0.0)
@@ -294,10 +295,10 @@ fn scale_of(row: &[f32]) -> (f32, f32) {
     }
 }
 
-/// Elements as steps of their row's scale, rounded to nearest even.
+/// Rounds elements to multiples of their row's scale, ties to even.
 #[inline(always)]
 fn steps<L: SimdVector>(l: L, x: &[f32; 16], inverse: f32) -> [[u8; 1]; 16] {
-    // 1.5 · 2^23: adding it leaves the nearest whole number in the low bits, as two's complement.
+    // 1.5 · 2^23: adding it leaves the nearest integer in the low bits, in two's complement.
     const ROUNDER: f32 = 12_582_912.0;
     let mut out = [[0]; 16];
     if inverse > 0.0 {
@@ -310,7 +311,7 @@ fn steps<L: SimdVector>(l: L, x: &[f32; 16], inverse: f32) -> [[u8; 1]; 16] {
     out
 }
 
-/// Puts a head's keys into lane `lane` of a tile.
+/// Stores a head's keys in lane `lane` of a tile.
 #[inline(always)]
 fn scatter<const B: usize>(tile: &mut [u8], lane: usize, k: &[f32], store: impl Fn(&[f32; 16]) -> [[u8; B]; 16]) {
     for (chunk, lines) in k.chunks(16).zip(tile.chunks_mut(16 * 16 * B)) {
@@ -321,7 +322,7 @@ fn scatter<const B: usize>(tile: &mut [u8], lane: usize, k: &[f32], store: impl 
     }
 }
 
-/// Puts a head's values into its row.
+/// Stores a head's values in their row.
 #[inline(always)]
 fn copy<const B: usize>(row: &mut [u8], v: &[f32], store: impl Fn(&[f32; 16]) -> [[u8; B]; 16]) {
     for (chunk, out) in v.chunks(16).zip(row.chunks_mut(16 * B)) {

@@ -1,9 +1,9 @@
 //! Products of activation rows with packed weights: `out[r][n] = Σ_k x[r][k] · w[n][k] + bias[n]`.
 //!
-//! Each output value has one accumulator that walks K in order, whatever the number of rows, the tile, the range of panels
-//! or the thread: a row's result is bit-equal in any batch (rule R1). Per instruction set only: the plain twins here are the
-//! definition, the fast bodies fuse multiply and add, and the two agree within `k · 2^-23` of `Σ |x·w|`; integer parts are
-//! exact in both. Nothing here allocates.
+//! Each output value has one accumulator that traverses K in order, whatever the number of rows, the tile, the range of
+//! panels or the thread: a row's result is bit-equal in any batch (rule R1). This holds per instruction set: the plain
+//! implementations here are the reference, the fast ones fuse multiply and add, and the two agree within `k · 2^-23` of
+//! `Σ |x·w|`. Integer parts are exact in both. These kernels do not allocate.
 
 #![forbid(unsafe_code)]
 
@@ -14,8 +14,8 @@ use crate::device::cpu::weights::pack::{ColumnBlock, PANEL, PackedMatrix, Scheme
 use crate::device::cpu::{Isa, simd};
 use std::ops::Range;
 
-/// Multiplies f32 rows with `panels` of any weight. `bias` has all `n` values; `out` has a row for each of `x` and exactly
-/// the columns of the panels. Weights are dequantized to f32; sums are f32.
+/// Multiplies f32 rows by `panels` of a weight of any format. `bias` has all `n` values; `out` has one row per row of
+/// `x` and exactly the columns of the panels. Weights are dequantized to f32; sums are f32.
 pub fn matmul_f32(
     isa: Isa,
     x: FloatRows<'_>,
@@ -30,9 +30,9 @@ pub fn matmul_f32(
     }
 }
 
-/// As [`matmul_f32`], for rows of bfloat16 bits. Sums are f32. With bf16 weights, where the instruction set has a dot product
-/// of such pairs, `k` and `k + 1` are added by one instruction, which takes numbers below 2^-126 for zero; everywhere else
-/// the result is that of [`matmul_f32`] over the same values.
+/// Multiplies rows of bfloat16 bits; otherwise as [`matmul_f32`]. Sums are f32. With bf16 weights, and on an
+/// instruction set that has a dot product of bf16 pairs, one instruction adds `k` and `k + 1` and treats numbers below
+/// 2^-126 as zero; in all other cases the result is that of [`matmul_f32`] over the same values.
 pub fn matmul_bf16(
     isa: Isa,
     x: FloatRows<'_, u16>,
@@ -52,8 +52,8 @@ pub fn matmul_bf16(
     }
 }
 
-/// Multiplies int8 rows with `panels` of a quantized weight. `bias` and `out` as in [`matmul_f32`]. The products of a
-/// 32-block are summed exactly, then scaled and added in block order.
+/// Multiplies int8 rows by `panels` of a quantized weight. `bias` and `out` as in [`matmul_f32`]. The products of a
+/// block of 32 are summed exactly, then scaled and added in block order.
 ///
 /// # Panics
 /// If the weight is a float type.
@@ -72,7 +72,7 @@ pub fn matmul_q8(
     }
 }
 
-/// The bounds that the unsafe bodies rely on.
+/// Checks the bounds that the unsafe bodies rely on.
 fn check(w: &PackedMatrix, bias: Option<&[f32]>, panels: &Range<usize>, rows: usize, k: usize, out: &Tile<'_, f32>) {
     assert_eq!(k, w.k(), "input features of the weight and of the rows");
     assert!(panels.start <= panels.end && panels.end <= w.panels(), "panels {panels:?} of {}", w.panels());
@@ -80,7 +80,7 @@ fn check(w: &PackedMatrix, bias: Option<&[f32]>, panels: &Range<usize>, rows: us
     assert!(out.rows() == rows && out.cols() == columns_of(w, panels).len(), "the tile covers rows and panels");
 }
 
-/// `x(row, k, values)` gives some values of a row.
+/// Reference implementation. `x(row, k, values)` copies values of a row.
 fn plain(
     x: impl Fn(usize, Range<usize>, &mut [f32]),
     w: &PackedMatrix,
@@ -92,7 +92,7 @@ fn plain(
     for (panel, start) in panels.zip((0..columns.len()).step_by(PANEL)) {
         let width = PANEL.min(columns.len() - start);
         for k0 in (0..w.k()).step_by(BLOCK) {
-            // 32 k of 16 columns, as values.
+            // 32 values of K for 16 columns, dequantized.
             let mut values = [[0.0; PANEL]; BLOCK];
             let depth = BLOCK.min(w.k() - k0);
             if Scheme::for_dtype(w.dtype()).is_some() {

@@ -1,6 +1,7 @@
-//! The kernels: one file an operation, each over rows, panels or the KV cache, with its plain twin beside the fast body.
+//! The kernels: one file per operation, over rows, panels or the KV cache; each file holds a plain reference and the
+//! fast implementation.
 //!
-//! `matmul` multiplies rows with packed panels, `attention` reads the pool of `kv_cache`, the others work row by row.
+//! `matmul` multiplies rows by packed panels, `attention` reads the pool of `kv_cache`, the others work row by row.
 
 pub mod activation;
 pub mod argmax;

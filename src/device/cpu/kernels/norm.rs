@@ -1,7 +1,8 @@
 //! RMS norms of rows.
 //!
-//! The mean square has one order of additions on every path: 64 partial sums (four vectors of 16 lanes, vector `i` of the
-//! row goes to sum `i mod 4`), `(s0 + s1) + (s2 + s3)`, then the lanes by halving. Results are bit-equal on every path.
+//! The mean square has one order of additions on every path: 64 partial sums (four vectors of 16 lanes; vector `i` of
+//! the row is added to sum `i mod 4`), then `(s0 + s1) + (s2 + s3)`, then the lanes by halving. Results are therefore
+//! bit-equal on every path.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +10,7 @@ use crate::device::cpu::Isa;
 use crate::device::cpu::simd::map::padded;
 use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 
-/// `Σ x²` in the order the module promises.
+/// Computes `Σ x²` in the order documented for the module.
 #[inline(always)]
 fn sum_squares<L: SimdVector>(l: L, x: &[f32]) -> f32 {
     let mut sums = [l.splat(0.0); 4];
@@ -49,7 +50,7 @@ pub fn rms_norm_row(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f3
     dispatch(isa, Body(x, weight, eps, out));
 }
 
-/// `residual += x; out = rms_norm(residual)`: bit-equal to the two steps one after the other.
+/// Computes `residual += x; out = rms_norm(residual)`, bit-equal to the two separate steps.
 pub fn add_rms_norm_row(isa: Isa, residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     struct Body<'a>(&'a mut [f32], &'a [f32], &'a [f32], f32, &'a mut [f32]);
     impl Kernel for Body<'_> {
@@ -72,7 +73,7 @@ pub fn add_rms_norm_row(isa: Isa, residual: &mut [f32], x: &[f32], weight: &[f32
     dispatch(isa, Body(residual, x, weight, eps, out));
 }
 
-/// Norms each head of a row by itself, in place, all with the same `weight` (one head wide).
+/// Normalizes each head of a row separately, in place, with the same `weight` (one head wide).
 pub fn qk_norm_row(isa: Isa, row: &mut [f32], weight: &[f32], eps: f32) {
     struct Body<'a>(&'a mut [f32], &'a [f32], f32);
     impl Kernel for Body<'_> {

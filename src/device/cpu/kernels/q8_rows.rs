@@ -1,13 +1,14 @@
-//! Activations as int8: per row and 32-block, a scale and what integer kernels need to know about the block.
+//! Activation rows in int8: each block of 32 has a scale and the sums that integer kernels need.
 //!
-//! A row is self-contained bytes, so that rows can be written by different members and read by any:
+//! A row is self-contained bytes, so different workers can write rows and any worker can read them:
 //!
 //! ```text
 //! | k × i8, padded to 64 | per 32-block: scale f32, -sum i32, -sum of the first 16 i32, scale·sum f32 | padded |
 //! ```
-//! `scale = amax / 127`, `q = round(x · 127 / amax)`, ties to even. The negated sums start the accumulators of weights
-//! that are stored with an offset; `scale·sum` multiplies the minimum of formats that have one. A block that is not
-//! finite gets scale NaN, so that every output that depends on the row says so; one below 2^-119 counts as zero.
+//! `scale = amax / 127`, `q = round(x · 127 / amax)`, ties to even. The negated sums initialize the accumulators for
+//! weights that are stored with an offset; `scale·sum` multiplies the minimum of formats that have one. A block that is
+//! not finite gets scale NaN, so that every output that depends on it is NaN; a block whose amplitude is below 2^-119
+//! counts as zero.
 
 #![forbid(unsafe_code)]
 
@@ -15,45 +16,45 @@ use std::ops::Range;
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
-/// Bytes of a block's record.
+/// Bytes of a block's record of scale and sums.
 pub(crate) const RECORD_BYTES: usize = 16;
-/// Below this amplitude (2^-119) `127 / amax` would leave the range of f32; such a block is zero to any model.
+/// Below this amplitude (2^-119), `127 / amax` would overflow f32; such a block counts as zero.
 pub(crate) const TINY: f32 = 1.504_632_8e-36;
 
-/// How a quantized row of `k` activations lies in memory.
+/// Memory layout of a quantized row of `k` activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuantLayout {
     k: usize,
 }
 
 impl QuantLayout {
-    /// The layout of rows of `k` activations; a last block that is not full is filled with zeros.
+    /// Creates the layout of rows of `k` activations; an incomplete last block is padded with zeros.
     pub const fn new(k: usize) -> Self {
         Self { k }
     }
 
-    /// Activations in a row.
+    /// Number of activations in a row.
     pub const fn k(self) -> usize {
         self.k
     }
 
-    /// Blocks in a row.
+    /// Number of blocks in a row.
     pub const fn blocks(self) -> usize {
         self.k.div_ceil(BLOCK)
     }
 
-    /// Where the records begin.
+    /// Offset of the records.
     pub(crate) const fn records_at(self) -> usize {
         self.k.next_multiple_of(64)
     }
 
-    /// Bytes of a row: an odd multiple of 64, so that the rows of a tile do not meet in one set of the cache.
+    /// Bytes of a row: an odd multiple of 64, so that the rows of a tile do not map to the same cache set.
     pub const fn row_bytes(self) -> usize {
         (self.records_at() + (self.blocks() * RECORD_BYTES).next_multiple_of(64)) | 64
     }
 }
 
-/// Rows of quantized activations, to read.
+/// View of rows of quantized activations.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantRows<'a> {
     layout: QuantLayout,
@@ -61,40 +62,40 @@ pub struct QuantRows<'a> {
 }
 
 impl<'a> QuantRows<'a> {
-    /// Rows that lie one behind the other in `bytes`, a whole number of them.
+    /// Creates a view of the consecutive rows in `bytes`.
     pub fn new(layout: QuantLayout, bytes: &'a [u8]) -> Self {
         assert!(bytes.len().is_multiple_of(layout.row_bytes()), "whole rows of {} bytes", layout.row_bytes());
         Self { layout, bytes }
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.bytes.len() / self.layout.row_bytes()
     }
 
-    /// How a row lies in memory.
+    /// Layout of a row.
     pub fn layout(&self) -> QuantLayout {
         self.layout
     }
 
-    /// All rows' bytes.
+    /// Bytes of all rows.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// Some of the rows.
+    /// View of a range of the rows.
     #[must_use]
     pub fn slice(&self, rows: Range<usize>) -> Self {
         let row_bytes = self.layout.row_bytes();
         Self { layout: self.layout, bytes: &self.bytes[rows.start * row_bytes..rows.end * row_bytes] }
     }
 
-    /// A row's integers.
+    /// The int8 values of a row.
     pub fn quants(&self, row: usize) -> &'a [i8] {
         bytemuck::cast_slice(&self.bytes[row * self.layout.row_bytes()..][..self.layout.k])
     }
 
-    /// The record of a block: scale, sum, sum of the first 16, scale·sum (the sums as they are, not negated).
+    /// Record of a block: scale, sum, sum of the first 16, scale·sum. The sums are not negated.
     pub(crate) fn record(&self, row: usize, block: usize) -> (f32, i32, i32, f32) {
         let at = row * self.layout.row_bytes() + self.layout.records_at() + block * RECORD_BYTES;
         let word = |i: usize| {
@@ -136,7 +137,7 @@ mod tests {
                     4 => x[k / 2] = f32::NAN,
                     5 => x[k - 1] = f32::NEG_INFINITY,
                     6 => x[0] = -1e-44,
-                    // Ties: halves of the step.
+                    // Ties: odd multiples of half a step.
                     7 => x
                         .iter_mut()
                         .enumerate()

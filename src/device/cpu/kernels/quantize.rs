@@ -1,9 +1,9 @@
-//! Rounding of f32 rows to int8 blocks.
+//! Quantization of f32 rows to int8 blocks.
 
 use crate::device::cpu::kernels::q8_rows::{BLOCK, QuantLayout, RECORD_BYTES, TINY};
 use crate::device::cpu::{Isa, simd};
 
-/// Quantizes one row: `x` has `layout.k()` values, `out` `layout.row_bytes()` bytes, all of which are written.
+/// Quantizes one row. `x` has `layout.k()` values; `out` has `layout.row_bytes()` bytes, all of which are written.
 pub fn quantize_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     assert!(x.len() == layout.k() && out.len() == layout.row_bytes(), "a row of {} values", layout.k());
     let (quants, records) = out.split_at_mut(layout.records_at());
@@ -21,17 +21,17 @@ pub fn quantize_row(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     records[layout.blocks() * RECORD_BYTES..].fill(0);
 }
 
-/// Quantizes rows that lie one behind the other.
+/// Quantizes consecutive rows.
 pub fn quantize_rows(isa: Isa, layout: QuantLayout, x: &[f32], out: &mut [u8]) {
     for (x, out) in x.chunks_exact(layout.k()).zip(out.chunks_exact_mut(layout.row_bytes())) {
         quantize_row(isa, layout, x, out);
     }
 }
 
-/// The plain twin, and the definition: one block to integers and record.
+/// Reference implementation: quantizes one block and computes its record.
 #[allow(clippy::cast_possible_truncation)] // within ±127 by construction
 fn quantize_block(x: &[f32; BLOCK]) -> ([i8; BLOCK], [u8; RECORD_BYTES]) {
-    // As integers, absolute values order like the floats, and NaN is above infinity.
+    // Compared as integers, absolute values have the order of the floats, and NaN is above infinity.
     let amax = f32::from_bits(x.iter().fold(0, |max, x| (x.to_bits() & 0x7fff_ffff).max(max)));
     let (scale, inverse) = if !amax.is_finite() {
         (f32::NAN, 0.0)

@@ -1,7 +1,7 @@
 //! Rotary position embedding of rows.
 //!
-//! A pair `(a, b)` becomes `(a·cos − b·sin, b·cos + a·sin)`, the second product fused into the sum, on every path.
-//! Elements beyond the rotary width stay as they are.
+//! A pair `(a, b)` becomes `(a·cos − b·sin, b·cos + a·sin)`. On every path the second product is fused into the sum.
+//! Elements after the rotary width stay unchanged.
 
 #![forbid(unsafe_code)]
 
@@ -9,10 +9,10 @@ use crate::device::cpu::Isa;
 use crate::device::cpu::simd::vector::{Kernel, SimdVector, dispatch};
 use crate::graph::RopeStyle;
 
-/// Cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
+/// Computes cosines and sines of one position: `cos[i] = cos(position · inv_freq[i]) · attention_factor`.
 ///
-/// The angle is rounded to f32 before the cosine is taken, as the public reference does; position must be below 2^24 to
-/// be exact.
+/// The angle is rounded to f32 before the cosine is computed, as in Transformers; `position` must be below 2^24 to be
+/// exact.
 #[allow(clippy::cast_possible_truncation)]
 pub fn rope_angles(inv_freq: &[f32], position: u32, attention_factor: f32, cos: &mut [f32], sin: &mut [f32]) {
     debug_assert!(cos.len() == inv_freq.len() && sin.len() == inv_freq.len(), "one cosine and sine a frequency");

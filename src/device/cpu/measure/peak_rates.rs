@@ -1,9 +1,10 @@
-//! Measures what the team can do at most: multiply-adds, int8 dot products, bytes read.
+//! Measures peak rates of the thread pool: multiply-adds, int8 dot products, bytes read.
 //!
-//! Arithmetic is the sum of each member's best piece with all at work, so that a member which has to share its processor
-//! with another program for a while spoils nothing. Memory is shared, so there only what all did in one window counts. All
-//! together take 20 to 50 milliseconds. A figure belongs to the machine, an instruction-set path and a number of threads; it
-//! is measured when it is first asked for, and then kept for as long as the process lives.
+//! The arithmetic rate is the sum of each worker's best piece while all are working, so a worker that temporarily
+//! shares its processor with another program does not distort it. Memory is shared, so the read rate counts the bytes
+//! that all workers read in one window. The whole measurement takes 20 to 50 ms. A result belongs to the machine, an
+//! instruction-set path and a number of threads; it is measured on the first query and kept for the life of the
+//! process.
 
 #![forbid(unsafe_code)]
 
@@ -20,29 +21,31 @@ use crate::device::cpu::simd::vector::{Kernel, LANES, SimdVector, dispatch};
 use crate::device::cpu::thread_pool::ThreadPool;
 use crate::device::{DeviceError, PeakRates};
 
-/// What all members read, at least: far beyond second-level caches, and more than the last-level cache of many machines. A
-/// larger buffer would take longer to bring in than all the rest.
+/// Smallest number of bytes that all workers read: far more than L2 caches, and more than the last-level cache of many
+/// machines. A larger buffer would take longer to allocate than the rest of the measurement.
 const BUFFER_BYTES: usize = 128 << 20;
-/// What one member reads, at least.
+/// Smallest number of bytes that one worker reads.
 const PART_BYTES: usize = 4 << 20;
-/// What a member reads between two looks at the clock, and how much arithmetic it does: ten or twenty microseconds.
+/// Bytes that a worker reads between two clock reads. The arithmetic between two clock reads takes about the same 10 to
+/// 20 µs.
 const PIECE_BYTES: usize = 256 << 10;
 const PIECE_ROUNDS: u64 = 2048;
-/// Places of a piece that are read side by side.
+/// Number of positions of a piece that are read in parallel.
 const STREAMS: usize = 4;
 const LINE: usize = 64;
 const PAGE: usize = 4096;
-/// The windows of which the best counts: short, so that members are all at work in one even where others want processors.
+/// Length of the windows of which the best one counts: short enough that all workers run during at least one, even if
+/// other programs compete for processors.
 const WINDOW: Duration = Duration::from_micros(750);
-/// How long a figure is measured, and how long where members do not get to run together: a system may take some
-/// milliseconds to see that threads on one processor should be on several.
+/// Duration of one measurement, and the longer duration used if the workers do not get to run together: the system may
+/// take some milliseconds to distribute threads over processors.
 const TIME: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(15);
 
-/// The peaks of this team on this path, from memory if they are known.
+/// Peak rates of this thread pool on this path, cached after the first measurement.
 pub(crate) fn peak_rates(threads: &ThreadPool, isa: Isa) -> Result<PeakRates, DeviceError> {
     static KNOWN: Mutex<Vec<(Isa, usize, PeakRates)>> = Mutex::new(Vec::new());
-    // Held while measuring: two at once would measure each other.
+    // Held while measuring, so that two measurements do not disturb each other.
     let mut known = KNOWN.lock();
     if let Some((.., peaks)) = known.iter().find(|(path, count, _)| (*path, *count) == (isa, threads.count())) {
         return Ok(*peaks);
@@ -53,35 +56,36 @@ pub(crate) fn peak_rates(threads: &ThreadPool, isa: Isa) -> Result<PeakRates, De
 }
 
 fn measure(threads: &ThreadPool, isa: Isa) -> Result<PeakRates, DeviceError> {
-    // Reading first: to bring the buffer in takes long enough for members to get to processors of their own.
+    // Measure reads first: touching the buffer takes long enough for the threads to be distributed over processors.
     let read_bytes_per_s = bytes_per_s(threads, isa)?;
     let f32_flops_per_s = best_rates(threads, TIME, &|_, _| fma_chains(isa, PIECE_ROUNDS)).each;
     let int8_ops_per_s = if int8_chains(isa, 0).is_some() {
         best_rates(threads, TIME, &|_, _| int8_chains(isa, PIECE_ROUNDS).unwrap_or(0)).each
     } else {
-        // Without an instruction for it, int8 is no faster.
+        // Without an instruction for int8 dot products, int8 is no faster than f32.
         f32_flops_per_s
     };
     Ok(PeakRates { f32_flops_per_s, int8_ops_per_s, read_bytes_per_s })
 }
 
-/// One member's share of the work: gets its number and that of the piece, and says how much it did.
+/// One piece of a worker's work: receives the worker's index and the piece's index, and returns the amount of work
+/// done.
 type Piece<'a> = &'a (dyn Fn(usize, usize) -> u64 + Sync);
 
-/// Amounts a second.
+/// Amounts per second.
 #[derive(Clone, Copy, Debug)]
 struct Rates {
-    /// The most that all members did in one window.
+    /// Largest amount that all workers did in one window.
     together: u64,
-    /// The most that each member did in one piece, summed.
+    /// Sum of the largest amount that each worker did in one piece.
     each: u64,
 }
 
-/// Best rates of at least `TIME`, and at most of `longest` while what members do together is far from what each does.
-/// Members for whom there is no processor rest.
+/// Measures for at least `TIME`, and for at most `longest` while the joint rate is far below the sum of the single
+/// rates. Workers without a processor of their own are idle.
 fn best_rates(threads: &ThreadPool, longest: Duration, piece: Piece<'_>) -> Rates {
     let [done, together, each] = [const { AtomicU64::new(0) }; 3];
-    // Once one member has ended, the others have more room than they should.
+    // After the first worker has ended, the others have more bandwidth than normal, so nothing counts from then on.
     let over = AtomicBool::new(false);
     let rates = || Rates { together: together.load(Ordering::Relaxed), each: each.load(Ordering::Relaxed) };
     let at_work = busy_threads(threads);
@@ -129,14 +133,14 @@ fn per_s(amount: u64, time: Duration) -> u64 {
     (amount as f64 / time.as_secs_f64()) as u64
 }
 
-/// Independent multiply-adds, enough of them to hide each other's latency; gives their operations.
+/// Runs enough independent multiply-adds to hide their latency; returns the number of operations.
 fn fma_chains(isa: Isa, rounds: u64) -> u64 {
     struct Chains(u64);
     impl Kernel for Chains {
         type Output = u64;
         #[inline(always)]
         fn run<L: SimdVector>(self, l: L) -> u64 {
-            // As many vectors as there are registers for, beside two constants.
+            // As many accumulators as fit in the registers along with two constants.
             if L::HAS_32_REGISTERS { chains::<L, 12>(l, self.0) } else { chains::<L, 5>(l, self.0) }
         }
     }
@@ -145,7 +149,7 @@ fn fma_chains(isa: Isa, rounds: u64) -> u64 {
 
 #[inline(always)]
 fn chains<L: SimdVector, const N: usize>(l: L, rounds: u64) -> u64 {
-    // Different starts, or the compiler would see one chain N times.
+    // Start values differ; otherwise the compiler would merge the N chains into one.
     let mut sums = [l.splat(0.0); N];
     for (start, sum) in [0.25_f32; N].into_iter().zip(&mut sums) {
         *sum = l.splat(black_box(start));
@@ -164,14 +168,14 @@ fn chains<L: SimdVector, const N: usize>(l: L, rounds: u64) -> u64 {
     rounds * (N * LANES * 2) as u64
 }
 
-/// Bytes a second that all members read together, each in a part of the buffer that it has brought in itself.
+/// Bytes per second that all workers read together. Each worker reads a part of the buffer that it has touched first.
 fn bytes_per_s(threads: &ThreadPool, isa: Isa) -> Result<u64, DeviceError> {
     let part_bytes = (BUFFER_BYTES / busy_threads(threads)).max(PART_BYTES) / PIECE_BYTES * PIECE_BYTES;
     let mut buffer = AlignedBytes::zeroed(part_bytes * busy_threads(threads))?;
     let parts: Vec<_> = buffer.as_mut_slice().chunks_exact_mut(part_bytes).map(Mutex::new).collect();
     threads.run(&|worker| {
         if let Some(part) = parts.get(worker.index()) {
-            // Pages that were never written are all one page of zeros.
+            // Pages that were never written all map to one page of zeros.
             part.lock().iter_mut().step_by(PAGE).for_each(|byte| *byte = 1);
         }
     });
@@ -184,7 +188,7 @@ fn bytes_per_s(threads: &ThreadPool, isa: Isa) -> Result<u64, DeviceError> {
     Ok(best_rates(threads, LONGEST, &read).together)
 }
 
-/// Reads all of `bytes`, a multiple of [`STREAMS`] lines.
+/// Reads all of `bytes`, whose length is a multiple of [`STREAMS`] lines.
 fn read_all(isa: Isa, bytes: &[u8]) -> f32 {
     struct Read<'a>(&'a [u8]);
     impl Kernel for Read<'_> {
@@ -216,7 +220,7 @@ mod tests {
             let threads = ThreadPool::new(Some(2)).unwrap();
             let first = peak_rates(&threads, isa).unwrap();
             assert!(first.f32_flops_per_s > 0 && first.int8_ops_per_s > 0 && first.read_bytes_per_s > 0, "{first:?}");
-            // To the last digit, and at once.
+            // The second call returns exactly the cached result.
             assert_eq!(peak_rates(&ThreadPool::new(Some(2)).unwrap(), isa).unwrap(), first);
         }
     }

@@ -1,7 +1,7 @@
-//! Time of each step of a plan, kept only when asked for.
+//! Time of each step of a plan, collected only if enabled.
 //!
-//! One [`StepTime`] a step of a loaded plan, reserved when the plan is loaded: a profile does not grow with the launches it
-//! covers. Without one a launch pays a test of an option a step.
+//! A loaded plan has one [`StepTime`] per step, allocated when the plan is loaded: a profile does not grow with the
+//! number of launches. Without a profile, a launch only tests an option per step.
 
 #![forbid(unsafe_code)]
 
@@ -9,21 +9,21 @@ use std::time::Instant;
 
 use crate::graph::Plan;
 
-/// What one step of a plan took since the profile was last taken.
+/// Time spent in one step of a plan since the profile was last read.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct StepTime {
-    /// Which step of its plan.
+    /// Index of the step in its plan.
     pub step: usize,
-    /// Its operation's name.
+    /// Name of its operation.
     pub op: &'static str,
-    /// Layer it belongs to.
+    /// Layer of the step.
     pub layer: Option<u32>,
-    /// How often it ran.
+    /// Number of runs.
     pub runs: u32,
-    /// When it last began, in microseconds since the plan was loaded.
+    /// Start of its last run, in microseconds since the plan was loaded.
     pub last_start_us: f64,
-    /// All its runs together, in microseconds.
+    /// Total time of all runs, in microseconds.
     pub total_us: f64,
 }
 
@@ -47,7 +47,7 @@ impl StepTimes {
         Self { loaded: Instant::now(), steps: steps.collect() }
     }
 
-    /// Counts a run of a step that began at `start` and has just ended.
+    /// Records a run of a step that began at `start` and has just ended.
     pub(crate) fn add(&mut self, step: usize, start: Instant) {
         let us = |duration: std::time::Duration| duration.as_secs_f64() * 1e6;
         let time = &mut self.steps[step];
@@ -56,7 +56,7 @@ impl StepTimes {
         time.total_us += us(start.elapsed());
     }
 
-    /// The steps that ran since the last call; counts from zero again.
+    /// Returns the times of the steps that ran since the last call, and resets them.
     pub(crate) fn take(&mut self) -> Vec<StepTime> {
         let ran = self.steps.iter().filter(|time| time.runs > 0).cloned().collect();
         for time in &mut self.steps {

@@ -1,7 +1,7 @@
-//! Energy of the processor's packages, from the counters that Linux shows under `/sys/class/powercap`.
+//! Energy of the processor packages, from the counters that Linux exposes in `/sys/class/powercap`.
 //!
-//! A counter starts again from zero at a limit of its own, after some hundred kilojoules: whoever asks less often than that
-//! (some minutes of full load) misses whole rounds. Since Linux 5.10 only the superuser may read them.
+//! A counter wraps at a limit of its own, after some hundred kilojoules. Reading it less often than that (some minutes
+//! of full load) misses whole rounds. Since Linux 5.10 only the superuser may read the counters.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 const ZONES: &str = "/sys/class/powercap";
 
-/// The counters of all packages.
+/// Energy counters of all packages.
 #[derive(Debug)]
 pub(crate) struct PackageEnergy {
     packages: Mutex<Vec<Package>>,
@@ -20,21 +20,21 @@ pub(crate) struct PackageEnergy {
 #[derive(Debug)]
 struct Package {
     counter: PathBuf,
-    /// Where it starts again.
+    /// Value at which the counter wraps.
     limit_uj: u64,
     last_uj: u64,
     used_uj: u64,
 }
 
 impl PackageEnergy {
-    /// The packages of this machine, as far as they may be read.
+    /// Opens the counters of all packages that this process may read.
     pub(crate) fn from_system() -> Self {
         Self::from_folder(Path::new(ZONES))
     }
 
     fn from_folder(folder: &Path) -> Self {
         let zones = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        // Zones inside a package and the whole platform's count what the packages' counters hold.
+        // Zones inside a package and the zone of the whole platform overlap the packages' counters.
         let packages = zones.filter_map(|zone| {
             let zone = zone.path();
             let name = std::fs::read_to_string(zone.join("name")).ok()?;
@@ -45,7 +45,7 @@ impl PackageEnergy {
         Self { packages: Mutex::new(packages.collect()) }
     }
 
-    /// Microjoules since this was made; none without a counter.
+    /// Energy used since `self` was created, in microjoules; `None` without a readable counter.
     pub(crate) fn used_uj(&self) -> Option<u64> {
         let mut packages = self.packages.lock();
         packages.iter_mut().map(Package::used_uj).reduce(u64::saturating_add)

@@ -1,4 +1,4 @@
-//! Ranges of one buffer, lent side by side to steps that run together.
+//! Disjoint borrows of ranges of one buffer by steps that run together.
 
 #![allow(unsafe_code)]
 
@@ -8,8 +8,8 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 
-/// Ranges of one buffer lent out side by side: any number to read, or one to write, of every byte. What is lent stays
-/// lent for the life of the whole; asking for more than may be had is answered with `None`.
+/// Borrows of ranges of one buffer: each byte has any number of readers or one writer. A range stays borrowed until the
+/// whole value is dropped. A request that conflicts with an earlier one returns `None`.
 #[derive(Debug)]
 pub struct ArenaBorrows<'a> {
     start: NonNull<u8>,
@@ -18,7 +18,7 @@ pub struct ArenaBorrows<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Ranges out so far. There is one of these for each buffer of each group of steps: what is not used is not touched.
+/// Ranges borrowed so far. Each buffer of each group of steps has a list of its own; unused entries are never touched.
 #[derive(Debug)]
 struct BorrowList {
     ranges: [MaybeUninit<Borrow>; MAX_BORROWS],
@@ -32,30 +32,30 @@ struct Borrow {
     may_write: bool,
 }
 
-/// Ranges that can be out at a time: operands of as many steps as a plan runs side by side.
+/// Largest number of borrowed ranges: operands of as many steps as a plan runs in parallel.
 const MAX_BORROWS: usize = 64;
 
 impl<'a> ArenaBorrows<'a> {
-    /// Nothing is lent yet.
+    /// Starts with no range borrowed.
     pub fn new(bytes: &'a mut [u8]) -> Self {
         let len = bytes.len();
         let out = RefCell::new(BorrowList { ranges: [const { MaybeUninit::uninit() }; MAX_BORROWS], count: 0 });
         Self { start: NonNull::from(bytes).cast(), len, out, life: PhantomData }
     }
 
-    /// A range to read.
+    /// Borrows a range for reading.
     pub fn read(&self, range: Range<usize>) -> Option<&'a [u8]> {
         let start = self.borrow(&range, false)?;
-        // SAFETY: the range lies within the `&'a mut [u8]` this was made from, and no range that may be written meets it:
-        // `lend` has looked, and remembers it for as long as any can be asked for.
+        // SAFETY: the range is within the `&'a mut [u8]` that `self` was created from. `lend` has checked that no range
+        // borrowed for writing overlaps it, and records it for the life of `self`.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), range.len()) })
     }
 
-    /// A range to write.
+    /// Borrows a range for writing.
     #[allow(clippy::mut_from_ref)] // every byte leaves once
     pub fn write(&self, range: Range<usize>) -> Option<&'a mut [u8]> {
         let start = self.borrow(&range, true)?;
-        // SAFETY: as in `read`, and no other range at all meets it.
+        // SAFETY: as in `read`, and no other borrowed range overlaps it.
         Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), range.len()) })
     }
 
@@ -65,7 +65,7 @@ impl<'a> ArenaBorrows<'a> {
             range.is_empty() || other.start == other.end || range.end <= other.start || other.end <= range.start
         };
         let inside = range.start <= range.end && range.end <= self.len;
-        // SAFETY: the first `count` are written before `count` says so.
+        // SAFETY: the first `count` entries are initialized before `count` is incremented.
         let out = ranges[..*count].iter().map(|loan| unsafe { loan.assume_init_ref() });
         let free = out.into_iter().all(|other| apart(other) || !(write || other.may_write));
         if !inside || !free || *count == MAX_BORROWS {

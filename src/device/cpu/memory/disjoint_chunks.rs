@@ -1,4 +1,4 @@
-//! A slice cut into pieces of one length, which members of a team write in any order.
+//! A slice split into chunks of one length that workers write in any order.
 
 #![allow(unsafe_code)]
 
@@ -6,26 +6,27 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A slice cut into pieces of one length, which members write in any order, each piece once.
+/// A slice split into chunks of one length; workers write them in any order, each chunk once.
 ///
-/// Where rows or columns do not fit the way work is shared: one head of one row, one block of the KV pool.
+/// Used where rows or columns do not match the split of the work: one head of one row, one block of the KV pool.
 #[derive(Debug)]
 pub struct DisjointChunks<'a, T> {
     base: NonNull<T>,
     piece_len: usize,
     count: usize,
-    /// A bit for each piece taken so far.
+    /// One bit per chunk that has been taken.
     taken: &'a [AtomicU64],
     life: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a shared `Pieces` hands out `&mut` to disjoint pieces, each to one thread.
+// SAFETY: a shared `DisjointChunks` returns `&mut` to disjoint chunks only, each to one thread; `T: Send` lets them be
+// used there.
 unsafe impl<T: Send> Sync for DisjointChunks<'_, T> {}
-// SAFETY: it is a `&mut [T]` in other words.
+// SAFETY: `self` is equivalent to a `&mut [T]`, which is `Send` if `T` is.
 unsafe impl<T: Send> Send for DisjointChunks<'_, T> {}
 
 impl<'a, T: Copy> DisjointChunks<'a, T> {
-    /// Cuts `data` into pieces of `piece_len`; what is left over belongs to none. `claims` is room for a bit a piece and
+    /// Splits `data` into chunks of `piece_len`; a remainder belongs to no chunk. `claims` stores one bit per chunk and
     /// grows as needed.
     pub fn new(data: &'a mut [T], piece_len: usize, claims: &'a mut Vec<AtomicU64>) -> Self {
         let count = data.len() / piece_len;
@@ -39,24 +40,25 @@ impl<'a, T: Copy> DisjointChunks<'a, T> {
         Self { base: NonNull::from(data).cast(), piece_len, count, taken: &claims[..words], life: PhantomData }
     }
 
-    /// One piece, to write.
+    /// Borrows one chunk for writing.
     ///
     /// # Panics
-    /// If there is no such piece or it was taken before.
+    /// If there is no such chunk or it was taken before.
     #[allow(clippy::mut_from_ref)] // each piece leaves once
     pub fn take(&self, piece: usize) -> &mut [T] {
         assert!(piece < self.count, "piece {piece} of {}", self.count);
         let bit = 1 << (piece % 64);
         let before = self.taken[piece / 64].fetch_or(bit, Ordering::Relaxed);
         assert!(before & bit == 0, "piece {piece} was taken before");
-        // SAFETY: the piece lies within the `&'a mut [T]` this was made from, and the bit says that nobody else has it.
+        // SAFETY: the chunk is within the `&'a mut [T]` that `self` was created from, and its bit was clear, so no
+        // other reference to it exists.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(piece * self.piece_len).as_ptr(), self.piece_len) }
     }
 
-    /// Copies whole pieces to element `start`, the first of a piece.
+    /// Copies whole chunks to element `start`, the first element of a chunk.
     ///
     /// # Panics
-    /// As [`take`](Self::take), or if `start` or the length is no whole number of pieces.
+    /// As [`take`](Self::take), or if `start` or the length is not a multiple of the chunk length.
     pub fn put(&self, start: usize, values: &[T]) {
         assert!(start.is_multiple_of(self.piece_len) && values.len().is_multiple_of(self.piece_len), "whole pieces");
         for (index, values) in values.chunks_exact(self.piece_len).enumerate() {

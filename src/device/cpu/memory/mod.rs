@@ -1,12 +1,13 @@
-//! Memory of the CPU device: aligned buffers, and the ways in which several may use pieces of one at a time.
+//! Memory of the CPU device: aligned buffers, and types that let several threads use disjoint parts of one buffer.
 //!
-//! | | who uses pieces of a buffer | how they are kept apart |
+//! | | who uses parts of a buffer | how they are kept disjoint |
 //! |---|---|---|
-//! | [`ArenaBorrows`] | steps of one run: any number reads, one writes | ranges are compared as they are asked for |
-//! | [`Partition`] | members of a team: rows or columns of a matrix | cut once, each part claimed once |
-//! | [`DisjointChunks`] | members of a team: equal pieces in any order | a bit a piece |
+//! | [`ArenaBorrows`] | steps of one run: any number of readers or one writer | each request is compared with earlier ones |
+//! | [`Partition`] | workers: rows or columns of a matrix | split once, each part is claimed once |
+//! | [`DisjointChunks`] | workers: equal chunks in any order | one bit per chunk |
 //!
-//! Callers need no `unsafe`: what breaks the rules is refused or panics, never a race. Nothing here grows or moves a buffer.
+//! Callers need no `unsafe`: a violation is refused or panics, and never becomes a race. None of these types grows or
+//! moves a buffer.
 
 #![allow(unsafe_code)]
 
@@ -26,28 +27,32 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// A cache line and an AVX-512 register.
+/// Size of a cache line and of an AVX-512 register.
 pub const ALIGNMENT: usize = 64;
-/// From here on a buffer is mapped directly and backed by huge pages where the system has them: 28 instead of 25 GB/s.
+/// Smallest size of a buffer that is mapped directly and backed by huge pages where the system has them: 28 instead of
+/// 25 GB/s.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Zeroed bytes at an address that is a multiple of 64. Large ones are untouched pages until written, so that the threads
-/// that fill them bring them in.
+/// Zeroed bytes at an address that is a multiple of 64. Pages of large buffers stay untouched until written, so that
+/// the threads that fill them allocate them.
 #[derive(Debug)]
 pub struct AlignedBytes {
     start: NonNull<u8>,
     len: usize,
-    /// What `start` points into; other buffers may have other parts of it. None if there are no bytes.
+    /// Memory that contains the buffer; it may be shared with other buffers. `None` for an empty buffer.
     memory: Option<Arc<Memory>>,
 }
 
-// SAFETY: the buffer is owned memory without interior mutability.
+// SAFETY: the buffer is owned memory without interior mutability, so it may move to another thread.
 unsafe impl Send for AlignedBytes {}
-// SAFETY: as above; `&AlignedBytes` only reads.
+// SAFETY: `&AlignedBytes` only reads, so it may be shared between threads.
 unsafe impl Sync for AlignedBytes {}
 
 impl AlignedBytes {
-    /// `len` zero bytes, or a typed error if the system has no room for them.
+    /// Allocates `len` zero bytes.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the system cannot provide them.
     pub fn zeroed(len: usize) -> Result<Self, DeviceError> {
         let Some((start, memory)) = (len > 0).then(|| Memory::zeroed(len)).transpose()? else {
             return Ok(Self { start: NonNull::<Aligned>::dangling().cast(), len, memory: None });
@@ -55,75 +60,82 @@ impl AlignedBytes {
         Ok(Self { start, len, memory: Some(Arc::new(memory)) })
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the buffer is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes.
+    /// The bytes, for reading.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: `start` is valid for `len` initialized (zeroed) bytes for as long as `self` lives.
+        // SAFETY: `start` is valid for `len` initialized (zeroed) bytes for the life of `self`.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
-    /// The bytes, to write.
+    /// The bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as `as_slice`, and `&mut self` is the only access.
+        // SAFETY: as in `as_slice`; `&mut self` makes this the only access.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
-/// Gives empty buffers an aligned address.
+/// Provides an aligned address for empty buffers.
 #[repr(align(64))]
 struct Aligned;
 
-/// Many buffers in one: such as are too small to have huge pages of their own share some.
+/// One allocation shared by many buffers that are too small for huge pages of their own.
 #[derive(Debug)]
 pub struct Slab {
     rest: AlignedBytes,
 }
 
 impl Slab {
-    /// Room for buffers of `len` bytes together, each rounded up to [`ALIGNMENT`].
+    /// Allocates memory for buffers of `len` bytes in total, each rounded up to [`ALIGNMENT`].
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the system cannot provide it.
     pub fn new(len: usize) -> Result<Self, DeviceError> {
         Ok(Self { rest: AlignedBytes::zeroed(len)? })
     }
 
-    /// The next `len` bytes, zeroed; a buffer of its own where there is no room left.
+    /// Returns the next `len` bytes, zeroed; allocates a separate buffer if the slab is exhausted.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if a separate buffer cannot be allocated.
     pub fn take(&mut self, len: usize) -> Result<AlignedBytes, DeviceError> {
         let Some(taken) = len.checked_next_multiple_of(ALIGNMENT).filter(|&taken| taken <= self.rest.len) else {
             return AlignedBytes::zeroed(len);
         };
         let buffer = AlignedBytes { start: self.rest.start, len, memory: self.rest.memory.clone() };
-        // SAFETY: at most the end of the rest, and from now on none of its bytes are the buffer's.
+        // SAFETY: the new start is at most the end of the remaining range, and the bytes before it now belong to the
+        // returned buffer.
         self.rest.start = unsafe { self.rest.start.add(taken) };
         self.rest.len -= taken;
         Ok(buffer)
     }
 }
 
-/// Memory that is given back when the last of its buffers is gone.
+/// Memory that is freed when the last of its buffers is dropped.
 #[derive(Debug)]
 enum Memory {
-    /// A mapping, which is longer than what is used of it.
+    /// An anonymous mapping; the buffer may start after its beginning.
     Mapped {
         _map: MmapRaw,
     },
     Allocated(NonNull<u8>, Layout),
 }
 
-// SAFETY: it is only owned here; what it points to is reached through buffers.
+// SAFETY: `Memory` only owns the allocation; the bytes are accessed through buffers, which have rules of their own.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: as above; `&Memory` gives no access to the bytes.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// `len` > 0 zero bytes and where they start.
+    /// Allocates `len` > 0 zero bytes and returns their start.
     fn zeroed(len: usize) -> Result<(NonNull<u8>, Self), DeviceError> {
         let refused =
             || DeviceError::OutOfMemory { kind: "host", asked_bytes: len as u64, free_bytes: available_bytes() };
@@ -140,10 +152,10 @@ impl Memory {
         let map = MmapRaw::from(MmapOptions::new().len(len.checked_add(HUGE_PAGE)?).map_anon().ok()?);
         let base = NonNull::new(map.as_mut_ptr())?;
         let skip = base.align_offset(HUGE_PAGE);
-        // Huge pages are a wish: a refusal changes speed only.
+        // Huge pages are only a hint: a refusal changes speed, not results.
         #[cfg(target_os = "linux")]
         let _ = map.advise_range(Advice::HugePage, skip, len);
-        // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes lie within the mapping.
+        // SAFETY: `skip` < HUGE_PAGE, so the start and its `len` bytes are within the mapping.
         let start = unsafe { base.add(skip) };
         Some((start, Self::Mapped { _map: map }))
     }
@@ -152,13 +164,13 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Self::Allocated(start, layout) = *self {
-            // SAFETY: allocated in `zeroed` with this layout.
+            // SAFETY: allocated in `zeroed` with this layout, and freed only here.
             unsafe { dealloc(start.as_ptr(), layout) };
         }
     }
 }
 
-/// Memory the system could still give; 0 if it does not say.
+/// Bytes of memory that the system reports as available; 0 if unknown.
 #[cfg(target_os = "linux")]
 pub(in crate::device::cpu) fn available_bytes() -> u64 {
     let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return 0 };
@@ -167,7 +179,7 @@ pub(in crate::device::cpu) fn available_bytes() -> u64 {
         .map_or(0, |kib| kib * 1024)
 }
 
-/// Memory the system could still give; 0 if it does not say.
+/// Bytes of memory that the system reports as available; 0 if unknown.
 #[cfg(not(target_os = "linux"))]
 pub(in crate::device::cpu) fn available_bytes() -> u64 {
     use sysinfo::{MemoryRefreshKind, RefreshKind, System};

@@ -1,14 +1,14 @@
-//! A matrix cut into parts that members of a team write at the same time.
+//! A matrix split into parts that workers write at the same time.
 //!
-//! Disjointness is by construction: a [`Partition`] is cut once, at ascending bounds, into as many parts as the team has members;
-//! a part can be claimed once; and the whole can be read only when every claimed [`Tile`] has been dropped, after which no
-//! more can be claimed.
+//! Parts are disjoint by construction. A [`Partition`] is split once, at ascending bounds, into one part per worker;
+//! each part can be claimed once. The whole can be read only after every claimed [`Tile`] has been dropped; from then
+//! on no part can be claimed.
 //!
 //! ```text
-//! Parts::columns   | part 0 | part 1 | part 2 |      Parts::rows   part 0 ──────────
-//!           row 0  | ------ | ------ | ------ |                    part 1 ──────────
-//!           row 1  | ------ | ------ | ------ |                    part 2 ──────────
-//!     life:  claim each once ── drop tiles ── barrier ── read() by all
+//! Partition::columns   | part 0 | part 1 | part 2 |      Partition::rows   part 0 ──────────
+//!               row 0  | ------ | ------ | ------ |                        part 1 ──────────
+//!               row 1  | ------ | ------ | ------ |                        part 2 ──────────
+//!         order of use:  claim each once ── drop tiles ── barrier ── read() by all
 //! ```
 
 #![allow(unsafe_code)]
@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Where a matrix is cut.
+/// Bounds of the parts.
 #[derive(Clone, Copy, Debug)]
 enum Cuts<'a> {
     Even { parts: usize, granule: usize },
@@ -32,7 +32,7 @@ enum Axis {
     Columns,
 }
 
-/// A matrix cut into parts that members of a team may write at the same time.
+/// A matrix split into parts that workers may write at the same time.
 #[derive(Debug)]
 pub struct Partition<'a, T> {
     base: NonNull<T>,
@@ -41,18 +41,19 @@ pub struct Partition<'a, T> {
     stride: usize,
     axis: Axis,
     cuts: Cuts<'a>,
-    /// A bit for each part claimed so far.
+    /// One bit per part that has been claimed.
     claimed: [AtomicU64; MAX_WORKERS / 64],
-    /// Tiles alive, and `READING` once the whole is readable.
+    /// Number of live tiles, and the flag `READING` once the whole is readable.
     state: AtomicU32,
     life: PhantomData<&'a mut [T]>,
 }
 
 const READING: u32 = 1 << 31;
 
-// SAFETY: a shared `Parts` hands out `&mut` to disjoint parts (needs `T: Send`) and later `&` to all (needs `T: Sync`).
+// SAFETY: a shared `Partition` returns `&mut` to disjoint parts (requires `T: Send`) and later `&` to the whole
+// (requires `T: Sync`).
 unsafe impl<T: Send + Sync> Sync for Partition<'_, T> {}
-// SAFETY: it is a `&mut [T]` in other words.
+// SAFETY: `self` is equivalent to a `&mut [T]`, which is `Send` if `T` is.
 unsafe impl<T: Send> Send for Partition<'_, T> {}
 
 impl<'a, T> Partition<'a, T> {
@@ -81,28 +82,29 @@ impl<'a, T> Partition<'a, T> {
         }
     }
 
-    /// Cuts a row-major matrix of `cols` columns into `parts` of whole rows, at multiples of `granule` rows: the split of
-    /// [`WorkerCtx::span`](crate::device::cpu::thread_pool::WorkerCtx::span).
+    /// Splits a row-major matrix of `cols` columns into `parts` parts of whole rows, at multiples of `granule` rows, in
+    /// the same way as [`WorkerCtx::span`](crate::device::cpu::thread_pool::WorkerCtx::span).
     pub fn rows(data: &'a mut [T], cols: usize, parts: usize, granule: usize) -> Self {
         Self::new(data, cols, Axis::Rows, Cuts::Even { parts, granule })
     }
 
-    /// Cuts a row-major matrix of `cols` columns into `parts` of columns, at multiples of `granule` columns.
+    /// Splits a row-major matrix of `cols` columns into `parts` parts of whole columns, at multiples of `granule`
+    /// columns.
     pub fn columns(data: &'a mut [T], cols: usize, parts: usize, granule: usize) -> Self {
         Self::new(data, cols, Axis::Columns, Cuts::Even { parts, granule })
     }
 
-    /// Cuts at given rows: part `i` is `bounds[i]..bounds[i + 1]`. Bounds ascend; parts may be empty.
+    /// Splits at given rows: part `i` is `bounds[i]..bounds[i + 1]`. Bounds ascend; parts may be empty.
     pub fn rows_at(data: &'a mut [T], cols: usize, bounds: &'a [usize]) -> Self {
         Self::new(data, cols, Axis::Rows, Cuts::At(bounds))
     }
 
-    /// Cuts at given columns: part `i` is `bounds[i]..bounds[i + 1]`. Bounds ascend; parts may be empty.
+    /// Splits at given columns: part `i` is `bounds[i]..bounds[i + 1]`. Bounds ascend; parts may be empty.
     pub fn columns_at(data: &'a mut [T], cols: usize, bounds: &'a [usize]) -> Self {
         Self::new(data, cols, Axis::Columns, Cuts::At(bounds))
     }
 
-    /// The rows or columns of part `part`.
+    /// Rows or columns of part `part`.
     pub fn range(&self, part: usize) -> Range<usize> {
         match self.cuts {
             Cuts::Even { parts, granule } => {
@@ -113,10 +115,10 @@ impl<'a, T> Partition<'a, T> {
         }
     }
 
-    /// Part `part`, to write.
+    /// Claims part `part` for writing.
     ///
     /// # Panics
-    /// If it was claimed before, or the whole has been read.
+    /// If the part was claimed before, or the whole has been read.
     pub fn claim(&self, part: usize) -> Tile<'_, T> {
         let range = self.range(part);
         let bit = 1 << (part % 64);
@@ -128,7 +130,7 @@ impl<'a, T> Partition<'a, T> {
             Axis::Columns => (range.start, self.rows, range.len()),
         };
         Tile {
-            // SAFETY: `range` lies within the matrix, so the offset is at most its length.
+            // SAFETY: `range` is within the matrix, so the offset is at most its length.
             base: unsafe { self.base.add(offset) },
             rows,
             cols,
@@ -139,16 +141,16 @@ impl<'a, T> Partition<'a, T> {
         }
     }
 
-    /// All of it, to read, once no tile is alive; nothing can be claimed afterwards. Members call this after the barrier
-    /// behind their last write.
+    /// Borrows the whole matrix for reading; no part can be claimed afterwards. Workers call this after the barrier
+    /// that follows their last write.
     ///
     /// # Panics
-    /// If a tile is still alive.
+    /// If a tile has not been dropped.
     pub fn read(&self) -> &[T] {
         let state = self.state.fetch_or(READING, Ordering::AcqRel);
         assert!(state & !READING == 0, "read while it is being written");
-        // SAFETY: the memory was a `&'a mut [T]` of this length. Tiles are the only writers: none is alive, and `READING`
-        // keeps new ones out. A tile's writes happen before the `AcqRel` decrement in its drop.
+        // SAFETY: the memory was a `&'a mut [T]` of this length. Tiles are the only writers: none exists, and `READING`
+        // prevents new ones. A tile's writes happen before the `AcqRel` decrement in its drop.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.rows * self.cols) }
     }
 }
@@ -165,35 +167,35 @@ pub struct Tile<'t, T> {
     life: PhantomData<&'t mut [T]>,
 }
 
-// SAFETY: a tile is a set of `&mut [T]`, one a row.
+// SAFETY: a tile is a set of `&mut [T]`, one per row, which are `Send` if `T` is.
 unsafe impl<T: Send> Send for Tile<'_, T> {}
-// SAFETY: through `&Tile` rows can only be read.
+// SAFETY: `&Tile` only allows reading rows.
 unsafe impl<T: Sync> Sync for Tile<'_, T> {}
 
 impl<'t, T> Tile<'t, T> {
-    /// All of a row-major matrix of `cols` columns.
+    /// Creates a tile that covers a whole row-major matrix of `cols` columns.
     pub fn whole(data: &'t mut [T], cols: usize) -> Self {
         let rows = data.len().checked_div(cols).unwrap_or(0);
         assert_eq!(data.len(), rows * cols, "a matrix of {cols} columns");
         Self { base: NonNull::from(data).cast(), rows, cols, stride: cols, first: 0, state: None, life: PhantomData }
     }
 
-    /// Rows of the tile.
+    /// Number of rows of the tile.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Columns of the tile.
+    /// Number of columns of the tile.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Elements from a row to the next.
+    /// Number of elements from one row to the next.
     pub fn stride(&self) -> usize {
         self.stride
     }
 
-    /// The matrix's row (if cut by rows) or column (if cut by columns) where the tile begins.
+    /// First row (if split by rows) or column (if split by columns) of the tile in the matrix.
     pub fn first(&self) -> usize {
         self.first
     }
@@ -201,18 +203,19 @@ impl<'t, T> Tile<'t, T> {
     /// One row.
     pub fn row(&self, row: usize) -> &[T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
-        // SAFETY: the row's `cols` elements lie within the tile, which only `self` may write.
+        // SAFETY: the row's `cols` elements are within the tile, and `&self` excludes writers.
         unsafe { std::slice::from_raw_parts(self.base.add(row * self.stride).as_ptr(), self.cols) }
     }
 
-    /// One row, to write.
+    /// One row, for writing.
     pub fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
-        // SAFETY: as `row`, and `&mut self` is the only access.
+        // SAFETY: as in `row`; `&mut self` makes this the only access.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(row * self.stride).as_ptr(), self.cols) }
     }
 
-    /// For kernels: row `r`'s elements are valid at `r * stride..r * stride + cols`, nothing else is.
+    /// Pointer to the first element, for kernels. In row `r`, only elements `r * stride..r * stride + cols` may be
+    /// accessed.
     pub(in crate::device::cpu) fn as_mut_ptr(&mut self) -> *mut T {
         self.base.as_ptr()
     }

@@ -1,8 +1,8 @@
-//! The reference bodies: what each op means, in plain f32 in index order, over contiguous rows.
+//! Reference implementations: the definition of each operation, in plain f32 in index order, over contiguous rows.
 //!
-//! They are definitions and test oracles, not fast paths: no tiles, no lanes, no fused multiply-adds, `f32`'s own `exp` and
-//! `tanh`. Fast paths agree with them within rounding; where additions happen in the same order the tests say so.
-//! Slices are whole matrices, row-major; the caller has checked their sizes.
+//! They serve as definitions and test oracles, not as fast paths: no tiles, no SIMD, no fused multiply-adds, and
+//! `f32`'s own `exp` and `tanh`. Fast paths agree with them within rounding; where additions happen in the same order,
+//! the tests state it. Slices are whole row-major matrices; the caller has checked their sizes.
 
 #![forbid(unsafe_code)]
 
@@ -11,14 +11,14 @@ pub mod model;
 use crate::graph::{RopeStyle, RowStatus};
 use crate::weights::DType;
 
-/// `out[r] = table[ids[r]]`, rows of `width`. `dequantize` gives one row of the table.
+/// `out[r] = table[ids[r]]`, rows of `width` elements. `dequantize` writes one row of the table.
 pub fn embed(ids: &[u32], width: usize, dequantize: &mut dyn FnMut(usize, &mut [f32]), out: &mut [f32]) {
     for (id, row) in ids.iter().zip(out.chunks_exact_mut(width)) {
         dequantize(*id as usize, row);
     }
 }
 
-/// `out = x / √(mean(x²) + eps) · weight` a row.
+/// `out = x / √(mean(x²) + eps) · weight`, per row.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
     for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -33,7 +33,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// `out = (x − mean) / √(variance + eps) · weight + bias` a row.
+/// `out = (x − mean) / √(variance + eps) · weight + bias`, per row.
 pub fn layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]) {
     let width = weight.len();
     for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -60,7 +60,7 @@ pub fn mul(a: &[f32], b: &[f32], out: &mut [f32]) {
     }
 }
 
-/// Which activation.
+/// Activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -97,7 +97,7 @@ pub fn scale(x: &[f32], factor: f32, out: &mut [f32]) {
     }
 }
 
-/// `out[r][n] = Σ_k x[r][k] · weight[n][k] + bias[n]`, with the weights already widened to f32.
+/// `out[r][n] = Σ_k x[r][k] · weight[n][k] + bias[n]`, with weights already converted to f32.
 pub fn linear(x: &[f32], weight: &[f32], bias: Option<&[f32]>, inputs: usize, outputs: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs)) {
         for (n, (y, w)) in y.iter_mut().zip(weight.chunks_exact(inputs)).enumerate() {
@@ -110,7 +110,7 @@ pub fn linear(x: &[f32], weight: &[f32], bias: Option<&[f32]>, inputs: usize, ou
     }
 }
 
-/// Rotates every head of every row; `cos` and `sin` hold `pairs` numbers a row.
+/// Rotates every head of every row; `cos` and `sin` hold `pairs` values per row.
 pub fn rope(x: &mut [f32], heads: usize, head_dim: usize, style: RopeStyle, pairs: usize, cos: &[f32], sin: &[f32]) {
     for (r, row) in x.chunks_exact_mut(heads * head_dim).enumerate() {
         for head in row.chunks_exact_mut(head_dim) {
@@ -127,7 +127,8 @@ pub fn rope(x: &mut [f32], heads: usize, head_dim: usize, style: RopeStyle, pair
     }
 }
 
-/// Cosines, then sines, of each position: the angle rounded to f32, its functions taken in f64 and rounded.
+/// Computes cosines, then sines, of each position: the angle is rounded to f32, its cosine and sine are computed in f64
+/// and rounded.
 #[allow(clippy::cast_possible_truncation)]
 pub fn rope_angles(inv_freq: &[f32], attention_factor: f32, positions: &[u32], out: &mut [f32]) {
     let pairs = inv_freq.len();
@@ -141,8 +142,8 @@ pub fn rope_angles(inv_freq: &[f32], attention_factor: f32, positions: &[u32], o
     }
 }
 
-/// `out = x` as int8 activations have it: a row's blocks of 32 rounded to 127 steps each way, ties to even. A block that
-/// is not finite becomes NaN.
+/// `out = x` with the rounding of int8 activations: each block of 32 of a row is rounded to 127 steps in each
+/// direction, ties to even. A block that is not finite becomes NaN.
 pub fn quantize(x: &[f32], width: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
         for (x, y) in x.chunks(32).zip(y.chunks_mut(32)) {
@@ -151,15 +152,15 @@ pub fn quantize(x: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// `out = x` as int8 keys and values have it: each head of `head_dim` rounded to 127 steps each way, ties to even. A head
-/// that is not finite becomes NaN.
+/// `out = x` with the rounding of int8 keys and values: each head of `head_dim` is rounded to 127 steps in each
+/// direction, ties to even. A head that is not finite becomes NaN.
 pub fn quantize_heads(x: &[f32], head_dim: usize, out: &mut [f32]) {
     for (x, y) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
         quantize_together(x, y);
     }
 }
 
-/// Rounds elements that share a scale.
+/// Rounds elements that share one scale.
 fn quantize_together(x: &[f32], out: &mut [f32]) {
     let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let is_finite = x.iter().all(|x| x.is_finite());
@@ -175,7 +176,7 @@ fn quantize_together(x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// What [`attention`] computes.
+/// Parameters of [`attention`].
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct AttentionParams {
@@ -183,13 +184,13 @@ pub struct AttentionParams {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub scale: f32,
-    /// Tokens a row sees at most, itself included.
+    /// Sliding window: largest number of tokens a row sees, itself included.
     pub window: Option<u32>,
     pub softcap: Option<f32>,
 }
 
 /// Causal attention of one sequence over contiguous keys and values (`[token][kv head][head_dim]`). Row `r` of the
-/// queries stands at position `tokens − rows + r`. A plain softmax: largest score, exponentials, one division.
+/// queries is at position `tokens − rows + r`. A plain softmax: maximum, exponentials, one division.
 pub fn attention(p: &AttentionParams, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
     let (q_width, kv_width) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
     let (rows, tokens) = (q.len() / q_width, k.len() / kv_width);
@@ -230,14 +231,14 @@ pub fn attention(p: &AttentionParams, q: &[f32], k: &[f32], v: &[f32], out: &mut
     }
 }
 
-/// `out[i] = x[rows[i]]`, rows of `width`.
+/// `out[i] = x[rows[i]]`, rows of `width` elements.
 pub fn gather_rows(x: &[f32], rows: &[u32], width: usize, out: &mut [f32]) {
     for (row, y) in rows.iter().zip(out.chunks_exact_mut(width)) {
         y.copy_from_slice(&x[*row as usize * width..][..width]);
     }
 }
 
-/// Index of the largest element; the lowest index of equals, and NaN never wins over a number.
+/// Index of the largest element. The lowest index wins a tie, and NaN never wins over a number.
 pub fn argmax(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, x) in row.iter().enumerate() {
@@ -253,7 +254,7 @@ pub fn row_status(row: &[f32]) -> RowStatus {
     if row.iter().all(|x| x.is_finite()) { RowStatus::Ok } else { RowStatus::NonFinite }
 }
 
-/// Rounds to the precision of a float storage type and back; integer formats have their own converter.
+/// Rounds to the precision of a float storage type and back; integer formats have converters of their own.
 pub fn round_to(dtype: DType, x: f32) -> f32 {
     match dtype {
         DType::F16 => half::f16::from_f32(if x.is_nan() { x } else { x.clamp(-65504.0, 65504.0) }).to_f32(),

@@ -1,9 +1,10 @@
-//! A model run by the reference bodies: one sequence, keys and values in plain matrices, one operation after the other.
+//! Runs a model with the reference implementations: one sequence, keys and values in plain matrices, one operation at a
+//! time.
 //!
-//! The oracle of every device: it knows no plan, arena, block, panel, team or instruction set, only the graph and the
-//! definitions in [`reference`](super). A fused operation is its parts in order. It allocates as it likes and
-//! is made for small models; graphs come from [`decoder_graph`](crate::model::decoder_graph) or a builder and are taken
-//! to be sound.
+//! It is the test oracle of every device. It uses no plan, arena, block, panel, thread pool or instruction set, only
+//! the graph and the definitions in [`reference`](super). A fused operation runs as its parts in order. It allocates
+//! freely and is meant for small models. Graphs come from [`decoder_graph`](crate::model::decoder_graph) or a builder
+//! and are assumed to be valid.
 
 #![forbid(unsafe_code)]
 
@@ -17,29 +18,29 @@ use crate::kv_cache::KvDType;
 use crate::num::to_u32;
 use crate::weights::{DType, WeightError, WeightSource};
 
-/// A graph with its weights widened to f32 and the keys and values of one sequence.
+/// A graph with its weights converted to f32 and the keys and values of one sequence.
 #[derive(Debug)]
 pub struct ReferenceModel {
     graph: Graph,
     weights: Vec<Vec<f32>>,
     stored_as: KvDType,
     head_dim: usize,
-    /// Keys and values of each layer, one row a token.
+    /// Keys and values of each layer, one row per token.
     stored: Vec<(Vec<f32>, Vec<f32>)>,
-    /// Tokens so far.
+    /// Number of tokens so far.
     len: u32,
 }
 
-/// What a step gives.
+/// Result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReferenceRows {
-    /// Logits, one row after the other.
+    /// Logits, row by row.
     pub logits: Vec<f32>,
     /// Status of each row of the step.
     pub status: Vec<RowStatus>,
 }
 
-/// One step's rows.
+/// Rows of one step.
 struct StepRows<'a> {
     tokens: &'a [u32],
     positions: Vec<u32>,
@@ -47,7 +48,10 @@ struct StepRows<'a> {
 }
 
 impl ReferenceModel {
-    /// Widens the weights; `kv` is the type that keys and values are rounded to.
+    /// Loads and converts the weights; keys and values are rounded to `kv`.
+    ///
+    /// # Errors
+    /// [`WeightError`] if a weight of the graph is missing or cannot be converted.
     pub fn new(graph: &Graph, source: &dyn WeightSource, kv: KvDType) -> Result<Self, WeightError> {
         let weights: Result<_, _> =
             graph.weights.iter().map(|weight| source.require(&weight.name).map(|tensor| tensor.to_f32())).collect();
@@ -64,7 +68,7 @@ impl ReferenceModel {
         Ok(Self { graph: graph.clone(), weights: weights?, stored_as: kv, head_dim, stored, len: 0 })
     }
 
-    /// Forgets the sequence.
+    /// Starts a new sequence.
     pub fn restart(&mut self) {
         self.len = 0;
         self.stored.iter_mut().for_each(|(k, v)| {
@@ -73,7 +77,7 @@ impl ReferenceModel {
         });
     }
 
-    /// Appends tokens and gives the logits of the rows asked for.
+    /// Appends tokens and returns the logits of `logit_rows`.
     pub fn forward(&mut self, tokens: &[u32], logit_rows: &[u32]) -> ReferenceRows {
         let end = self.len + to_u32(tokens.len());
         let rows = StepRows { tokens, positions: (self.len..end).collect(), logit_rows };
@@ -100,7 +104,7 @@ impl ReferenceModel {
         out
     }
 
-    /// Status of each row of the batch: its last sums, and its logits if they are wanted.
+    /// Status of each row of the batch, from its last hidden state and, if requested, its logits.
     fn status(&self, last: &[f32], width: usize, logits: &[f32], logit_rows: &[u32]) -> Vec<RowStatus> {
         let mut status: Vec<RowStatus> = last.chunks_exact(width).map(reference::row_status).collect();
         for (row, logits) in logit_rows.iter().zip(logits.chunks_exact(self.graph.vocab_size)) {
@@ -151,7 +155,7 @@ impl ReferenceModel {
                 let best = best(&logits, self.graph.vocab_size);
                 vec![logits, best]
             }
-            // Written by `forward`, which knows the rows.
+            // `forward` computes it, since it has the requested rows.
             Op::RowStatus => Vec::new(),
             Op::Custom(index) => {
                 let width = self.cols(node, 0);
@@ -205,7 +209,7 @@ impl ReferenceModel {
         out
     }
 
-    /// The first input, head by head normed (perhaps) and rotated by the second.
+    /// Normalizes (if `norm` is given) and rotates the first input head by head; the second input holds the angles.
     fn rope(
         &self,
         node: &Node,
@@ -246,7 +250,7 @@ impl ReferenceModel {
     }
 }
 
-/// A new matrix of the size of `x`, filled by `body`.
+/// Returns a new matrix of the size of `x`, filled by `body`.
 fn map(x: &[f32], body: impl FnOnce(&mut [f32])) -> Vec<f32> {
     let mut out = vec![0.0; x.len()];
     body(&mut out);
@@ -276,7 +280,7 @@ fn cast(to: ActivationType, x: &[f32], width: usize) -> Vec<f32> {
     }
 }
 
-/// Ids of the largest, as bits: values of a reference model are floats all.
+/// Argmax ids, as bits: all values of the reference model are stored as floats.
 fn best(logits: &[f32], vocab: usize) -> Vec<f32> {
     let id = |row: &[f32]| match reference::row_status(row) {
         RowStatus::Ok => to_u32(reference::argmax(row)),

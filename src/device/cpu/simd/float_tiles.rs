@@ -1,7 +1,8 @@
-//! How a product of float rows is cut into tiles. Either one row at a time over weights as stored, all of K at once; or
-//! groups of panels, pieces of K, perhaps widened into a buffer, then all rows, tallest tiles first.
+//! Tiling of products of float rows. One row at a time reads weights as stored, over all of K. More rows process groups
+//! of panels and pieces of K, convert the weights to f32 in a buffer if needed, and then pass all rows over the piece,
+//! tallest tiles first.
 //!
-//! The order of one output value's additions is K's, whatever the cuts.
+//! The additions of one output value are in K order, whatever the tiling.
 
 #![allow(unsafe_code)]
 
@@ -12,38 +13,38 @@ use crate::weights::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// Panels whose pieces all rows pass over together: copying the activations of a tile is shared by all of them.
+/// Number of panels in a group, over whose pieces all rows pass together; they share one copy of a tile's activations.
 const GROUP: usize = 8;
-/// K of a widened piece: a tile's activations (6 KiB) and two panels (16 KiB) stay in the first-level cache.
+/// K of a piece that is converted to f32: a tile's activations (6 KiB) and two panels (16 KiB) stay in the L1 cache.
 const PIECE: usize = 128;
-/// K of a piece that is read as stored, two bytes a value.
+/// K of a piece that is read as stored, two bytes per value.
 #[cfg(target_arch = "x86_64")]
 const HALF_PIECE: usize = 2 * PIECE;
-/// K of a piece of a row that is widened by itself: 8 KiB.
+/// K of a piece of a single row whose activations are converted to f32: 8 KiB.
 const ROW_PIECE: usize = 2048;
-/// How far ahead of its use a weight is asked for when it is read as stored.
+/// Prefetch distance of weights that are read as stored.
 const AHEAD_BYTES: usize = 8192;
-/// Rows of the tallest tile that any path has.
+/// Number of rows of the tallest tile of any path.
 const TALL: usize = 12;
-/// Bytes from a row to the next in a copied tile: an odd number of cache lines, so that rows do not meet in one set of the
-/// cache, as those of a matrix do when K is a multiple of 1,024.
+/// Bytes from one row to the next in a copied tile: an odd number of cache lines, so that rows do not map to the same
+/// cache set, as they do in a matrix whose K is a multiple of 1,024.
 const COPY_STRIDE: usize = 4 * PIECE + 64;
 
-/// Widened weights: 64 KiB, in the second-level cache. Not initialized: a piece is written before it is read.
+/// Weights converted to f32: 64 KiB, in the L2 cache. Uninitialized: a piece is written before it is read.
 #[repr(align(64))]
 struct Widened(MaybeUninit<[f32; GROUP * PIECE * PANEL]>);
 
-/// Activations of a tile, likewise.
+/// Copied activations of a tile. Uninitialized: written before they are read.
 #[repr(align(64))]
 struct Copied(MaybeUninit<[u8; TALL * COPY_STRIDE]>);
 
-/// How rows are given, and how bodies read them.
+/// Storage type of the rows, and how micro-kernels read them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Given {
     F32,
-    /// bfloat16, read as f32: through a copy.
+    /// bfloat16, converted to an f32 copy.
     Widened,
-    /// bfloat16, read as it is.
+    /// bfloat16, read as stored.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     Pairs,
 }
@@ -57,33 +58,34 @@ impl Given {
     }
 }
 
-/// What a tile works on: a piece of K, pointers to the tile's first row and panel.
+/// Work of a tile: a piece of K, and pointers to the tile's first row and panel.
 #[derive(Clone, Copy)]
 pub(super) struct Job {
     pub(super) x: *const u8,
-    /// Bytes from a row to the next.
+    /// Bytes from one row to the next.
     pub(super) x_stride: usize,
     pub(super) given: Given,
     pub(super) w: *const u8,
-    /// Bytes from a panel to the next.
+    /// Bytes from one panel to the next.
     pub(super) w_stride: usize,
     pub(super) depth: usize,
     pub(super) out: *mut f32,
     pub(super) stride: usize,
-    /// Output columns from the tile's first on.
+    /// Number of output columns, counted from the tile's first.
     pub(super) cols: usize,
-    /// Whether the sums start here, or go on from `out`.
+    /// Whether sums start from zero or continue from `out`.
     pub(super) start: bool,
-    /// Null, or the tile's first bias, if the sums end here.
+    /// First bias of the tile if the sums end here, else null.
     pub(super) bias: *const f32,
-    /// Null, or what is to be asked for ahead of time: addresses for the first panel, bytes to the next panel and k.
+    /// Address to prefetch for the first panel, or null; `ahead_panel` and `ahead_step` are the byte distances to the
+    /// next panel and the next k.
     pub(super) ahead: *const u8,
     pub(super) ahead_panel: usize,
     pub(super) ahead_step: usize,
 }
 
 impl Job {
-    /// The whole product, for bodies that read f32; none if it is empty.
+    /// Job of the whole product, for micro-kernels that read f32; `None` if the product is empty.
     pub(super) fn new<T: Activation>(
         x: FloatRows<'_, T>,
         w: &PackedMatrix,
@@ -95,7 +97,7 @@ impl Job {
         if columns.is_empty() || x.rows() == 0 {
             return None;
         }
-        // Pairs of k have room for a last one that is not there.
+        // Panels of bf16 pairs are padded to an even K.
         let depth = if w.dtype() == DType::BF16 { w.k().next_multiple_of(2) } else { w.k() };
         Some(Self {
             x: x.data().as_ptr().cast(),
@@ -115,16 +117,17 @@ impl Job {
         })
     }
 
-    /// The same for bodies that read pairs of bfloat16.
+    /// Changes the job to micro-kernels that read pairs of bfloat16.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn pairs(self) -> Self {
         debug_assert!(self.given == Given::Widened, "rows of bfloat16");
         Self { given: Given::Pairs, ..self }
     }
 
-    /// The same, some rows further down and panels further right.
+    /// Job that starts `rows` rows and `panels` panels later.
     unsafe fn at(self, rows: usize, panels: usize) -> Self {
-        // SAFETY: the caller stays within the rows and panels of the job.
+        // SAFETY: the caller stays within the rows and panels of the job, so the moved pointers stay within their
+        // slices.
         unsafe {
             Self {
                 x: self.x.add(rows * self.x_stride),
@@ -142,7 +145,7 @@ impl Job {
         }
     }
 
-    /// A piece of K of it. The weights stay where they are.
+    /// Job of a piece of K. The pointer to the weights stays unchanged.
     unsafe fn piece(self, k: Range<usize>) -> Self {
         Self {
             // SAFETY: the caller stays within the depth of the job.
@@ -154,11 +157,11 @@ impl Job {
         }
     }
 
-    /// Writes some rows of the piece, as bodies read them, to `copy`, and makes them the job's.
+    /// Copies some rows of the piece to `copy`, in the form that micro-kernels read, and points the job to them.
     #[allow(clippy::cast_ptr_alignment)] // rows of bfloat16 are slices of u16, and copies begin at cache lines or floats
     unsafe fn copied(mut self, rows: usize, copy: *mut u8) -> Self {
         for r in 0..rows {
-            // SAFETY: the rows are the job's; the caller has room for them.
+            // SAFETY: the rows belong to the job, and `copy` has space for them.
             unsafe {
                 let (from, to) = (self.x.add(r * self.x_stride), copy.add(r * COPY_STRIDE));
                 if self.given == Given::Widened {
@@ -176,34 +179,34 @@ impl Job {
     }
 }
 
-/// One tile's body.
+/// Micro-kernel of one tile.
 pub(super) type Body = unsafe fn(Job);
 
-/// The bodies for some number of rows: over how many panels the wide one goes, the wide one, the one for a single panel.
+/// Micro-kernels for one number of rows: number of panels of the wide one, the wide one, the one for a single panel.
 pub(super) type Bodies = (usize, Body, Body);
 
-/// Bodies by their number of rows, tallest first, down to one row.
+/// Micro-kernels by number of rows, tallest first, down to one row.
 pub(super) type AllBodies = [(usize, Bodies)];
 
-/// Widens some k of a panel to 16 values each.
+/// Converts a range of K of a panel to f32, 16 values per k.
 pub(super) type Widen = unsafe fn(*const u8, Range<usize>, *mut f32);
 
-/// From this many rows on a piece of K is passed over by all of them: float weights are then widened once for all.
+/// Number of rows from which on all rows pass over a piece of K; float weights are then converted once for all rows.
 pub(super) const PIECES_FROM_ROWS: usize = 3;
 
-/// What a path has for one type of weights.
+/// Micro-kernels of a path for one type of weights.
 pub(super) struct Kernels {
-    /// Bodies over widened weights.
+    /// Micro-kernels over weights converted to f32.
     pub(super) bodies: &'static AllBodies,
-    /// Those of one row over weights as they are stored, if there are any.
+    /// Micro-kernels of one row over weights as stored, if the path has them.
     pub(super) row: Option<Bodies>,
     pub(super) widen: Widen,
 }
 
-/// `panels` of `w` times all rows of `x`, shapes as the caller has checked them.
+/// Multiplies all rows of `x` by `panels` of `w`. The caller has checked the shapes.
 ///
 /// # Safety
-/// The kernels are for the type of `w`; the machine has what they need.
+/// The micro-kernels match the type of `w`, and the machine has their instructions.
 pub(super) unsafe fn multiply<T: Activation>(
     kernels: &Kernels,
     x: FloatRows<'_, T>,
@@ -213,7 +216,7 @@ pub(super) unsafe fn multiply<T: Activation>(
     out: &mut Tile<'_, f32>,
 ) {
     let (rows, Some(job)) = (x.rows(), Job::new(x, w, bias, &panels, out)) else { return };
-    // SAFETY: `job` covers all rows and the panels; the rest is the caller's.
+    // SAFETY: `job` covers all rows and the panels; the caller guarantees the rest.
     unsafe {
         match kernels.row {
             Some(row) if rows < PIECES_FROM_ROWS => as_stored(row, job, rows, panels.len()),
@@ -222,10 +225,11 @@ pub(super) unsafe fn multiply<T: Activation>(
     }
 }
 
-/// One row at a time over weights as they are stored, all of K at once.
+/// Processes one row at a time over weights as stored, over all of K.
 ///
 /// # Safety
-/// The job covers the rows and panels, stored as the bodies read them; the machine has what the bodies need.
+/// The job covers the rows and panels, which are stored in the form that the micro-kernels read; the machine has their
+/// instructions.
 pub(super) unsafe fn as_stored(bodies: Bodies, job: Job, rows: usize, panels: usize) {
     let wide = bodies.0;
     let mut copy = MaybeUninit::<[f32; ROW_PIECE]>::uninit();
@@ -233,7 +237,7 @@ pub(super) unsafe fn as_stored(bodies: Bodies, job: Job, rows: usize, panels: us
     for first in (0..panels).step_by(wide) {
         for row in 0..rows {
             for k in (0..job.depth).step_by(piece) {
-                // SAFETY: within the rows, panels and depth of the job; a piece of a row fits the copy.
+                // SAFETY: pointers stay within the rows, panels and depth of the job; a piece of a row fits the copy.
                 unsafe {
                     let mut part = job.at(row, first).piece(k..(k + piece).min(job.depth));
                     part.w = part.w.add(k * job.ahead_step);
@@ -250,39 +254,41 @@ pub(super) unsafe fn as_stored(bodies: Bodies, job: Job, rows: usize, panels: us
     }
 }
 
-/// Widens a piece of K of a group of panels, then passes all rows over it: the bodies read f32.
+/// Converts a piece of K of a group of panels to f32, then passes all rows over it.
 ///
 /// # Safety
-/// As [`as_stored`], with weights as `widen` reads them.
+/// As [`as_stored`], with weights in the form that `widen` reads.
 unsafe fn widened(bodies: &AllBodies, widen: Widen, job: Job, rows: usize, panels: usize) {
     let mut values = Widened(MaybeUninit::uninit());
     let mut widen_group = |source: Job, group: usize, k: Range<usize>| {
         let to = values.0.as_mut_ptr().cast::<f32>();
         for p in 0..group {
-            // SAFETY: within the panels and depth of the job; `GROUP` panels of `PIECE` fill the buffer exactly.
+            // SAFETY: pointers stay within the panels and depth of the job; `GROUP` panels of `PIECE` fill the buffer
+            // exactly.
             unsafe { widen(source.w.add(p * job.w_stride), k.clone(), to.add(p * PIECE * PANEL)) };
         }
         (to.cast_const().cast(), PIECE * PANEL * 4)
     };
-    // SAFETY: the caller's.
+    // SAFETY: this function's requirements include those of `in_pieces`.
     unsafe { in_pieces(bodies, PIECE, &mut widen_group, job, rows, panels) }
 }
 
-/// The same over weights of two bytes as they are stored.
+/// Passes all rows over pieces of two-byte weights as stored.
 ///
 /// # Safety
 /// As [`as_stored`].
 #[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn halves(bodies: &AllBodies, job: Job, rows: usize, panels: usize) {
     let mut in_place = |source: Job, _: usize, k: Range<usize>| {
-        // SAFETY: within the depth of the job.
+        // SAFETY: the pointer stays within the depth of the job.
         (unsafe { source.w.add(k.start * job.ahead_step) }, job.w_stride)
     };
-    // SAFETY: the caller's.
+    // SAFETY: this function's requirements include those of `in_pieces`.
     unsafe { in_pieces(bodies, HALF_PIECE, &mut in_place, job, rows, panels) }
 }
 
-/// `weights` gives where a piece of a group's panels is, and the bytes from a panel to the next there.
+/// Passes all rows over all pieces. `weights` returns the location of a piece of a group's panels and the bytes from
+/// one panel to the next.
 unsafe fn in_pieces(
     bodies: &AllBodies,
     piece: usize,
@@ -297,11 +303,11 @@ unsafe fn in_pieces(
         let group = GROUP.min(panels - first);
         for k in (0..job.depth).step_by(piece) {
             let end = (k + piece).min(job.depth);
-            // SAFETY: within the rows, panels and depth of the job.
+            // SAFETY: pointers stay within the rows, panels and depth of the job.
             unsafe {
                 let source = job.at(0, first);
                 let (w, w_stride) = weights(source, group, k..end);
-                // The next piece of these panels, or the first of the next group.
+                // Prefetch the next piece of these panels, or the first piece of the next group.
                 let next = if end < job.depth { end * job.ahead_step } else { group * job.w_stride };
                 let ahead = source.w.wrapping_add(next);
                 all_rows(bodies, Job { w, w_stride, ahead, ..source.piece(k..end) }, rows, group, &mut copy);
@@ -310,7 +316,7 @@ unsafe fn in_pieces(
     }
 }
 
-/// All rows over a piece, the first of them asking for the next piece.
+/// Passes all rows over a piece; the first tile prefetches the next piece.
 unsafe fn all_rows(bodies: &AllBodies, mut job: Job, rows: usize, panels: usize, copy: &mut Copied) {
     let mut row = 0;
     for &(height, body) in bodies {
@@ -329,7 +335,7 @@ unsafe fn all_rows(bodies: &AllBodies, mut job: Job, rows: usize, panels: usize,
     }
 }
 
-/// One tile of rows over some panels.
+/// Runs one tile of rows over some panels.
 unsafe fn over_panels(job: Job, panels: usize, (width, wide, single): Bodies) {
     let mut panel = 0;
     // SAFETY: panels of the tile are within the job's.

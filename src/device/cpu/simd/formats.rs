@@ -1,11 +1,11 @@
-//! One description of each quantized format, from which all matmul bodies are made.
+//! Compile-time description of each quantized format, over which the matmul micro-kernels are generic.
 
 #![forbid(unsafe_code)]
 
 use crate::device::cpu::weights::pack::Scheme;
 use crate::weights::DType;
 
-/// A quantized format, known when compiling.
+/// A quantized format as a type.
 pub(super) trait Format {
     const SCHEME: Scheme;
 }

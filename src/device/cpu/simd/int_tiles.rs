@@ -1,6 +1,6 @@
-//! How a product of int8 rows is cut into tiles: groups of panels, pieces of K, then all rows, tallest tiles first.
+//! Tiling of products of int8 rows: groups of panels, pieces of K, then all rows, tallest tiles first.
 //!
-//! The order of one output value's additions is K's, whatever the cuts.
+//! The additions of one output value are in K order, whatever the tiling.
 
 #![allow(unsafe_code)]
 
@@ -11,42 +11,43 @@ use crate::device::cpu::memory::Tile;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use std::ops::Range;
 
-/// Panels over which rows pass together.
+/// Number of panels in a group, over which rows pass together.
 pub(super) const GROUP: usize = 4;
-/// From this many rows on K is cut into pieces, so that what a tile reads (12 rows: 9 KiB, and 9 KiB a panel) stays in the
-/// first-level cache; between pieces the sums wait in `out`. With fewer rows the weights come from memory anyway, in long
-/// streams.
+/// Number of rows from which on K is split into pieces, so that a tile's operands (12 rows: 9 KiB, and 9 KiB per panel)
+/// stay in the L1 cache; between pieces the sums are kept in `out`. With fewer rows the weights come from memory
+/// anyway, in long streams.
 const PIECES_FROM_ROWS: usize = 12;
 /// K of a piece: a multiple of every unit.
 const PIECE: usize = 512;
 
-/// What a tile works on: a piece of K, pointers to the tile's first row and panel.
+/// Work of a tile: a piece of K, and pointers to the tile's first row and panel.
 #[derive(Clone, Copy)]
 pub(super) struct Job {
     pub(super) x: *const u8,
     pub(super) record: *const u8,
     pub(super) row_bytes: usize,
     pub(super) w: *const u8,
-    /// Bytes of the piece in a panel, and from a panel to the next.
+    /// Bytes of the piece in a panel; `panel_bytes` is the distance from one panel to the next.
     pub(super) piece_bytes: usize,
     pub(super) panel_bytes: usize,
     pub(super) out: *mut f32,
     pub(super) stride: usize,
-    /// Output columns from the tile's first on.
+    /// Number of output columns, counted from the tile's first.
     pub(super) cols: usize,
-    /// Whether the sums start here, or go on from `out`.
+    /// Whether sums start from zero or continue from `out`.
     pub(super) start: bool,
-    /// Null, or the tile's first bias, if the sums end here.
+    /// First bias of the tile if the sums end here, else null.
     pub(super) bias: *const f32,
-    /// Whether these rows bring the weights in, for those behind them.
+    /// Whether these rows prefetch the weights for the rows after them.
     pub(super) ahead: bool,
-    /// Bytes from the piece's start to the panel's end, and from there to where its stream goes on in the next group.
+    /// Bytes from the piece's start to the panel's end; `skip` is the distance from there to the place where its stream
+    /// continues in the next group.
     pub(super) left: usize,
     pub(super) skip: usize,
 }
 
 impl Job {
-    /// The whole product; none if it is empty. `skip`: how far a stream jumps at a panel's end.
+    /// Job of the whole product; `None` if the product is empty. `skip`: distance that a stream jumps at a panel's end.
     pub(super) fn new(
         x: QuantRows<'_>,
         w: &PackedMatrix,
@@ -77,9 +78,10 @@ impl Job {
         })
     }
 
-    /// The same, some rows further down and panels further right.
+    /// Job that starts `rows` rows and `panels` panels later.
     pub(super) unsafe fn at(self, rows: usize, panels: usize) -> Self {
-        // SAFETY: the caller stays within the rows and panels of the job.
+        // SAFETY: the caller stays within the rows and panels of the job, so the moved pointers stay within their
+        // slices.
         unsafe {
             Self {
                 x: self.x.add(rows * self.row_bytes),
@@ -93,7 +95,7 @@ impl Job {
         }
     }
 
-    /// The blocks from `k` on, `depth` of K in `bytes` of each panel at `at`; `last` if K ends there.
+    /// Job of the piece of K that starts at `k`, in `bytes` bytes of each panel at offset `at`.
     unsafe fn piece(self, k: usize, at: usize, bytes: usize) -> Self {
         // SAFETY: the caller stays within the depth of the job.
         unsafe {
@@ -111,16 +113,17 @@ impl Job {
     }
 }
 
-/// One tile's body.
+/// Micro-kernel of one tile.
 pub(super) type Body = unsafe fn(Job);
 
-/// The bodies for some number of rows: over how many panels the wide one goes, the wide one, the one for a single panel.
+/// Micro-kernels, each with its number of rows: number of panels of the wide one, the wide one, the one for a single
+/// panel.
 pub(super) type Bodies = [(usize, usize, Body, Body)];
 
-/// Panels by groups, K by pieces, then all rows over them: the group's piece stays in the second-level cache.
+/// Passes all rows over the panels group by group and piece by piece of K; a group's piece stays in the L2 cache.
 ///
 /// # Safety
-/// The job covers the rows and panels, whose format is `F`; the machine has what the bodies need.
+/// The job covers the rows and panels, whose format is `F`; the machine has the micro-kernels' instructions.
 pub(super) unsafe fn all<F: Format>(bodies: &Bodies, job: Job, rows: usize, panels: usize) {
     let piece_bytes = if rows < PIECES_FROM_ROWS {
         job.panel_bytes

@@ -2,20 +2,20 @@
 
 use crate::device::cpu::simd::vector::SimdVector;
 
-/// A function of one vector. A trait and not a closure: a closure is a function of its own, without the instruction set of
-/// the kernel around it, and where the compiler does not inline it every operation in it becomes a call.
+/// A function of one vector. A trait instead of a closure: a closure is compiled as a function of its own, without the
+/// target features of the kernel around it, and if it is not inlined, every operation in it becomes a call.
 pub(crate) trait Map {
     /// `f(x)`.
     fn map<L: SimdVector>(&self, l: L, x: L::F32) -> L::F32;
 }
 
-/// A function of two vectors; a trait for the same reason.
+/// A function of two vectors; a trait for the same reason as [`Map`].
 pub(crate) trait Zip {
     /// `f(x, y)`.
     fn zip<L: SimdVector>(&self, l: L, x: L::F32, y: L::F32) -> L::F32;
 }
 
-/// Calls `f` on each vector of `row` and puts the result back.
+/// Applies `f` to each vector of `row` in place.
 #[inline(always)]
 pub(crate) fn map_in_place<L: SimdVector>(l: L, row: &mut [f32], f: &impl Map) {
     let (chunks, tail) = row.as_chunks_mut::<16>();
@@ -32,7 +32,7 @@ pub(crate) fn map_in_place<L: SimdVector>(l: L, row: &mut [f32], f: &impl Map) {
     }
 }
 
-/// `out = f(a, b)` vector by vector; the three rows have the same length.
+/// `out = f(a, b)`, vector by vector; the three rows have the same length.
 #[inline(always)]
 pub(crate) fn zip<L: SimdVector>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f: &impl Zip) {
     debug_assert!(a.len() == out.len() && b.len() == out.len(), "rows of one operation have one length");
@@ -51,7 +51,7 @@ pub(crate) fn zip<L: SimdVector>(l: L, a: &[f32], b: &[f32], out: &mut [f32], f:
     }
 }
 
-/// Up to 16 elements, zeros behind them.
+/// Up to 16 elements, padded with zeros.
 #[inline(always)]
 pub(crate) fn padded(tail: &[f32]) -> [f32; 16] {
     let mut out = [0.0; 16];

@@ -1,8 +1,8 @@
-//! Bodies written for instruction sets, and the choice among them.
+//! SIMD kernels and the dispatch among instruction sets.
 //!
-//! The functions here are safe: they check that the machine has what they are asked to use and that every pointer they hand
-//! down is covered by a slice. They answer that there is no fast body (`false`, 0 done) instead of falling back themselves;
-//! the plain twins stand beside the callers.
+//! The functions here are safe: they check that the machine has the instructions, and that a slice covers every pointer
+//! they pass on. If a path has no fast kernel they report it (`false`, or 0 blocks done) instead of falling back
+//! themselves; the callers contain the reference implementations.
 
 #![allow(unsafe_code)]
 
@@ -32,20 +32,21 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 impl Isa {
-    /// The fastest that this machine has. That is the last of [`available`](Self::available), but for dot products of
-    /// bfloat16, which some processors do at half the rate of f32: they are measured, once in a process.
+    /// Returns the fastest path of this machine. It is the last of [`available`](Self::available), except that some
+    /// processors execute dot products of bfloat16 pairs at half the rate of f32: their rate is measured once per
+    /// process.
     pub fn detect() -> Self {
         static DETECTED: OnceLock<Isa> = OnceLock::new();
         *DETECTED.get_or_init(|| match Self::available() {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the machine has the features.
+            // SAFETY: the machine has the features, since the path is available.
             [.., before, Self::Avx512Bf16] if !unsafe { avx512::peak::pairs_beat_f32() } => *before,
             isas => isas.last().copied().unwrap_or(Self::Plain),
         })
     }
 }
 
-/// Quantizes whole blocks; says how many were done.
+/// Quantizes whole blocks; returns the number of blocks done.
 pub(super) fn quantize_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &mut [u8]) -> usize {
     isa.assert_available();
     let blocks = x.len() / super::kernels::q8_rows::BLOCK;
@@ -56,7 +57,7 @@ pub(super) fn quantize_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
-            // SAFETY: the machine has the features, and the slices hold `blocks` blocks, all asserted above.
+            // SAFETY: the machine has the features, and the slices hold `blocks` blocks; both are asserted above.
             unsafe { avx2::quantize::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
@@ -72,12 +73,13 @@ pub(super) fn quantize_blocks(isa: Isa, x: &[f32], quants: &mut [u8], records: &
             unsafe { neon::quantize::blocks(x.as_ptr(), blocks, quants.as_mut_ptr(), records.as_mut_ptr()) };
             blocks
         }
-        // Plain, and those of other architectures.
+        // The plain path, and paths of other architectures.
         _ => 0,
     }
 }
 
-/// The caller has checked that shapes agree (`matmul::check`); answers whether there is a body for `isa`.
+/// Multiplies int8 rows. The caller has checked that the shapes agree (`matmul::check`). Returns whether `isa` has a
+/// kernel for it.
 pub(super) fn matmul_q8(
     isa: Isa,
     x: QuantRows<'_>,
@@ -89,7 +91,7 @@ pub(super) fn matmul_q8(
     isa.assert_available();
     match isa {
         #[cfg(target_arch = "x86_64")]
-        // Without VNNI AVX-512 has nothing that would make it faster at this than AVX2.
+        // Without VNNI, AVX-512 is no faster at this than AVX2.
         Isa::Avx2 | Isa::Avx512 => {
             avx2::int::matmul(x, w, bias, panels, out);
             true
@@ -113,7 +115,7 @@ pub(super) fn matmul_q8(
     }
 }
 
-/// As [`matmul_q8`], for f32 rows.
+/// Multiplies f32 rows; otherwise as [`matmul_q8`].
 pub(super) fn matmul_f32(
     isa: Isa,
     x: FloatRows<'_>,
@@ -125,7 +127,7 @@ pub(super) fn matmul_f32(
     matmul_floats(isa, x, w, bias, panels, out)
 }
 
-/// As [`matmul_q8`], for rows of bfloat16 bits.
+/// Multiplies rows of bfloat16 bits; otherwise as [`matmul_q8`].
 pub(super) fn matmul_bf16(
     isa: Isa,
     x: FloatRows<'_, u16>,
@@ -172,8 +174,8 @@ fn matmul_floats<T: Activation>(
     }
 }
 
-/// Does `rounds` rounds of independent int8 dot products, to see how fast they can be, and gives their operations; `None`
-/// where `isa` has no instruction for them.
+/// Runs `rounds` rounds of independent int8 dot products to measure their peak rate; returns the number of operations,
+/// or `None` if `isa` has no instruction for them.
 pub(super) fn int8_chains(isa: Isa, rounds: u64) -> Option<u64> {
     isa.assert_available();
     match isa {
@@ -207,7 +209,7 @@ mod tests {
         assert_eq!(Isa::detect(), Isa::detect());
     }
 
-    /// Tests go over what is available: they would pass without NEON.
+    /// Other tests iterate over the available paths, so they would pass if NEON were missing.
     #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
     #[test]
     fn neon_is_always_there_and_dot_products_are_where_the_machine_says_so() {

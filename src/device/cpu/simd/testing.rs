@@ -1,4 +1,4 @@
-//! Noise for the tests of this room: a small generator with a printed, fixed seed.
+//! Random inputs for tests of kernels: a small generator with a fixed, printed seed.
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +18,7 @@ impl Noise {
         z ^ (z >> 31)
     }
 
-    /// In -1..1.
+    /// A value in -1..1.
     pub(crate) fn float(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

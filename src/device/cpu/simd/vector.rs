@@ -1,43 +1,44 @@
-//! Sixteen f32 lanes: one vocabulary of operations with four bodies, AVX-512, AVX2, NEON and plain arrays.
+//! Vectors of sixteen f32 lanes: one set of operations with four implementations, AVX-512, AVX2, NEON and plain arrays.
 //!
-//! Kernels are written once over [`SimdVector`], so the fast paths and their plain twin perform the same operations in the same
-//! order by construction; what remains to be tested is that each operation has the same bits in all bodies (NaN
-//! payloads excepted). Multiply-adds are fused in all. A value of a lane type is proof that the machine has the
-//! instructions, so the operations are safe; the unsafe blocks are in the bodies and nowhere else in attention and norms.
+//! Kernels are written once over [`SimdVector`], so the fast paths and the reference perform the same operations in the
+//! same order by construction. Tests only have to show that each operation has the same bits in all implementations
+//! (NaN payloads excepted). Multiply-adds are fused in all of them. A value of a lane type proves that the machine has
+//! the instructions, so the operations are safe; attention and norms contain no other unsafe code than these
+//! implementations.
 
 #![allow(unsafe_code)]
 
 use crate::device::cpu::Isa;
 
-/// `SimdVector` of a vector, and tokens of an attention tile.
+/// Number of lanes of a vector, and of tokens of an attention tile.
 pub const LANES: usize = 16;
 
-/// Largest finite f16; stores to f16 clamp to it.
+/// Largest finite f16; stores to f16 saturate at it.
 pub const F16_MAX: f32 = 65504.0;
 
 /// Operations on 16 f32 lanes.
 #[allow(missing_docs)]
 pub trait SimdVector: Copy {
-    /// A vector.
+    /// A vector of 16 lanes.
     type F32: Copy;
-    /// Whether a few dozen vectors fit in registers, so that blocking over them pays.
+    /// Whether the path has 32 vector registers, so that blocking over many vectors pays off.
     const HAS_32_REGISTERS: bool;
-    /// Where they do not: whether one row of sums over four vectors does, which hides more of a multiply-add's latency than a
-    /// single vector.
+    /// Without 32 registers: whether the accumulators of one row over four vectors still fit, which hides more of a
+    /// multiply-add's latency than a single vector.
     const HOLDS_FOUR_ACCUMULATORS: bool = false;
 
     fn splat(self, value: f32) -> Self::F32;
     fn load(self, from: &[f32; 16]) -> Self::F32;
     fn store(self, value: Self::F32, to: &mut [f32; 16]);
-    /// Little-endian f32.
+    /// Loads little-endian f32.
     fn load_f32_bytes(self, from: &[u8; 64]) -> Self::F32;
-    /// Little-endian IEEE half, widened exactly.
+    /// Loads little-endian IEEE half precision, converted exactly.
     fn load_f16_bytes(self, from: &[u8; 32]) -> Self::F32;
-    /// Little-endian bfloat16, widened exactly.
+    /// Loads little-endian bfloat16, converted exactly.
     fn load_bf16_bytes(self, from: &[u8; 32]) -> Self::F32;
-    /// Signed bytes, widened exactly.
+    /// Loads signed bytes, converted exactly.
     fn load_i8_bytes(self, from: &[u8; 16]) -> Self::F32;
-    /// Rounds to nearest even after clamping to ±[`F16_MAX`]; NaN stays NaN.
+    /// Rounds to nearest even after saturating at ±[`F16_MAX`]; NaN stays NaN.
     fn to_f16(self, value: Self::F32) -> [u16; 16];
     /// Rounds to nearest even; NaN stays NaN.
     fn to_bf16(self, value: Self::F32) -> [u16; 16];
@@ -47,32 +48,33 @@ pub trait SimdVector: Copy {
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a * b + c` with one rounding.
     fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
-    /// `if a > b { a } else { b }` a lane: `b` if either is NaN.
+    /// `if a > b { a } else { b }` per lane: `b` if either is NaN.
     fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
-    /// `if a < b { a } else { b }` a lane: `b` if either is NaN.
+    /// `if a < b { a } else { b }` per lane: `b` if either is NaN.
     fn min(self, a: Self::F32, b: Self::F32) -> Self::F32;
-    /// `a * 2^n` with one rounding; `n` holds whole numbers in -250..=250.
+    /// `a * 2^n` with one rounding; `n` holds integers in -250..=250.
     fn scale_pow2(self, a: Self::F32, n: Self::F32) -> Self::F32;
-    /// Keeps lanes `lo..hi` (both ≤ 16) and puts `other` in the rest.
+    /// Keeps lanes `lo..hi` (both ≤ 16) and sets the others to `other`.
     fn keep(self, a: Self::F32, lo: usize, hi: usize, other: f32) -> Self::F32;
     /// Sum of the lanes by halving: `i` and `i + 8`, then `i + 4`, `i + 2`, `i + 1`.
     fn sum(self, a: Self::F32) -> f32;
-    /// Brings the cache line of byte `offset` of `bytes` closer, as a hint; any offset is allowed.
+    /// Prefetches the cache line of byte `offset` of `bytes`, as a hint; any offset is allowed.
     fn prefetch(self, bytes: &[u8], offset: usize);
-    /// Largest lane by the same halving, with [`max`](Self::max)'s rule for NaN.
+    /// Largest lane, by the same halving; NaN as in [`max`](Self::max).
     fn max_lane(self, a: Self::F32) -> f32;
 }
 
-/// A computation that runs over whichever lanes the path has.
+/// A computation that is generic over the path's lanes.
 pub trait Kernel {
-    /// What it returns.
+    /// Return type of [`run`](Self::run).
     type Output;
-    /// The body; implementations mark it `#[inline(always)]` so that it is compiled with the path's instructions.
+    /// The computation; implementations mark it `#[inline(always)]` so that it is compiled with the path's target
+    /// features.
     fn run<L: SimdVector>(self, lanes: L) -> Self::Output;
 }
 
-/// Runs `kernel` on the path `isa`. The plain body is compiled a second time with AVX2 and FMA where the machine has
-/// them, because a fused multiply-add is a library call otherwise; the operations are the same.
+/// Runs `kernel` on the path `isa`. The plain implementation is also compiled with AVX2 and FMA and used where the
+/// machine has them, because otherwise a fused multiply-add is a library call; the operations are the same.
 #[inline]
 pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
@@ -80,7 +82,7 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         if matches!(isa, Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16)
             && let Some(lanes) = Avx512::detect()
         {
-            // SAFETY: `detect` has just seen every feature that the function enables.
+            // SAFETY: `detect` has found every feature that the function enables.
             return unsafe { run_avx512(lanes, kernel) };
         }
         if isa == Isa::Avx2
@@ -90,7 +92,7 @@ pub fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
             return unsafe { run_avx2(lanes, kernel) };
         }
         if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-            // SAFETY: both features have just been seen.
+            // SAFETY: both features have just been detected.
             return unsafe { run_plain_fma(kernel) };
         }
     }
@@ -167,7 +169,7 @@ fn min_plain(a: f32, b: f32) -> f32 {
     if a < b { a } else { b }
 }
 
-/// Widens a half exactly, without branches: the exponent is rebased by a multiplication, which also normalizes
+/// Converts a half to f32 exactly, without branches: a multiplication rebases the exponent, which also normalizes
 /// subnormals.
 #[inline(always)]
 fn widen_f16(bits: u32) -> f32 {
@@ -177,7 +179,7 @@ fn widen_f16(bits: u32) -> f32 {
     f32::from_bits(rebased | special | ((bits & 0x8000) << 16))
 }
 
-/// The upper half of an f32, rounded to nearest even; NaN becomes quiet.
+/// Rounds an f32 to its upper half, to nearest even; NaN becomes quiet.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation)] // the upper half is what is wanted
 fn f32_to_bf16(value: f32) -> u16 {
@@ -213,7 +215,7 @@ impl SimdVector for Plain {
     }
     #[inline(always)]
     fn load_f16_bytes(self, from: &[u8; 32]) -> [f32; 16] {
-        // Two loops, so that each becomes vector instructions.
+        // Two loops, so that each is vectorized.
         let mut bits = [0; 16];
         for (x, b) in bits.iter_mut().zip(from.as_chunks::<2>().0) {
             *x = u32::from(u16::from_le_bytes(*b));
@@ -292,8 +294,8 @@ impl SimdVector for Plain {
     #[inline(always)]
     #[allow(clippy::cast_possible_truncation)]
     fn scale_pow2(self, a: [f32; 16], n: [f32; 16]) -> [f32; 16] {
-        // Two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds, also
-        // into the subnormals.
+        // Two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds,
+        // including into the subnormals.
         let power = |n: i32| f32::from_bits(((127 + n) << 23) as u32);
         map2(a, n, |a, n| {
             let n = n as i32;
@@ -350,7 +352,7 @@ mod x86 {
     pub struct Avx512(());
 
     impl Avx512 {
-        /// The lanes, if this machine has them.
+        /// Returns the lanes if this machine has the instructions.
         #[inline]
         pub fn detect() -> Option<Self> {
             (std::arch::is_x86_feature_detected!("avx512f")
@@ -365,8 +367,8 @@ mod x86 {
 
     macro_rules! vector {
         ($($body:tt)*) => {
-            // SAFETY: an `Avx512` can be had from `detect` only and vectors from an `Avx512` only, so AVX-512 F, BW, DQ,
-            // VL, AVX2 and FMA are there; pointers come from array references of exactly the size read or written, and
+            // SAFETY: an `Avx512` is created by `detect` only, and vectors need an `Avx512`, so AVX-512 F, BW, DQ, VL,
+            // AVX2 and FMA are present; pointers come from array references of exactly the size read or written, and
             // the accesses need no alignment.
             unsafe { $($body)* }
         };
@@ -509,7 +511,8 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// Runs on every path this machine has, the plain body compiled without FMA included, and wants the same bits of all.
+    /// Runs the kernel on every path of this machine, the plain implementation without FMA included, and asserts that
+    /// all give the same bits.
     fn everywhere<K: Kernel<Output = Vec<u32>> + Clone>(kernel: K) -> Vec<u32> {
         let bare = kernel.clone().run(Plain);
         for isa in Isa::available() {
@@ -518,7 +521,7 @@ mod tests {
         bare
     }
 
-    /// NaN payloads are not promised.
+    /// Bits of a value, with one pattern for all NaN: NaN payloads may differ between paths.
     fn bits(x: f32) -> u32 {
         if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
     }
@@ -596,7 +599,7 @@ mod tests {
 
     #[test]
     fn narrowing_rounds_to_nearest_even() {
-        // Every 65,521st pattern, and around each representable half the neighbours of its midpoints.
+        // Every 65,521st pattern, and the neighborhood of the midpoints around each representable half.
         let spread = (0..u32::MAX / 65_521).map(|i| i * 65_521);
         let midpoints = (0..=u16::MAX).flat_map(|h| {
             let wide = f16::from_bits(h).to_f32().to_bits();

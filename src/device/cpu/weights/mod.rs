@@ -1,4 +1,4 @@
-//! Weights as the CPU device holds them: matrices in panels, vectors in f32.
+//! Weights in the CPU device's layout: matrices in panels, vectors in f32.
 
 pub mod pack;
 
@@ -16,15 +16,15 @@ enum Packed {
     Vector(Vec<f32>),
 }
 
-/// All weights of one model, numbered as its graph numbers them.
+/// All weights of one model, in the order of its graph.
 #[derive(Debug)]
 pub(super) struct WeightSet {
     packed: Vec<Packed>,
 }
 
 impl WeightSet {
-    /// Packs tensor by tensor; the source's pages of each are released behind it, so that no second copy of the weights
-    /// stands in memory.
+    /// Packs the weights tensor by tensor and releases the source's pages of each, so that memory never holds a second
+    /// copy of all weights.
     pub(super) fn pack(
         threads: &ThreadPool,
         source: &dyn WeightSource,
@@ -53,7 +53,7 @@ impl WeightSet {
     }
 
     /// # Panics
-    /// If the weight is no matrix: checked when the program was made.
+    /// If the weight is not a matrix; checked when the program was loaded.
     pub(super) fn matrix(&self, id: WeightId) -> &PackedMatrix {
         match &self.packed[id.0 as usize] {
             Packed::Matrix(matrix) => matrix,
@@ -62,7 +62,7 @@ impl WeightSet {
     }
 
     /// # Panics
-    /// If the weight is no vector: checked when the program was made.
+    /// If the weight is not a vector; checked when the program was loaded.
     pub(super) fn vector(&self, id: WeightId) -> &[f32] {
         match &self.packed[id.0 as usize] {
             Packed::Vector(vector) => vector,
@@ -70,7 +70,7 @@ impl WeightSet {
         }
     }
 
-    /// Whether it holds the weights a plan names, in their roles.
+    /// Whether the set holds the weights of a plan, in their roles.
     pub(super) fn serves(&self, weights: &[Weight]) -> bool {
         self.packed.len() == weights.len()
             && self.packed.iter().zip(weights).all(|(packed, weight)| match (packed, weight.role) {
@@ -83,7 +83,7 @@ impl WeightSet {
     }
 }
 
-/// What all matrices take. Whatever cannot be counted is refused when it is packed.
+/// Bytes of all matrices. A matrix whose size overflows counts as 0 here and is refused when it is packed.
 fn slab_bytes(weights: &[Weight]) -> usize {
     let bytes = |weight: &Weight| match (weight.role, weight.shape.as_slice()) {
         (WeightRole::Matrix | WeightRole::Table, &[n, k]) => {

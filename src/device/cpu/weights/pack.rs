@@ -1,19 +1,19 @@
-//! Weights as the kernels read them: panels of 16 output columns, walked in K order.
+//! Weights in the layout that the kernels read: panels of 16 output columns, stored in K order.
 //!
-//! One packing serves decode and prefill. It is lossless: quants, scales and minima stay what the file says, only their
-//! places change, and [`PackedMatrix::row_f32`] gives back exactly the values that dequantizing the source gives.
-//! A last panel that is not full has zero columns.
+//! Prefill and decode use the same packed weights. Packing is lossless: quants, scales and minima keep the values of
+//! the file and only change places, and [`PackedMatrix::row_f32`] returns exactly the values that dequantizing the
+//! source gives. An incomplete last panel is filled with zero columns.
 //!
 //! ```text
-//! float      panel = k × [16 columns]; bf16: k / 2 × [16 columns][2], a zero behind the last of an odd K
-//! quantized  panel = units, one behind the other; a unit is 32 k (256 for K-quants):
-//!              quants      one group for each 32 k: words of 16 columns × 4 consecutive k bytes
+//! float      panel = k × [16 columns]; bf16: k / 2 × [16 columns][2], a zero after the last of an odd K
+//! quantized  panel = consecutive units; a unit is 32 k (256 for K-quants):
+//!              quants      one group per 32 k: words of 16 columns × 4 consecutive k bytes
 //!                8 bit     8 words of q + 128
 //!                4 bit     4 words, low nibbles k = 4i.., high nibbles k = 16 + 4i..   (i = word)
 //!                5 bit     4 words as above + 1 word, bit g of a byte = high bit of k = 4g + byte % 4
 //!                6 bit     4 words as above + 2 words, two bits for each g % 4, word g / 4
-//!              sub-scales  K-quants: [8][16 columns] (Q6_K [8][2][16]), then minima likewise
-//!              scales      16 columns f16, then minima likewise
+//!              sub-scales  K-quants: [8][16 columns] (Q6_K [8][2][16]), then minima in the same layout
+//!              scales      16 columns f16, then minima in the same layout
 //! ```
 
 #![forbid(unsafe_code)]
@@ -25,21 +25,21 @@ use crate::device::cpu::thread_pool::ThreadPool;
 use crate::weights::DType;
 use half::{bf16, f16};
 
-/// Output columns in a panel: the f32 lanes of an AVX-512 register.
+/// Number of output columns in a panel: the f32 lanes of an AVX-512 register.
 pub const PANEL: usize = 16;
 
-/// Where things are in a unit of a quantized panel.
+/// Layout of a unit of a quantized panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scheme {
-    /// 32-blocks in a unit: 1, or 8 where they share scales.
+    /// Number of 32-blocks in a unit: 1, or 8 if they share scales.
     pub(crate) subs: usize,
-    /// Bits of a quant.
+    /// Bits per quant.
     pub(crate) bits: usize,
-    /// What is subtracted from a stored quant.
+    /// Value subtracted from a stored quant.
     pub(crate) offset: i16,
-    /// Integer scales for a 32-block and column: 0, 1 or (one for each 16 k) 2.
+    /// Number of integer scales per 32-block and column: 0, 1, or 2 (one per 16 k).
     pub(crate) sub_scales: usize,
-    /// Whether there are minima (integer ones if there are integer scales).
+    /// Whether the format has minima (integers if the scales are integers).
     pub(crate) minima: bool,
 }
 
@@ -88,13 +88,13 @@ impl Scheme {
 /// 32 weights of one column: `value = scale[k / 16] * q + min`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ColumnBlock {
-    /// Quants with the offset taken off.
+    /// Quants after subtracting the offset.
     pub(crate) q: [i16; BLOCK],
     pub(crate) scale: [f32; 2],
     pub(crate) min: f32,
 }
 
-/// A linear weight of `n` output features (columns of the product) and `k` input features, packed.
+/// A packed linear weight of `n` output features (columns of the product) and `k` input features.
 #[derive(Debug)]
 pub struct PackedMatrix {
     dtype: DType,
@@ -105,17 +105,21 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// Packs `data`, `n` rows of `k` elements as stored in a file, by all members of the team.
+    /// Packs `data`, which holds `n` rows of `k` elements in the file's format. All workers of the thread pool take
+    /// part.
+    ///
+    /// # Errors
+    /// [`DeviceError`] if the type is unsupported, the size does not match, or memory is exhausted.
     pub fn pack(threads: &ThreadPool, dtype: DType, n: usize, k: usize, data: &[u8]) -> Result<Self, DeviceError> {
         Self::pack_into(&mut Slab::new(0)?, threads, dtype, n, k, data)
     }
 
-    /// Bytes of all panels; none if there are more than can be counted.
+    /// Bytes of all panels; `None` on integer overflow.
     pub fn packed_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
         n.div_ceil(PANEL).checked_mul(panel_bytes(dtype, k)?)
     }
 
-    /// The same in memory of the slab.
+    /// Packs into memory of the slab; otherwise as [`pack`](Self::pack).
     pub(crate) fn pack_into(
         slab: &mut Slab,
         threads: &ThreadPool,
@@ -151,27 +155,27 @@ impl PackedMatrix {
         self.dtype
     }
 
-    /// Output features.
+    /// Number of output features.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Input features.
+    /// Number of input features.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// Panels of [`PANEL`] output features.
+    /// Number of panels of [`PANEL`] output features.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(PANEL)
     }
 
-    /// Bytes of one panel: what reading a panel costs.
+    /// Bytes of one panel.
     pub fn panel_bytes(&self) -> usize {
         self.panel_bytes
     }
 
-    /// All panels.
+    /// Bytes of all panels.
     pub fn bytes(&self) -> &[u8] {
         self.bytes.as_slice()
     }
@@ -180,7 +184,7 @@ impl PackedMatrix {
         &self.bytes()[panel * self.panel_bytes..][..self.panel_bytes]
     }
 
-    /// Dequantizes the weights of one output feature: for a tied embedding, one token's vector.
+    /// Dequantizes the weights of one output feature; for a tied embedding, this is one token's vector.
     pub fn row_f32(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.n && out.len() == self.k, "row {row} of {} × {}", self.n, self.k);
         let (panel, column) = (self.panel(row / PANEL), row % PANEL);
@@ -207,7 +211,7 @@ fn panel_bytes(dtype: DType, k: usize) -> Option<usize> {
     }
 }
 
-/// One weight of a float panel.
+/// Returns one weight of a float panel.
 pub(crate) fn float_at(dtype: DType, panel: &[u8], k: usize, column: usize) -> f32 {
     let half = |at: usize| u16::from_le_bytes([panel[2 * at], panel[2 * at + 1]]);
     let at = k * PANEL + column;
@@ -218,7 +222,7 @@ pub(crate) fn float_at(dtype: DType, panel: &[u8], k: usize, column: usize) -> f
     }
 }
 
-/// The weights of one column and 32-block of a quantized panel.
+/// Returns the weights of one column and 32-block of a quantized panel.
 pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usize) -> ColumnBlock {
     let mut out = ColumnBlock { q: [0; BLOCK], scale: [0.0; 2], min: 0.0 };
     let Some(scheme) = Scheme::for_dtype(dtype) else { return out };
@@ -258,7 +262,7 @@ pub(crate) fn column_block(dtype: DType, panel: &[u8], column: usize, block: usi
     out
 }
 
-/// Packs up to 16 rows into a zeroed panel, a piece of K at a time so that what is written stays in the cache.
+/// Packs up to 16 rows into a zeroed panel, one piece of K at a time, so that the written part stays in cache.
 fn pack_panel(dtype: DType, rows: &[u8], row_bytes: usize, panel: &mut [u8]) {
     let (blocks, piece_bytes) = match Scheme::for_dtype(dtype) {
         None => (BLOCK, BLOCK * PANEL * dtype.block_bytes()),
@@ -285,7 +289,7 @@ fn pack_floats<const BYTES: usize>(column: usize, source: &[u8], piece: &mut [u8
     }
 }
 
-/// Elements of two bytes, those of k and k + 1 side by side.
+/// Packs two-byte elements, with those of k and k + 1 next to each other.
 fn pack_pairs(column: usize, source: &[u8], piece: &mut [u8]) {
     let (pairs, last) = source.as_chunks::<4>();
     let mut places = piece.as_chunks_mut::<4>().0.chunks_exact_mut(PANEL);
@@ -297,9 +301,9 @@ fn pack_pairs(column: usize, source: &[u8], piece: &mut [u8]) {
     }
 }
 
-/// Moves one block of the file, of one column, to its places in a unit.
+/// Copies one block of one column from the file's layout to its places in a unit.
 fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &mut [u8]) {
-    // The 4 bytes of a column in one word of a group.
+    // Sets the 4 bytes of a column in one word of a group.
     let word = |unit: &mut [u8], at: usize, bytes: [u8; 4]| unit[at + 4 * column..][..4].copy_from_slice(&bytes);
     let four = |bytes: &[u8], at: usize| [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
     let f16_at = |unit: &mut [u8], at: usize, from: usize| {
@@ -311,7 +315,7 @@ fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &m
             each_word(column, &block[2..], unit, |q| q ^ 0x8080_8080);
         }
         DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => {
-            // ggml keeps k and k + 16 in the nibbles of a byte, as the panel does.
+            // Like the panel, ggml stores k and k + 16 in the two nibbles of a byte.
             f16_at(unit, scheme.scales_at(), 0);
             let mut at = 2;
             if scheme.minima {
@@ -360,7 +364,8 @@ fn pack_unit(dtype: DType, scheme: Scheme, column: usize, block: &[u8], unit: &m
     }
 }
 
-/// Moves the quants of one column, four at a time, to its places in the words of a group. Most of packing a file is this.
+/// Copies the quants of one column, four at a time, to their places in the words of a group. Packing spends most of its
+/// time here.
 #[inline(always)]
 fn each_word(column: usize, quants: &[u8], group: &mut [u8], change: impl Fn(u32) -> u32) {
     for (word, quants) in group.as_chunks_mut::<{ 4 * PANEL }>().0.iter_mut().zip(quants.as_chunks::<4>().0) {
@@ -368,17 +373,17 @@ fn each_word(column: usize, quants: &[u8], group: &mut [u8], change: impl Fn(u32
     }
 }
 
-/// One column's bytes of the bit plane: bit `g` of byte `j` is that of k = 4g + j.
+/// Returns one column's bytes of the bit plane: bit `g` of byte `j` belongs to k = 4g + j.
 fn plane(bit: impl Fn(usize) -> u8) -> [u8; 4] {
     std::array::from_fn(|j| (0..8).fold(0, |byte, g| byte | bit(4 * g + j) << g))
 }
 
-/// A K-quant's 256 weights, unpacked.
+/// The 256 weights of a K-quant block, unpacked.
 struct SuperBlock {
     q: [u8; 256],
     scales: [u8; 16],
     minima: [u8; 8],
-    /// Where the block's f16 scale is.
+    /// Offset of the block's f16 scale.
     scale_at: usize,
 }
 
@@ -386,7 +391,7 @@ struct SuperBlock {
 fn super_block(dtype: DType, block: &[u8]) -> SuperBlock {
     let mut out = SuperBlock { q: [0; 256], scales: [0; 16], minima: [0; 8], scale_at: 0 };
     if dtype == DType::Q6_K {
-        // 128 bytes of low nibbles, 64 of high bit pairs, 16 scales, d; in halves of 128 weights.
+        // 128 bytes of low nibbles, 64 of high bit pairs, 16 scales, d; stored in halves of 128 weights.
         let (low, high) = block.split_at(128);
         for (half, q) in out.q.as_chunks_mut::<128>().0.iter_mut().enumerate() {
             let (low, high) = (&low[64 * half..][..64], &high[32 * half..][..32]);

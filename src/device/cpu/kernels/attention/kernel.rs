@@ -1,8 +1,8 @@
-//! One segment of attention for up to six queries: scores, softmax, weighted values. Written once over [`SimdVector`].
+//! Attention of up to six queries over one segment: scores, softmax, weighted values. Written once over [`SimdVector`].
 //!
-//! Six queries by four tiles are 24 accumulators, which with the four loaded vectors and the broadcast fill the 32
-//! registers of AVX-512: each key is loaded once for six multiply-adds. How queries are blocked never shows in a result:
-//! every accumulator is one query's.
+//! Six queries by four tiles are 24 accumulators. Together with four loaded vectors and the broadcast query element
+//! they fill the 32 registers of AVX-512, and each key is loaded once for six multiply-adds. The blocking of queries
+//! does not change results: every accumulator belongs to one query.
 
 use std::ops::Range;
 
@@ -10,19 +10,19 @@ use super::{AttentionDims, SEGMENT_TOKENS, TILES};
 use crate::device::cpu::kernels::exp::{exp, tanh};
 use crate::device::cpu::simd::vector::{LANES, SimdVector};
 
-/// Queries that share a pass over the tiles.
+/// Largest number of queries that share a pass over the tiles.
 pub(crate) const MAX_QUERIES: usize = 6;
 
-/// How stored elements become lanes.
+/// Conversion of stored elements to f32 lanes.
 pub(crate) trait Element: Copy {
-    /// Bytes of 16 elements.
+    /// Bytes of 16 stored elements.
     type Chunk: Copy;
     const BYTES: usize;
-    /// Whether elements are steps of their token's scale. A tile's last bytes are then the scales of its 16 tokens.
+    /// Whether elements are multiples of their token's scale. A tile then ends with the scales of its 16 tokens.
     const IS_SCALED: bool;
     fn chunks(bytes: &[u8]) -> &[Self::Chunk];
     fn load<L: SimdVector>(l: L, chunk: &Self::Chunk) -> L::F32;
-    /// Fewer than 16 elements, zeros behind them.
+    /// Loads fewer than 16 elements, padded with zeros.
     fn padded(bytes: &[u8]) -> Self::Chunk;
 }
 
@@ -61,21 +61,22 @@ element!(I8, 1, load_i8_bytes, true);
 /// Bytes of a tile's scales.
 const SCALES: usize = LANES * 4;
 
-/// The scales of a tile's tokens.
+/// Loads the scales of a tile's tokens.
 #[inline(always)]
 fn scales<L: SimdVector>(l: L, tile: &[u8]) -> L::F32 {
     l.load_f32_bytes(tile.last_chunk::<SCALES>().expect("a tile ends with its scales"))
 }
 
-/// Tiles scored together.
+/// Number of tiles scored together.
 pub(crate) const TOGETHER: usize = 4;
 
-/// Keys and values of a segment under one KV head. Tiles that no query sees may be anything.
+/// Keys and values of a segment of one KV head. Tiles that no query sees may have any content.
 pub(crate) struct SegmentTiles<'a> {
-    /// Keys, and those of the next segment's first tiles behind them, which are only prefetched and empty if there are none.
+    /// Keys of this segment, followed by keys of the next segment's first tiles; those are only prefetched, and empty
+    /// if there is no next segment.
     pub k: [&'a [u8]; TILES + TOGETHER],
     pub v: [&'a [u8]; TILES],
-    /// Bytes from a tile's keys to its values.
+    /// Byte offset from a tile's keys to its values.
     pub to_values: usize,
 }
 
@@ -83,13 +84,13 @@ impl SegmentTiles<'_> {
     pub const NONE: Self = Self { k: [&[]; TILES + TOGETHER], v: [&[]; TILES], to_values: 0 };
 }
 
-/// Queries of one pass and the tokens each sees, counted from the segment's start.
+/// Queries of one pass, and the tokens each one sees, counted from the segment's start.
 pub(crate) struct Queries<'a> {
     pub q: [&'a [f32]; MAX_QUERIES],
-    /// The row of its unit that each belongs to.
+    /// Row of the unit that each query belongs to.
     pub rows: [usize; MAX_QUERIES],
     pub seen: [(usize, usize); MAX_QUERIES],
-    /// How many there are.
+    /// Number of queries.
     pub count: usize,
 }
 
@@ -98,7 +99,7 @@ impl Queries<'_> {
         Self { q: [&[]; MAX_QUERIES], rows: [0; MAX_QUERIES], seen: [(0, 0); MAX_QUERIES], count: 0 };
 }
 
-/// Scores of one pass, and the partials of one or more.
+/// Scores of one pass, and the partials of one or more passes.
 #[derive(Debug)]
 pub(crate) struct BlockScratch {
     scores: Box<[[f32; SEGMENT_TOKENS]; MAX_QUERIES]>,
@@ -106,7 +107,7 @@ pub(crate) struct BlockScratch {
     stride: usize,
 }
 
-/// Room for one pass.
+/// Scratch of one pass.
 pub(crate) struct PassScratch<'a> {
     scores: &'a mut [[f32; SEGMENT_TOKENS]; MAX_QUERIES],
     partials: &'a mut [f32],
@@ -114,7 +115,7 @@ pub(crate) struct PassScratch<'a> {
 }
 
 impl BlockScratch {
-    /// Room for the partials of `passes`.
+    /// Allocates scratch for the partials of `passes` passes.
     pub fn new(partial_len: usize, passes: usize) -> Self {
         Self {
             scores: Box::new([[0.0; SEGMENT_TOKENS]; MAX_QUERIES]),
@@ -128,7 +129,7 @@ impl BlockScratch {
         PassScratch { scores: &mut self.scores, partials: &mut self.partials[pass * len..][..len], stride: self.stride }
     }
 
-    /// States of the queries `of` a pass: values, then largest score and sum.
+    /// Partial results of the queries `of` in a pass: weighted values, then largest score and sum.
     pub fn partials(&self, pass: usize, of: Range<usize>) -> &[f32] {
         &self.partials[pass * MAX_QUERIES * self.stride..][of.start * self.stride..of.end * self.stride]
     }
@@ -146,7 +147,7 @@ pub(crate) fn segment<L: SimdVector, E: Element>(
 ) {
     if !L::HAS_32_REGISTERS {
         let mut query = 0;
-        // Two queries by two tiles: 8 registers of sums, 4 of keys, 2 broadcasts.
+        // Two queries by two tiles: 8 accumulators, 4 keys, 2 broadcasts.
         while !L::HOLDS_FOUR_ACCUMULATORS && query + 2 <= queries.count {
             pass::<L, E, 2, 2>(l, shape, tiles, queries, query, false, scratch);
             query += 2;
@@ -171,7 +172,7 @@ pub(crate) fn segment<L: SimdVector, E: Element>(
     }
 }
 
-/// One pass over the tiles for `Q` queries from `query` on, `T` tiles at a time.
+/// Runs one pass over the tiles for `Q` queries starting at `query`, `T` tiles at a time.
 #[inline(always)]
 fn pass<L: SimdVector, E: Element, const Q: usize, const T: usize>(
     l: L,
@@ -225,7 +226,7 @@ fn pass<L: SimdVector, E: Element, const Q: usize, const T: usize>(
         for (chunk, values) in chunks.iter_mut().zip(&tiles.v[seen_tiles]) {
             let p = exp(l, l.sub(l.load(chunk), subtracted));
             sums = l.add(sums, p);
-            // Hidden lanes become what stale scales make of them; they are not weighed.
+            // Stale scales may turn masked lanes into any value, but masked lanes are not summed.
             l.store(if E::IS_SCALED { l.mul(p, scales(l, values)) } else { p }, chunk);
         }
         let partial = &mut partials[i * stride..][..stride];
@@ -234,8 +235,8 @@ fn pass<L: SimdVector, E: Element, const Q: usize, const T: usize>(
         partial[padded_head + 1] = l.sum(sums);
     }
 
-    // Tokens all queries see go in one loop; before and behind them each query goes by itself. Every query still takes its
-    // tokens in order.
+    // Tokens that all queries see are processed in one loop; before and after them each query is processed separately.
+    // Every query still adds its tokens in order.
     let common = (seen.iter().map(|s| s.0).max().unwrap_or(0), seen.iter().map(|s| s.1).min().unwrap_or(0));
     if Q == 1 || common.0 >= common.1 {
         for i in 0..Q {
@@ -254,8 +255,8 @@ fn pass<L: SimdVector, E: Element, const Q: usize, const T: usize>(
     }
 }
 
-/// Scores of `Q` queries against `T` tiles, hidden lanes at minus infinity. Lines of the tiles `ahead` are prefetched
-/// between the multiply-adds: a decode step is bound by memory, and tiles are too short for the machine's own prefetcher.
+/// Scores `Q` queries against `T` tiles; masked lanes are minus infinity. Lines of the tiles `ahead` are prefetched
+/// between the multiply-adds: a decode step is bound by memory, and tiles are too short for the hardware prefetcher.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn score_tiles<L: SimdVector, E: Element, const Q: usize, const T: usize>(
@@ -271,7 +272,8 @@ fn score_tiles<L: SimdVector, E: Element, const Q: usize, const T: usize>(
 ) {
     let head_dim = shape.head_dim;
     let mut sums = [[l.splat(0.0); T]; Q];
-    // A T-th of the head at a time, each prefetching one tile: more live pointers than that would not fit in registers.
+    // Process a T-th of the head at a time and prefetch one tile in each: more live pointers would not fit in
+    // registers.
     for part in 0..T {
         let elements = part * head_dim / T..(part + 1) * head_dim / T;
         let len = elements.len();
@@ -335,7 +337,7 @@ fn weigh_one<L: SimdVector, E: Element>(
     }
 }
 
-/// Adds the weighted values of `tokens` to the first elements of `Q` partials that stand `stride` apart.
+/// Adds the weighted values of `tokens` to the first elements of `Q` partials that are `stride` elements apart.
 #[inline(always)]
 fn weigh<L: SimdVector, E: Element, const Q: usize>(
     l: L,
@@ -362,7 +364,8 @@ fn weigh<L: SimdVector, E: Element, const Q: usize>(
     }
 }
 
-/// The same for `D` vectors of the head from vector `vector` on; the last vector of a head may be partial if `D` is 1.
+/// Adds the weighted values of `D` vectors of the head, starting at vector `vector`. The last vector of a head may be
+/// partial if `D` is 1.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn weigh_columns<L: SimdVector, E: Element, const Q: usize, const D: usize>(

@@ -1,19 +1,20 @@
-//! Paged causal attention, one definition for every length, batch, chunk and thread count.
+//! Paged causal attention, with one definition for every length, batch, chunk and thread count.
 //!
-//! A row at position `p` sees tokens `[max(0, p + 1 − window), p]`. Tokens are cut into segments of [`SEGMENT_TOKENS`] and
-//! tiles of 16 at absolute positions. In a segment: scores `q·k` summed over the head in index order, times the scale,
-//! capped; the largest; `exp(score − largest)`; their sum, 16 lanes over the tiles in order and then by halving; values
-//! weighted and summed token by token. Keys and values in int8 are multiplied as the whole numbers they are: sums `q·k` are
-//! multiplied by the key's scale before that, weights by the value's. Segments are merged strictly in order. Nothing else is ever added, so a row's bits
-//! depend on its own sequence only. Hidden tokens are masked lane by lane and their values are never multiplied: what
-//! stale memory holds, NaN included, cannot show.
+//! A row at position `p` sees tokens `[max(0, p + 1 − window), p]`. Tokens are split into segments of
+//! [`SEGMENT_TOKENS`] and tiles of 16 at absolute positions. Within a segment: scores `q·k` are summed over the head in
+//! index order, scaled and capped; their maximum is taken; then `exp(score − maximum)`; then their sum, in 16 lanes
+//! over the tiles in order and finally by halving; then values are weighted and summed token by token. Keys and values
+//! in int8 are multiplied as integers: each sum `q·k` is multiplied by the key's scale, and each weight by the value's.
+//! Segments are merged strictly in order. No other additions take place, so a row's bits depend only on its own
+//! sequence. Masked tokens are masked lane by lane and their values are never multiplied: stale memory, NaN included,
+//! cannot change a result.
 //!
-//! In which order segments and blocks of queries are walked ([`AttentionSchedules`]) changes scratch and memory traffic, not
-//! one addition: every order runs the same passes and the same merges.
+//! The order in which segments and blocks of queries are traversed ([`AttentionSchedules`]) changes scratch and memory
+//! traffic, but no addition: every order runs the same passes and the same merges.
 //!
-//! The driver only decides who does what: [`WorkSplit::plan`] cuts the step, [`Attention::attend`] runs one member's share and
-//! hands finished pieces to the caller, and when a step has too few rows and heads for the team, segments go to different
-//! members and [`Attention::merge`] joins them after a barrier.
+//! The driver only distributes work: [`WorkSplit::plan`] splits the step, and [`Attention::attend`] runs one worker's
+//! share and passes finished pieces to the caller. If a step has too few rows and heads for the thread pool, segments
+//! are distributed over workers and [`Attention::merge`] joins them after a barrier.
 
 #![forbid(unsafe_code)]
 
@@ -34,63 +35,64 @@ use kernel::{BF16, Element, F16, F32, I8, MAX_QUERIES, PassScratch, Queries, Seg
 use work_split::Unit;
 pub use work_split::WorkSplit;
 
-/// Tokens of a segment. Part of the definition: another value gives other bits. 256 tokens keep the scores of six
-/// queries in 6 KiB and make the merge one step in 256.
+/// Tokens per segment. Part of the definition: another value gives other bits. With 256 tokens the scores of six
+/// queries take 6 KiB, and there is one merge per 256 tokens.
 pub const SEGMENT_TOKENS: usize = 256;
 const TILES: usize = SEGMENT_TOKENS / LANES;
 
-/// Segments that `tokens` in a row touch at most, wherever they start.
+/// Largest number of segments that `tokens` consecutive tokens overlap, wherever they start.
 const fn segments_touched(tokens: usize) -> usize {
     tokens.saturating_sub(1).div_ceil(SEGMENT_TOKENS) + 1
 }
 
-/// What one attention layer computes.
+/// Parameters of one attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDims {
-    /// Query heads, a multiple of `kv_heads`.
+    /// Number of query heads, a multiple of `kv_heads`.
     pub heads: usize,
-    /// KV heads.
+    /// Number of KV heads.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Number of elements of a head.
     pub head_dim: usize,
-    /// Factor of `q·k`, usually `1 / √head_dim`.
+    /// Scale of `q·k`, usually `1 / √head_dim`.
     pub scale: f32,
-    /// Tokens a row sees at most, itself included.
+    /// Sliding window: largest number of tokens a row sees, itself included.
     pub window: Option<u32>,
-    /// `cap · tanh(score / cap)`.
+    /// Soft cap of scores: `cap · tanh(score / cap)`.
     pub softcap: Option<f32>,
-    /// Loop orders by visible length; blocked at every length if there are none. Not part of what is computed.
+    /// Loop orders by visible length; `None` = blocked at every length. They do not change the result.
     pub schedules: Option<AttentionSchedules>,
 }
 
 impl AttentionDims {
-    /// Query heads that share a KV head.
+    /// Number of query heads per KV head.
     pub const fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Elements of a head rounded up to whole vectors.
+    /// Head size rounded up to whole vectors.
     const fn padded_head(&self) -> usize {
         self.head_dim.next_multiple_of(LANES)
     }
 
-    /// Floats of one output piece: one row, all query heads of one KV head.
+    /// Number of floats of one output piece: one row, all query heads of one KV head.
     pub const fn piece_len(&self) -> usize {
         self.group() * self.head_dim
     }
 
-    /// Floats of one partial, the state of one query after one segment: weighted values, then largest score and sum.
+    /// Number of floats of one partial, the state of one query after one segment: weighted values, largest score, sum.
     pub const fn partial_len(&self) -> usize {
         self.padded_head() + LANES
     }
 
-    /// Partials that any step of at most `max_kv_tokens` a sequence can need with a team of `members`.
+    /// Largest number of partials that a step of at most `max_kv_tokens` tokens per sequence needs with `workers`
+    /// workers.
     pub const fn max_partials(&self, workers: usize, max_kv_tokens: usize) -> usize {
-        // Steps of twice as many pieces as members are not split.
+        // Steps with at least twice as many pieces as workers are not split.
         2 * workers * max_kv_tokens.div_ceil(SEGMENT_TOKENS) * self.group()
     }
 
-    /// The order of a unit whose longest row sees `tokens`.
+    /// Loop order of a unit whose longest row sees `tokens` tokens.
     fn loop_order(&self, tokens: usize) -> LoopOrder {
         self.schedules.map_or(LoopOrder::Blocked, |schedules| schedules.choose(tokens))
     }
@@ -107,36 +109,36 @@ impl AttentionDims {
 pub struct Attention<'a> {
     /// Instruction-set path.
     pub isa: Isa,
-    /// What is computed.
+    /// Parameters of the layer.
     pub shape: AttentionDims,
     /// Layout of the pool.
     pub layout: CpuKvLayout,
     /// Layer within the pool.
     pub layer: usize,
-    /// The pool; the step's own keys and values are already written.
+    /// The KV pool; the step's own keys and values are already written.
     pub pool: &'a [u8],
-    /// The step.
+    /// Rows of the step.
     pub rows: BatchRows<'a>,
-    /// Queries: row `r` at `r · q_stride`, all heads one after the other.
+    /// Queries: row `r` starts at `r · q_stride` and holds all heads consecutively.
     pub q: &'a [f32],
-    /// Elements from one row of queries to the next.
+    /// Number of elements from one row of queries to the next.
     pub q_stride: usize,
-    /// One score a head that takes part in the sum without a value (attention sinks).
+    /// Attention sinks: one score per head that is part of the softmax sum but has no value.
     pub sinks: Option<&'a [f32]>,
 }
 
-/// Room that one member needs. Made once, at the model's shape; layers may differ in their window.
+/// Scratch of one worker. Allocated once for the model's dimensions; layers may differ in their window.
 #[derive(Debug)]
 pub struct AttentionScratch {
     block: kernel::BlockScratch,
-    /// Running state of the queries of an item, [`AttentionDims::partial_len`] each.
+    /// Running states of the queries of an item, [`AttentionDims::partial_len`] floats each.
     state: Vec<f32>,
     /// One row's output.
     out: Vec<f32>,
 }
 
 impl AttentionScratch {
-    /// Room for layers of this shape.
+    /// Allocates scratch for layers of these dimensions.
     pub fn new(shape: &AttentionDims) -> Self {
         let queries = work_split::ROWS_PER_UNIT * shape.group();
         let segments_kept = shape.schedules.map_or(1, loop_order::segments_kept);
@@ -149,10 +151,10 @@ impl AttentionScratch {
 }
 
 impl<'a> Attention<'a> {
-    /// Runs what `schedule` gives `member`. `store` gets each finished piece once, with its index: outputs (piece
+    /// Runs the share of worker `worker`. `store` receives each finished piece once, with its index: an output (piece
     /// `row · kv_heads + kv_head` of [`AttentionDims::piece_len`] floats, so that pieces in order are the output matrix
-    /// `rows × heads × head_dim`), or partials of [`AttentionDims::partial_len`] floats if [`WorkSplit::needs_merge`].
-    /// Indices are within the member's part of [`WorkSplit::bounds`].
+    /// `rows × heads × head_dim`), or a partial of [`AttentionDims::partial_len`] floats if [`WorkSplit::needs_merge`].
+    /// Indices are within the worker's part of [`WorkSplit::bounds`].
     pub fn attend(
         &self,
         schedule: &WorkSplit,
@@ -169,8 +171,8 @@ impl<'a> Attention<'a> {
         );
     }
 
-    /// Joins the partials of all members into outputs, after a barrier. Does nothing unless [`WorkSplit::needs_merge`].
-    /// Indices are within the member's part of [`WorkSplit::merge_bounds`].
+    /// Joins the partials of all workers into outputs, after a barrier. Does nothing unless [`WorkSplit::needs_merge`].
+    /// Indices are within the worker's part of [`WorkSplit::merge_bounds`].
     pub fn merge(
         &self,
         schedule: &WorkSplit,
@@ -206,7 +208,8 @@ impl<'a> Attention<'a> {
         let tiles_per_block = layout.geometry().block_size / LANES;
         found.to_values = layout.v_offset(0) - layout.k_offset(0);
         let in_block = layout.layer_range(BlockId(0), self.layer).start + layout.k_offset(unit.kv_head);
-        // Counted on and not divided anew: full and partial orders come here for every block of queries.
+        // The block index is incremented instead of divided again: full and partial orders call this for every block of
+        // queries.
         let first = segment * TILES + tiles.start;
         let (mut block, mut skipped) = (first / tiles_per_block, first % tiles_per_block);
         for tile in tiles.start..TILES + TOGETHER {
@@ -226,7 +229,7 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Runs the passes of a unit over some of its segments, and hands over its rows or, if the step is split, its partials.
+    /// Runs the passes of a unit over some of its segments, and stores its rows, or its partials if the step is split.
     fn run_unit(
         &self,
         unit: &Unit<'_>,
@@ -238,7 +241,8 @@ impl<'a> Attention<'a> {
         let shape = &self.shape;
         let (group, stride) = (shape.group(), shape.partial_len());
         let queries = unit.rows * group;
-        // Rows of a unit may stand on both sides of a boundary: the longest decides for all, since no bit depends on it.
+        // Rows of a unit may be on both sides of a limit; the longest decides for all, since the order does not change
+        // bits.
         let order = shape.loop_order(unit.longest(shape));
         let AttentionScratch { block: scratch, state, out } = scratch;
         let states = &mut state[..queries * stride];
@@ -257,7 +261,7 @@ impl<'a> Attention<'a> {
             for (seen, row) in pass.seen.iter_mut().zip(pass.rows).take(pass.count) {
                 *seen = unit.row_sees(shape, row, segments.start + index);
             }
-            // The first block brings a segment in for the others.
+            // The first block prefetches a segment for the others.
             self.pass(&tiles, &pass, block == 0, scratch.scratch(order.slot(index)));
             let block = block * MAX_QUERIES..block * MAX_QUERIES + pass.count;
             for index in order.due(index, segments.len()) {
@@ -298,7 +302,7 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Runs queries over a segment.
+    /// Runs the queries of a block over a segment.
     fn pass(&self, tiles: &SegmentTiles<'_>, queries: &Queries<'_>, prefetch: bool, scratch: PassScratch<'_>) {
         let shape = &self.shape;
         match self.layout.geometry().dtype {
@@ -317,7 +321,7 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Divides a row's sums and hands it over.
+    /// Divides a row's weighted values by their sums and stores it.
     fn finish(
         &self,
         unit: &Unit<'_>,
@@ -333,8 +337,8 @@ impl<'a> Attention<'a> {
     }
 }
 
-/// Joins a segment's state into a running one: both rescaled to the larger of their largest scores.
-/// `rest` is the running `[largest, sum]`, `other` the segment's, `other_values` its values (none for a sink).
+/// Merges a segment's state into a running one; both are rescaled to the larger of their maximum scores. `rest` is the
+/// running `[largest, sum]`, `other` the segment's, `other_values` the segment's values (empty for a sink).
 #[inline(always)]
 fn values_merge<L: SimdVector>(
     l: L,
@@ -366,7 +370,7 @@ fn values_merge<L: SimdVector>(
     }
 }
 
-/// Joins a segment's whole state into a running one.
+/// Merges a segment's whole state into a running one.
 #[inline(always)]
 fn state_merge<L: SimdVector>(l: L, padded_head: usize, state: &mut [f32], partial: &[f32]) {
     let (values, rest) = state.split_at_mut(padded_head);
@@ -374,7 +378,7 @@ fn state_merge<L: SimdVector>(l: L, padded_head: usize, state: &mut [f32], parti
     values_merge(l, values, rest, Some(other_values), [other[0], other[1]]);
 }
 
-/// The state before the first segment.
+/// Sets the states before the first segment.
 #[inline(always)]
 fn state_clear(padded_head: usize, states: &mut [f32]) {
     for state in states.chunks_exact_mut(padded_head + LANES) {
@@ -383,7 +387,7 @@ fn state_clear(padded_head: usize, states: &mut [f32]) {
     }
 }
 
-/// One pass: the queries of a block over a segment.
+/// SIMD body of one pass: the queries of a block over a segment.
 struct Pass<'a, E> {
     shape: &'a AttentionDims,
     tiles: &'a SegmentTiles<'a>,
@@ -402,7 +406,7 @@ impl<E: Element> Kernel for Pass<'_, E> {
     }
 }
 
-/// Joins the states of queries side by side after one segment into their running ones.
+/// SIMD body that merges the partials of several queries after one segment into their running states.
 struct Merge<'a> {
     padded_head: usize,
     states: &'a mut [f32],
@@ -421,10 +425,10 @@ impl Kernel for Merge<'_> {
     }
 }
 
-/// Divides a row's sums.
+/// SIMD body that divides a row's weighted values by their sums.
 struct Finish<'a> {
     shape: &'a AttentionDims,
-    /// Those of the row's heads.
+    /// Sinks of the row's heads.
     sinks: Option<&'a [f32]>,
     states: &'a mut [f32],
     out: &'a mut [f32],

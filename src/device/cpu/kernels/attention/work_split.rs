@@ -1,36 +1,36 @@
-//! Who computes which piece of attention.
+//! Distribution of attention work over workers.
 //!
-//! Pieces stand in one order: sequence, row, KV head (and segment, when a step has too few of the former to keep a team
-//! busy). The order is cut once, where the sum of costs passes each member's share, so that every member's results are one
-//! contiguous range. All of it is integer arithmetic over the step's lengths, and none of it can show in a result.
+//! Pieces have one order: sequence, row, KV head (and segment, if a step has too few of the others to keep all workers
+//! busy). The order is split where the sum of costs passes each worker's share, so that every worker's results are one
+//! contiguous range. The split uses integer arithmetic over the step's lengths and does not change results.
 
 use std::ops::Range;
 
 use super::{AttentionDims, SEGMENT_TOKENS};
 use crate::device::cpu::kernels::kv_cache::{BatchRows, SeqRows};
 
-/// Rows of a unit at most: 16 rows share each tile that is read, and the tiles of a segment stay in the second-level cache
-/// meanwhile.
+/// Largest number of rows of a unit: 16 rows share each tile that is read, and the tiles of a segment stay in the L2
+/// cache meanwhile.
 pub(crate) const ROWS_PER_UNIT: usize = 16;
 
-/// A few rows of one sequence under one KV head.
+/// A few rows of one sequence and one KV head.
 #[derive(Clone, Debug)]
 pub(crate) struct Unit<'a> {
     pub seq: SeqRows<'a>,
     /// First row of the step.
     pub first_row: usize,
-    /// Its position.
+    /// Position of the first row.
     pub first_position: usize,
     pub rows: usize,
     pub kv_head: usize,
-    /// Segments of which some row sees a token.
+    /// Segments of which at least one row sees a token.
     pub segments: Range<usize>,
-    /// Index of its first partial, if the step is split.
+    /// Index of the unit's first partial, if the step is split.
     pub first_partial: usize,
 }
 
 impl Unit<'_> {
-    /// Tokens of a segment that some row sees, counted from the segment's start.
+    /// Tokens of a segment that at least one row sees, counted from the segment's start.
     pub fn visible(&self, shape: &AttentionDims, segment: usize) -> Range<usize> {
         let base = segment * SEGMENT_TOKENS;
         let start = shape.visible(self.first_position).start.max(base) - base;
@@ -38,7 +38,7 @@ impl Unit<'_> {
         start..end
     }
 
-    /// Those that one of its rows sees.
+    /// Tokens of a segment that one of its rows sees, as start and end.
     pub fn row_sees(&self, shape: &AttentionDims, row: usize, segment: usize) -> (usize, usize) {
         let base = segment * SEGMENT_TOKENS;
         let within = |token: usize| token.clamp(base, base + SEGMENT_TOKENS) - base;
@@ -46,7 +46,7 @@ impl Unit<'_> {
         (within(visible.start), within(visible.end))
     }
 
-    /// Queries of a block that see a token of a segment: rows stand in order, so these are side by side.
+    /// Queries of a block that see a token of a segment; they are contiguous because rows are in order.
     pub fn queries_seeing(&self, shape: &AttentionDims, segment: usize, block: Range<usize>) -> Range<usize> {
         let sees = |query: &usize| {
             let (start, end) = self.row_sees(shape, query / shape.group(), segment);
@@ -58,13 +58,13 @@ impl Unit<'_> {
         }
     }
 
-    /// Tokens that its last row sees, which is the one that sees most.
+    /// Number of tokens that the last row sees, which is the largest of all rows.
     pub fn longest(&self, shape: &AttentionDims) -> usize {
         shape.visible(self.first_position + self.rows - 1).len()
     }
 
     fn cost(&self, shape: &AttentionDims, segment: usize) -> usize {
-        // Eight tokens' worth for a segment's fixed work: ends of the softmax, merge.
+        // A segment's fixed work (softmax, merge) costs about as much as eight tokens.
         self.rows * (self.visible(shape, segment).len() + 8)
     }
 
@@ -77,11 +77,11 @@ impl Unit<'_> {
     }
 }
 
-/// How steps are cut for a team. Planned once a step for each attention shape (window) of a model; planning reuses its
-/// room.
+/// Split of a step over workers. Computed once per step for each set of attention parameters (window) of a model; later
+/// calls reuse its buffers.
 #[derive(Clone, Debug)]
 pub struct WorkSplit {
-    /// Parts that one thread begins with; few rows go to the first of them, for there is little to even out.
+    /// Parts that one thread starts with. A step of few rows is split over the first of them only: it has little to balance.
     parts_per_thread: usize,
     rows_per_unit: usize,
     is_split: bool,
@@ -90,7 +90,7 @@ pub struct WorkSplit {
 }
 
 impl WorkSplit {
-    /// A schedule for teams of `members`, with nothing planned.
+    /// Creates a split for `workers` workers, with nothing planned.
     pub fn new(workers: usize) -> Self {
         Self {
             parts_per_thread: 1,
@@ -101,7 +101,7 @@ impl WorkSplit {
         }
     }
 
-    /// The same for teams whose threads begin with that many neighbouring members' parts each.
+    /// Sets how many neighboring workers' parts each thread starts with.
     #[must_use]
     pub fn parts_per_thread(mut self, parts: usize) -> Self {
         debug_assert!(parts > 0 && self.workers().is_multiple_of(parts));
@@ -109,11 +109,11 @@ impl WorkSplit {
         self
     }
 
-    /// Cuts a step.
+    /// Splits a step.
     pub fn plan(&mut self, shape: &AttentionDims, rows: BatchRows<'_>, block_size: usize) {
         let workers = self.workers();
         let groups = |rows_per_unit| rows.q_lens.iter().map(|q| (*q as usize).div_ceil(rows_per_unit)).sum::<usize>();
-        // With several rows a unit, cuts are between rows; four units a member keep the shares alike.
+        // Splits are between units of several rows; four units per worker keep the shares balanced.
         self.rows_per_unit = match workers {
             1 => ROWS_PER_UNIT,
             _ => [ROWS_PER_UNIT, 4].into_iter().find(|r| groups(*r) >= 4 * workers).unwrap_or(1),
@@ -133,7 +133,7 @@ impl WorkSplit {
         bounds.fill(0);
         let mut before = 0;
         let mut cut = |end: usize, piece: usize| {
-            // A piece goes to the member whose share holds its middle.
+            // A piece belongs to the worker whose share contains its midpoint.
             let owner = ((2 * before + piece) * shares / (2 * cost).max(1)).min(shares - 1);
             bounds[owner * stride + 1] = end;
             before += piece;
@@ -162,28 +162,29 @@ impl WorkSplit {
         }
     }
 
-    /// Members of the team.
+    /// Number of workers.
     pub fn workers(&self) -> usize {
         self.bounds.len() - 1
     }
 
-    /// Whether segments go to different members, so that [`Attention::merge`](super::Attention::merge) must follow.
+    /// Whether segments are distributed over workers, so that [`Attention::merge`](super::Attention::merge) must
+    /// follow.
     pub fn needs_merge(&self) -> bool {
         self.is_split
     }
 
-    /// Pieces that each member stores in [`Attention::attend`](super::Attention::attend): member `m` those from
-    /// `bounds[m]` to `bounds[m + 1]`. Outputs, or partials if [`needs_merge`](Self::needs_merge).
+    /// Pieces that each worker stores in [`Attention::attend`](super::Attention::attend): worker `m` those from
+    /// `bounds[m]` to `bounds[m + 1]`. They are outputs, or partials if [`needs_merge`](Self::needs_merge).
     pub fn bounds(&self) -> &[usize] {
         &self.bounds
     }
 
-    /// Outputs that each member stores in [`Attention::merge`](super::Attention::merge).
+    /// Outputs that each worker stores in [`Attention::merge`](super::Attention::merge), in the same form.
     pub fn merge_bounds(&self) -> &[usize] {
         &self.merge_bounds
     }
 
-    /// Calls `run` with what `member` computes: a unit and the segments of it.
+    /// Calls `run` with the work of `worker`: a unit and its segments.
     pub(crate) fn for_member<'a>(
         &self,
         shape: &AttentionDims,
@@ -207,7 +208,7 @@ impl WorkSplit {
         });
     }
 
-    /// Calls `run` with each unit whose partials `member` joins.
+    /// Calls `run` with each unit whose partials `worker` merges.
     pub(crate) fn for_merge<'a>(
         &self,
         shape: &AttentionDims,

@@ -1,14 +1,14 @@
-//! Float activations × any weight with AVX2: lanes are output columns, two registers a panel; activations are broadcast, K is
-//! walked in order.
+//! Products of float activations with weights of any format, in AVX2. Lanes are output columns, two registers per
+//! panel; activations are broadcast; K is traversed in order.
 //!
-//! One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, go over weights
-//! widened in pieces (6 × 1: 12 accumulators, 2 weights and 1 activation in registers). The additions are those of the
-//! AVX-512 bodies, in the same order.
+//! One or two rows read float weights as stored, four panels in parallel. More rows, and quantized weights, use weights
+//! converted to f32 piece by piece (6 × 1: 12 accumulators, 2 weights and 1 activation in registers). The additions are
+//! those of the AVX-512 kernels, in the same order.
 
 #![allow(unsafe_code)]
-// Loops over r and p run through several register arrays at once and must unroll completely.
+// Loops over `r` and `p` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::unpack::{HALF, load_columns, minimum, scale, store_columns, word};
@@ -22,15 +22,15 @@ use crate::weights::DType;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Panels that one row passes over side by side: their chains hide the latency of the FMA.
+/// Number of panels that one row processes in parallel, which hides the latency of the FMA.
 const WIDE: usize = 4;
 
-/// How the 16 weights of a k are stored.
+/// Storage of the 16 weights of a k.
 trait Load {
-    /// Half of them.
+    /// Loads half of them.
     ///
     /// # Safety
-    /// `panel` holds `k`; the caller enables AVX2 and F16C.
+    /// `panel` contains `k`; the caller enables AVX2 and F16C.
     unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256;
 }
 
@@ -41,7 +41,7 @@ struct Bf16;
 impl Load for F32 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { _mm256_loadu_ps(panel.add((k * PANEL + half * HALF) * 4).cast()) }
     }
 }
@@ -49,7 +49,7 @@ impl Load for F32 {
 impl Load for F16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(panel.add((k * PANEL + half * HALF) * 2).cast())) }
     }
 }
@@ -57,7 +57,7 @@ impl Load for F16 {
 impl Load for Bf16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, half: usize) -> __m256 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe {
             let pairs = _mm256_loadu_si256(panel.add((k / 2 * PANEL + half * HALF) * 4).cast());
             _mm256_castsi256_ps(if k.is_multiple_of(2) {
@@ -69,7 +69,7 @@ impl Load for Bf16 {
     }
 }
 
-/// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes were checked by the caller.
 pub(crate) fn matmul<T: Activation>(
     x: FloatRows<'_, T>,
     w: &PackedMatrix,
@@ -83,15 +83,15 @@ pub(crate) fn matmul<T: Activation>(
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
         quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
-    // SAFETY: the kernels are those of the weights' type; `assert_available` was called for the instruction set.
+    // SAFETY: the micro-kernels match the type of the weights; `assert_available` was called for the instruction set.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
 }
 
-/// The bodies over widened weights.
+/// Micro-kernels over weights converted to f32.
 const BODIES: &AllBodies =
     &[(6, (1, tile::<F32, 6, 1>, tile::<F32, 6, 1>)), (1, (WIDE, tile::<F32, 1, WIDE>, tile::<F32, 1, 1>))];
 
-/// The bodies of one row over weights as they are stored.
+/// Micro-kernels of one row over weights as stored.
 fn row<L: Load>() -> Bodies {
     (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
 }
@@ -100,13 +100,13 @@ fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
-/// R rows × P panels over a piece of K.
+/// Multiplies R rows by P panels over a piece of K.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the job covers R rows, P panels and `depth` of K; loads and stores of sums keep to its columns. Prefetches read
-    // nothing.
+    // SAFETY: the job covers R rows, P panels and `depth` of K; loads and stores of sums stay within its columns.
+    // Prefetches never fault.
     unsafe {
-        // Of a half of a panel.
+        // Number of columns in a half of a panel.
         let cols = |p: usize, half: usize| job.cols.saturating_sub(p * PANEL + half * HALF).min(HALF);
         let mut sums = [[[_mm256_setzero_ps(); 2]; R]; P];
         if !job.start {
@@ -118,7 +118,7 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
             }
         }
         let x: *const f32 = job.x.cast();
-        // Pairs, so that a loader knows which of the two it is asked for.
+        // In pairs, so that a loader knows at compile time which of the two it loads.
         for even in (0..job.depth).step_by(2) {
             for k in [even, even + 1] {
                 if k == job.depth {
@@ -159,11 +159,11 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
     }
 }
 
-/// Some k of a float panel as f32.
+/// Converts a range of K of a float panel to f32.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, k) in ks.enumerate() {
-        // SAFETY: the caller's: `ks` lie in the panel, and 16 values for each fit.
+        // SAFETY: the caller guarantees that `ks` lie in the panel and that `values` has space for 16 values per k.
         unsafe {
             let to = values.add(i * PANEL);
             _mm256_storeu_ps(to, L::load(panel, k, 0));
@@ -172,12 +172,13 @@ unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut
     }
 }
 
-/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
+/// Dequantizes whole blocks of a quantized panel to exactly the values that dequantizing the source gives.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {
         for first in [0, HALF] {
-            // SAFETY: the caller's: the blocks lie in the panel, and 16 values for each k fit.
+            // SAFETY: the caller guarantees that the blocks lie in the panel and that `values` has space for 16 values
+            // per k.
             unsafe {
                 let (unit, sub) = (panel.add(block / F::SCHEME.subs * F::SCHEME.unit_bytes()), block % F::SCHEME.subs);
                 let group = unit.add(sub * F::SCHEME.group_bytes() + 4 * first);
@@ -197,10 +198,10 @@ unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *m
     }
 }
 
-/// Word I of a block: 8 columns of 4 k.
+/// Converts word I of a block: 8 columns of 4 k.
 #[inline(always)]
 unsafe fn widen_word<F: Format, const I: usize>(group: *const u8, scale: __m256, min: __m256, values: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         let bytes = word::<F>(group, I);
         let shifted =

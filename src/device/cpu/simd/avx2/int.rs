@@ -1,15 +1,16 @@
-//! int8 activations × quantized weights with AVX2: lanes are output columns, activations are broadcast.
+//! Products of int8 activations with quantized weights, in AVX2. Lanes are output columns; activations are broadcast.
 //!
-//! A tile is R rows × H halves of a panel, 8 columns each. `vpmaddubsw` adds two products of an unsigned and a signed byte in
-//! 16 bits, and saturates. Weights of up to 6 bits are far from that, so the sums of a few words stay in 16 bits. 8-bit
-//! weights reach 255 · 127 · 2: their magnitude is multiplied with the activation, which takes over their sign; 128 · 127 · 2
-//! fits. Words that are added together are in registers at once, so a row needs no accumulator between them. All integer
-//! sums are exact; the float additions of one output value are those of the AVX-512 bodies.
+//! A tile is R rows × H halves of a panel, 8 columns each. `vpmaddubsw` adds two products of an unsigned and a signed
+//! byte in 16 bits, and saturates. Weights of up to 6 bits stay far from that limit, so the sums of a few words fit in
+//! 16 bits. 8-bit weights could reach 255 · 127 · 2; therefore their magnitude is multiplied with the activation, which
+//! takes over their sign: 128 · 127 · 2 fits. Words that are added together are in registers at the same time, so a row
+//! needs no accumulator between them. All integer sums are exact; the float additions of one output value are those of
+//! the AVX-512 kernels.
 
 #![allow(unsafe_code)]
-// Loops over r and h run through several register arrays at once and must unroll completely.
+// Loops over `r` and `h` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::unpack::{HALF, load_columns, minimum, scale, store_columns, word};
@@ -22,12 +23,12 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// How far ahead of its use a weight is asked for by the rows that bring it in.
+/// Prefetch distance of the weights, in rows that prefetch for the others.
 const AHEAD_BYTES: usize = 4096;
-/// Rows of the tall tile.
+/// Number of rows of the tall tile.
 const TALL: usize = 8;
 
-/// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes were checked by the caller.
 pub(crate) fn matmul(
     x: QuantRows<'_>,
     w: &PackedMatrix,
@@ -41,38 +42,39 @@ pub(crate) fn matmul(
 }
 
 unsafe fn all_formats<F: Format>(job: Job, rows: usize, panels: usize) {
-    // Each body is compiled for every format: two of them keep the build short.
+    // Each micro-kernel is compiled for every format: two of them keep the build short.
     let bodies: [(usize, usize, Body, Body); 2] = [(TALL, 1, tall::<F>, tall::<F>), (1, 1, single::<F>, single::<F>)];
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
-/// Many rows: one half of the panel, then the other.
+/// Many rows: first one half of the panel, then the other.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn tall<F: Format>(job: Job) {
     for first in (0..job.cols.min(PANEL)).step_by(HALF) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { tile::<F, TALL, 1>(job, first) }
     }
 }
 
-/// One row: both halves at once, as they lie in memory.
+/// One row: both halves at once, in memory order.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn single<F: Format>(job: Job) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe { tile::<F, 1, 2>(job, 0) }
 }
 
-/// Sums of a word's products in 32 bits, a half of a panel each.
+/// Sums of a word's products in 32 bits, for each half of a panel.
 type Sums<const R: usize, const H: usize> = [[__m256i; H]; R];
 
-/// R rows × H halves of a panel from column `first` on. Inlined into functions that enable the instruction set.
+/// Multiplies R rows by H halves of a panel, starting at column `first`. Inlined into functions that enable the
+/// instruction set.
 #[inline(always)]
 unsafe fn tile<F: Format, const R: usize, const H: usize>(job: Job, first: usize) {
     let scheme = F::SCHEME;
     let unit_bytes = scheme.unit_bytes();
-    // SAFETY: the job covers R rows and a panel of whole units; offsets below stay within a row, a record or a unit; loads and
-    // stores of sums keep to the job's columns. Prefetched addresses are never read.
+    // SAFETY: the job covers R rows and a panel of whole units; offsets below stay within a row, a record or a unit;
+    // loads and stores of sums stay within the job's columns. Prefetches never fault.
     unsafe {
         let cols = |h: usize| job.cols.saturating_sub(first + h * HALF).min(HALF);
         let mut sums = [[_mm256_setzero_ps(); H]; R];
@@ -90,7 +92,7 @@ unsafe fn tile<F: Format, const R: usize, const H: usize>(job: Job, first: usize
             let unit = job.w.add(at);
             for sub in 0..scheme.subs {
                 if job.ahead {
-                    // Each 32-block asks for its share of a unit: a burst would fill the queue of misses and wait.
+                    // Each 32-block prefetches its share of a unit: a burst would fill the miss queue and stall.
                     let share = unit_bytes / scheme.subs;
                     let ahead = unit.wrapping_add(AHEAD_BYTES + sub * share);
                     for line in 0..share.div_ceil(64) {
@@ -134,7 +136,7 @@ unsafe fn tile<F: Format, const R: usize, const H: usize>(job: Job, first: usize
     }
 }
 
-/// Words 0 to 3 of a block, as many at a time as fit 16 bits.
+/// Sums words 0 to 3 of a block, as many at a time as fit in 16 bits.
 #[inline(always)]
 unsafe fn lower<F: Format, const R: usize, const H: usize>(
     job: &Job,
@@ -142,7 +144,7 @@ unsafe fn lower<F: Format, const R: usize, const H: usize>(
     x: *const u8,
     dots: &mut Sums<R, H>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         match F::SCHEME.bits {
             8 => {
@@ -160,7 +162,7 @@ unsafe fn lower<F: Format, const R: usize, const H: usize>(
     }
 }
 
-/// Words 4 to 7, likewise.
+/// Sums words 4 to 7, in the same way.
 #[inline(always)]
 unsafe fn upper<F: Format, const R: usize, const H: usize>(
     job: &Job,
@@ -168,7 +170,7 @@ unsafe fn upper<F: Format, const R: usize, const H: usize>(
     x: *const u8,
     dots: &mut Sums<R, H>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         match F::SCHEME.bits {
             8 => {
@@ -186,7 +188,7 @@ unsafe fn upper<F: Format, const R: usize, const H: usize>(
     }
 }
 
-/// Word I of 8-bit weights: two products reach 2 · 128 · 127 = 32,512, which fits 16 bits; a third does not.
+/// Sums word I of 8-bit weights: two products reach 2 · 128 · 127 = 32,512, which fits in 16 bits; a third does not.
 #[inline(always)]
 unsafe fn signed<F: Format, const R: usize, const H: usize, const I: usize>(
     job: &Job,
@@ -194,10 +196,10 @@ unsafe fn signed<F: Format, const R: usize, const H: usize, const I: usize>(
     x: *const u8,
     dots: &mut Sums<R, H>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         for h in 0..H {
-            // Stored with an offset of 128. The magnitude of -128 is 128, as an unsigned byte.
+            // Stored with an offset of 128. As an unsigned byte, the magnitude of -128 is 128.
             let w = _mm256_xor_si256(word::<F>(group.add(32 * h), I), _mm256_set1_epi8(-128));
             let magnitude = _mm256_abs_epi8(w);
             for r in 0..R {
@@ -208,7 +210,7 @@ unsafe fn signed<F: Format, const R: usize, const H: usize, const I: usize>(
     }
 }
 
-/// Words I and I + 1: four products of 6-bit weights reach 4 · 63 · 127 = 32,004.
+/// Sums words I and I + 1: four products of 6-bit weights reach 4 · 63 · 127 = 32,004.
 #[inline(always)]
 unsafe fn two<F: Format, const R: usize, const H: usize, const I: usize>(
     job: &Job,
@@ -216,7 +218,7 @@ unsafe fn two<F: Format, const R: usize, const H: usize, const I: usize>(
     x: *const u8,
     dots: &mut Sums<R, H>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         for h in 0..H {
             let group = group.add(32 * h);
@@ -231,7 +233,7 @@ unsafe fn two<F: Format, const R: usize, const H: usize, const I: usize>(
     }
 }
 
-/// Words I to I + 3: eight products of 5-bit weights reach 8 · 31 · 127 = 31,496.
+/// Sums words I to I + 3: eight products of 5-bit weights reach 8 · 31 · 127 = 31,496.
 #[inline(always)]
 unsafe fn four<F: Format, const R: usize, const H: usize, const I: usize>(
     job: &Job,
@@ -239,7 +241,7 @@ unsafe fn four<F: Format, const R: usize, const H: usize, const I: usize>(
     x: *const u8,
     dots: &mut Sums<R, H>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         for h in 0..H {
             let group = group.add(32 * h);
@@ -257,10 +259,10 @@ unsafe fn four<F: Format, const R: usize, const H: usize, const I: usize>(
     }
 }
 
-/// Four activations, for every column.
+/// Broadcasts four activations to every column.
 #[inline(always)]
 unsafe fn four_of(x: *const u8) -> __m256i {
-    // SAFETY: the caller's: 4 readable bytes.
+    // SAFETY: the caller guarantees 4 readable bytes.
     unsafe { _mm256_set1_epi32(x.cast::<i32>().read_unaligned()) }
 }
 
@@ -271,18 +273,19 @@ unsafe fn add_pairs(dots: &mut __m256i, pairs: __m256i) {
     *dots = unsafe { hold(_mm256_add_epi32(*dots, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))) };
 }
 
-/// The same, in a register, after all that was held before. Additions of integers may change places, and without this the
-/// compiler makes one row after the other, with all words of a block in memory because they are too many for registers: 3 to
-/// 7 % slower.
+/// Returns `v` unchanged, but forces it into a register in program order. Without it the compiler reorders the integer
+/// additions to process one row after another, with all words of a block in memory because they do not fit in
+/// registers: 3 to 7 % slower.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn hold(mut v: __m256i) -> __m256i {
-    // SAFETY: there is no instruction.
+    // SAFETY: the assembly contains no instruction.
     unsafe { asm!("/* {0} */", inout(ymm_reg) v, options(nomem, nostack, preserves_flags)) };
     v
 }
 
-/// Adds the integer sums of a 32-block, or of its half `part` where halves have scales of their own, to the rows' sums.
+/// Scales the integer sums of a 32-block, or of its half `part` if halves have scales of their own, and adds them to
+/// the rows' sums.
 #[inline(always)]
 unsafe fn scaled<F: Format, const R: usize, const H: usize>(
     job: &Job,
@@ -293,13 +296,13 @@ unsafe fn scaled<F: Format, const R: usize, const H: usize>(
     dots: &Sums<R, H>,
     sums: &mut [[__m256; H]; R],
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         for h in 0..H {
             let scale = scale::<F>(unit, first + h * HALF, sub, part);
             for r in 0..R {
                 let record = record.add(r * job.row_bytes);
-                // 8-bit weights were multiplied as they are, all others as they are stored.
+                // 8-bit weights were multiplied with their true sign, all others in their stored form with the offset.
                 let exact = match F::SCHEME.offset {
                     0 | 128 => dots[r][h],
                     offset => _mm256_add_epi32(dots[r][h], times(offset, minus_sum::<F>(record, part))),
@@ -311,10 +314,10 @@ unsafe fn scaled<F: Format, const R: usize, const H: usize>(
     }
 }
 
-/// The negated sum of the activations of a 32-block, or of its half `part` where halves have scales of their own.
+/// The negated sum of the activations of a 32-block, or of its half `part` if halves have scales of their own.
 #[inline(always)]
 unsafe fn minus_sum<F: Format>(record: *const u8, part: usize) -> __m256i {
-    // SAFETY: the caller's: a record.
+    // SAFETY: the caller guarantees that `record` points to a record.
     unsafe {
         let all = record.add(4).cast::<i32>().read_unaligned();
         let first = record.add(8).cast::<i32>().read_unaligned();
@@ -326,7 +329,7 @@ unsafe fn minus_sum<F: Format>(record: *const u8, part: usize) -> __m256i {
     }
 }
 
-/// Times a format's offset, a power of two.
+/// Multiplies by a format's offset, a power of two.
 #[inline(always)]
 unsafe fn times(offset: i16, v: __m256i) -> __m256i {
     // SAFETY: the caller enables AVX2.

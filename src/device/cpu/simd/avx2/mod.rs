@@ -1,4 +1,4 @@
-//! Bodies for AVX2 with FMA and F16C.
+//! Kernels for AVX2 with FMA and F16C.
 
 pub(super) mod float;
 pub(super) mod int;

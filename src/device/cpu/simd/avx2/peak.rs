@@ -1,4 +1,4 @@
-//! int8 dot products that wait for nothing, to measure how fast they can be.
+//! Independent int8 dot products, to measure their peak rate.
 
 #![forbid(unsafe_code)]
 
@@ -8,16 +8,16 @@ use std::arch::x86_64::{
 };
 use std::hint::black_box;
 
-/// Chains that hide each other's latency, and leave registers for the factors.
+/// Number of chains: enough to hide the latency, few enough to leave registers for the factors.
 const CHAINS: usize = 12;
 
-/// Gives the operations: a product and a sum for each of 32 bytes. Products of few bits are added in 16 bits, as the bodies
-/// for 4-bit weights do for the most part.
+/// Returns the number of operations: a product and a sum for each of 32 bytes. Products are added in 16 bits, as the
+/// kernels for 4-bit weights mostly do.
 #[target_feature(enable = "avx2")]
 pub(crate) fn dot_chains(rounds: u64) -> u64 {
     let mut sums = [_mm256_set1_epi32(0); CHAINS];
     for sum in &mut sums {
-        // Different starts, or the compiler would see one chain twelve times.
+        // Start values differ; otherwise the compiler would merge the twelve chains into one.
         *sum = _mm256_set1_epi32(black_box(1));
     }
     let x = _mm256_set1_epi8(black_box(1));
@@ -32,7 +32,7 @@ pub(crate) fn dot_chains(rounds: u64) -> u64 {
     rounds * (CHAINS * 32 * 2) as u64
 }
 
-/// The sum stands in for the weights as well, so that no product can be kept from one round to the next.
+/// The sum also serves as the weights, so that no product can be reused in the next round.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round(sum: __m256i, x: __m256i) -> __m256i {

@@ -1,7 +1,8 @@
-//! Quantizing activations with AVX2: bit-equal to the plain twin in [`quant`](crate::device::cpu::kernels::q8_rows).
+//! Quantization of activations in AVX2, bit-equal to the reference in
+//! [`q8_rows`](crate::device::cpu::kernels::q8_rows).
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::kernels::q8_rows::{BLOCK, RECORD_BYTES, TINY};
@@ -16,7 +17,7 @@ use std::arch::x86_64::*;
 pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, records: *mut u8) {
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
     for block in 0..blocks {
-        // SAFETY: `block` < `blocks`, see above.
+        // SAFETY: `block` < `blocks`, so the reads are within the range that the caller guarantees.
         let values = unsafe {
             let at = x.add(block * BLOCK);
             [_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(8)), _mm256_loadu_ps(at.add(16)), _mm256_loadu_ps(at.add(24))]
@@ -34,23 +35,23 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
             (amax / 127.0, 127.0 / amax)
         };
         let mut ints = [_mm256_setzero_si256(); 4];
-        // Left out rather than multiplied by 0, which would keep NaN.
+        // Skipped instead of multiplied by 0, which would keep NaN.
         if inverse > 0.0 {
             let inverse = _mm256_set1_ps(inverse);
             for (int, value) in ints.iter_mut().zip(values) {
                 *int = _mm256_cvtps_epi32(_mm256_mul_ps(value, inverse));
             }
         }
-        // Packing works within the halves of a register: the block's eighths come as 0 2 4 6 1 3 5 7.
+        // Packing works within the halves of a register: the block's eighths end up in the order 0 2 4 6 1 3 5 7.
         let bytes = _mm256_packs_epi16(_mm256_packs_epi32(ints[0], ints[1]), _mm256_packs_epi32(ints[2], ints[3]));
         let bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-        // SAFETY: 32 bytes of this block.
+        // SAFETY: the 32 bytes of this block are within the range that the caller guarantees.
         unsafe { _mm256_storeu_si256(quants.add(block * BLOCK).cast(), bytes) };
         let first = sum_of(_mm256_add_epi32(ints[0], ints[1]));
         let all = first + sum_of(_mm256_add_epi32(ints[2], ints[3]));
         let record: [u32; 4] =
             [scale.to_bits(), (-all).cast_unsigned(), (-first).cast_unsigned(), (scale * all as f32).to_bits()];
-        // SAFETY: the 16 bytes of this block's record.
+        // SAFETY: the 16 bytes of this block's record are within the range that the caller guarantees.
         unsafe { records.add(block * RECORD_BYTES).cast::<[u32; 4]>().write_unaligned(record) };
     }
 }

@@ -1,27 +1,27 @@
-//! Reading quantized panels with AVX2, for both matmul bodies.
+//! Reads quantized panels in AVX2, for both matmul kernels.
 //!
-//! A word is a register of 8 columns × 4 consecutive k, unsigned bytes: half of what a panel keeps together, so that
-//! pointers to quants, scales and minima are those of the first or the second 8 columns. Everything here is inlined into
-//! bodies that enable the features; the branches are on constants.
+//! A word is a register of 8 columns × 4 consecutive k, unsigned bytes. That is half of what a panel stores together,
+//! so pointers to quants, scales and minima refer to the first or the second 8 columns. Everything here is inlined into
+//! functions that enable the features; the branches are on constants.
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::simd::formats::Format;
 use crate::device::cpu::weights::pack::PANEL;
 use std::arch::x86_64::*;
 
-/// Columns of a register.
+/// Number of columns in a register.
 pub(crate) const HALF: usize = 8;
 
-/// Word `index` (k = 4·index..) of a 32-block.
+/// Loads word `index` (k = 4·index..) of a 32-block.
 ///
 /// # Safety
-/// `group` are the quants of a block, from the half's first word on; the caller enables AVX2.
+/// `group` points to the quants of a block, at the half's first word; the caller enables AVX2.
 #[inline(always)]
 pub(crate) unsafe fn word<F: Format>(group: *const u8, index: usize) -> __m256i {
-    // SAFETY: every offset is below the group's size, a word and a half.
+    // SAFETY: every offset is below the group's size, counted from the half's first word.
     unsafe {
         let load = |at: usize| _mm256_loadu_si256(group.add(at).cast());
         if F::SCHEME.bits == 8 {
@@ -30,7 +30,7 @@ pub(crate) unsafe fn word<F: Format>(group: *const u8, index: usize) -> __m256i 
         let nibbles = load(64 * (index % 4));
         let shifted = if index < 4 { nibbles } else { _mm256_srli_epi16::<4>(nibbles) };
         let low = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
-        // Bits that a shift carries over from the neighbouring byte are masked off.
+        // The masks clear bits that a shift carries over from the neighboring byte.
         match F::SCHEME.bits {
             5 => {
                 let plane = load(256);
@@ -61,11 +61,11 @@ pub(crate) unsafe fn word<F: Format>(group: *const u8, index: usize) -> __m256i 
     }
 }
 
-/// The scales of 8 columns, the first of them column `first`, for half `part` of 32-block `sub`; without halves both are the
-/// same.
+/// Loads the scales of 8 columns, starting at column `first`, for half `part` of 32-block `sub`. In formats without
+/// halves both are equal.
 ///
 /// # Safety
-/// `unit` is valid for `F::SCHEME.unit_bytes()` reads, `first` 0 or 8; the caller enables AVX2 and F16C.
+/// `unit` is valid for `F::SCHEME.unit_bytes()` reads, `first` is 0 or 8; the caller enables AVX2 and F16C.
 #[inline(always)]
 pub(crate) unsafe fn scale<F: Format>(unit: *const u8, first: usize, sub: usize, part: usize) -> __m256 {
     let scheme = F::SCHEME;
@@ -81,7 +81,7 @@ pub(crate) unsafe fn scale<F: Format>(unit: *const u8, first: usize, sub: usize,
     }
 }
 
-/// The minima of 8 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
+/// Loads the minima of 8 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
 ///
 /// # Safety
 /// As [`scale`].
@@ -100,20 +100,20 @@ pub(crate) unsafe fn minimum<F: Format>(unit: *const u8, first: usize, sub: usiz
     }
 }
 
-/// 8 f16 as f32.
+/// Loads 8 f16 as f32.
 #[inline(always)]
 unsafe fn halves(at: *const u8) -> __m256 {
-    // SAFETY: the caller's: 16 readable bytes.
+    // SAFETY: the caller guarantees 16 readable bytes.
     unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
 }
 
-/// The first `cols` (8 at most) of 8 values; the rest is 0.
+/// Loads the first `cols` (at most 8) of 8 values; the others are 0.
 ///
 /// # Safety
 /// `from` is valid for `cols` reads; the caller enables AVX2.
 #[inline(always)]
 pub(crate) unsafe fn load_columns(from: *const f32, cols: usize) -> __m256 {
-    // SAFETY: the caller's, and the room has 8 places.
+    // SAFETY: the caller guarantees `cols` reads, and the local array has 8 elements.
     unsafe {
         if cols >= HALF {
             return _mm256_loadu_ps(from);
@@ -124,13 +124,13 @@ pub(crate) unsafe fn load_columns(from: *const f32, cols: usize) -> __m256 {
     }
 }
 
-/// Stores the first `cols` (8 at most) of 8 values.
+/// Stores the first `cols` (at most 8) of 8 values.
 ///
 /// # Safety
 /// `to` is valid for `cols` writes; the caller enables AVX2.
 #[inline(always)]
 pub(crate) unsafe fn store_columns(to: *mut f32, cols: usize, values: __m256) {
-    // SAFETY: the caller's, and the room has 8 places.
+    // SAFETY: the caller guarantees `cols` writes, and the local array has 8 elements.
     unsafe {
         if cols >= HALF {
             return _mm256_storeu_ps(to, values);

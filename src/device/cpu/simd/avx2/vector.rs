@@ -1,4 +1,4 @@
-//! Sixteen f32 lanes as two registers of AVX2.
+//! Vectors of sixteen f32 lanes in two AVX2 registers.
 
 #![allow(unsafe_code)]
 
@@ -20,7 +20,7 @@ use std::arch::x86_64::{
 pub struct Avx2(());
 
 impl Avx2 {
-    /// The lanes, if this machine has them.
+    /// Returns the lanes if this machine has the instructions.
     #[inline]
     pub fn detect() -> Option<Self> {
         (std::arch::is_x86_feature_detected!("avx2")
@@ -32,13 +32,13 @@ impl Avx2 {
 
 macro_rules! vector {
     ($($body:tt)*) => {
-        // SAFETY: an `Avx2` can be had from `detect` only and vectors from an `Avx2` only, so AVX2, FMA and F16C are there;
+        // SAFETY: an `Avx2` is created by `detect` only, and vectors need an `Avx2`, so AVX2, FMA and F16C are present;
         // pointers come from array references and stay within them, and the accesses need no alignment.
         unsafe { $($body)* }
     };
 }
 
-/// The upper half of eight f32, rounded to nearest even, in the lower half of each lane; NaN becomes quiet.
+/// Rounds eight f32 to their upper halves, to nearest even, in the lower half of each lane; NaN becomes quiet.
 #[inline(always)]
 fn bf16_bits(value: __m256) -> __m256i {
     vector! {
@@ -53,8 +53,8 @@ fn bf16_bits(value: __m256) -> __m256i {
     }
 }
 
-/// Two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds, also into the
-/// subnormals.
+/// Multiplies by two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds,
+/// including into the subnormals.
 #[inline(always)]
 fn scale_pow2(a: __m256, n: __m256) -> __m256 {
     vector! {
@@ -129,7 +129,7 @@ impl SimdVector for Avx2 {
     fn to_bf16(self, value: [__m256; 2]) -> [u16; 16] {
         let mut out = [0u16; 16];
         vector! {
-            // Packing works within the halves of a register, so the middle quarters have to change places.
+            // Packing works within the halves of a register, so the middle quarters are swapped afterwards.
             let packed = _mm256_packus_epi32(bf16_bits(value[0]), bf16_bits(value[1]));
             _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
         }

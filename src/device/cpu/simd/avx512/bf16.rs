@@ -1,16 +1,17 @@
-//! bfloat16 activations × bfloat16 weights with AVX-512 BF16: lanes are output columns, pairs of activations are broadcast,
-//! pairs of K are walked in order.
+//! Products of bfloat16 activations with bfloat16 weights, in AVX-512 BF16. Lanes are output columns; pairs of
+//! activations are broadcast; pairs of K are traversed in order.
 //!
-//! `vdpbf16ps` adds the products of a pair to an f32 sum: the second of the pair first, each sum rounded to nearest even,
-//! numbers below 2^-126 taken for zero, whatever the machine's modes (Intel SDM, VDPBF16PS). It has the rate of an f32
-//! multiply-add on Zen 4, and half of it on Sapphire and Emerald Rapids, where f32 over widened weights is faster.
+//! `vdpbf16ps` adds the products of a pair to an f32 sum: the second of the pair first, each sum rounded to nearest
+//! even, with numbers below 2^-126 treated as zero, whatever the machine's modes (Intel SDM, VDPBF16PS). It has the
+//! rate of an f32 multiply-add on Zen 4, and half of it on Sapphire and Emerald Rapids, where f32 over converted
+//! weights is faster.
 //!
-//! Tiles and walks are those of f32 rows; weights need no widening.
+//! Tiles and traversal are those of f32 rows; weights need no conversion.
 
 #![allow(unsafe_code)]
-// Loops over r and p run through several register arrays at once and must unroll completely.
+// Loops over `r` and `p` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::kernels::float_rows::FloatRows;
@@ -20,7 +21,7 @@ use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// The bodies over pieces.
+/// Micro-kernels over pieces.
 const BODIES: &AllBodies = &[
     (12, (2, tile::<12, 2>, tile::<12, 1>)),
     (6, (2, tile::<6, 2>, tile::<6, 1>)),
@@ -28,10 +29,10 @@ const BODIES: &AllBodies = &[
     (1, ROW),
 ];
 
-/// The bodies of one row.
+/// Micro-kernels of one row.
 const ROW: Bodies = (4, tile::<1, 4>, tile::<1, 1>);
 
-/// `panels` of `w` times all rows of `x`. Shapes and types were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes and types were checked by the caller.
 pub(crate) fn matmul(
     x: FloatRows<'_, u16>,
     w: &PackedMatrix,
@@ -51,10 +52,10 @@ pub(crate) fn matmul(
     }
 }
 
-/// R rows × P panels over a piece of K that begins with a whole pair.
+/// Multiplies R rows by P panels over a piece of K that begins with a whole pair.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn tile<const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the job covers R rows, P panels and `depth` of K; masks keep to its columns. Prefetches read nothing.
+    // SAFETY: the job covers R rows, P panels and `depth` of K; masks stay within its columns. Prefetches never fault.
     unsafe {
         let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
@@ -91,7 +92,7 @@ unsafe fn tile<const R: usize, const P: usize>(job: Job) {
     }
 }
 
-/// One pair of K of all rows and panels; `read` gives a row's activations from where they are.
+/// Adds one pair of K for all rows and panels; `read` loads a row's activations.
 #[inline(always)]
 unsafe fn add_pair<const R: usize, const P: usize>(
     job: &Job,
@@ -99,7 +100,7 @@ unsafe fn add_pair<const R: usize, const P: usize>(
     sums: &mut [[__m512; R]; P],
     read: impl Fn(*const u8) -> i32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         let mut w = [_mm512_setzero_si512(); P];
         for p in 0..P {
@@ -116,6 +117,6 @@ unsafe fn add_pair<const R: usize, const P: usize>(
 
 #[inline(always)]
 fn as_pairs(v: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes without further meaning.
+    // SAFETY: both types are 64 bytes and valid for any bits.
     unsafe { std::mem::transmute(v) }
 }

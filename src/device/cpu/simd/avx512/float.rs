@@ -1,13 +1,15 @@
-//! Float activations × any weight with AVX-512: lanes are output columns, activations are broadcast, K is walked in order.
+//! Products of float activations with weights of any format, in AVX-512. Lanes are output columns; activations are
+//! broadcast; K is traversed in order.
 //!
-//! Activations of bfloat16 are widened with the copy of a tile. One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, first widen a
-//! piece of K of some panels into a buffer on the stack, then all rows pass over it (12 × 2: 24 accumulators, 2 weights and
-//! 1 activation in registers); between pieces the sums wait in `out`. All give the same additions in the same order.
+//! bfloat16 activations are converted to f32 in the copy of a tile. One or two rows read float weights as stored, four
+//! panels in parallel. More rows, and quantized weights, first convert a piece of K of some panels to f32 in a buffer
+//! on the stack, then all rows pass over it (12 × 2: 24 accumulators, 2 weights and 1 activation in registers); between
+//! pieces the sums are kept in `out`. All variants perform the same additions in the same order.
 
 #![allow(unsafe_code)]
-// Loops over r and p run through several register arrays at once and must unroll completely.
+// Loops over `r` and `p` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::unpack::{minimum, scale, words};
@@ -21,13 +23,13 @@ use crate::weights::DType;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Panels that one row passes over side by side: their chains hide the latency of the FMA.
+/// Number of panels that one row processes in parallel, which hides the latency of the FMA.
 const WIDE: usize = 4;
 
-/// How the 16 weights of a k are stored.
+/// Storage of the 16 weights of a k.
 trait Load {
     /// # Safety
-    /// `panel` holds `k`; the caller enables AVX-512 F.
+    /// `panel` contains `k`; the caller enables AVX-512 F.
     unsafe fn load(panel: *const u8, k: usize) -> __m512;
 }
 
@@ -38,7 +40,7 @@ struct Bf16;
 impl Load for F32 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize) -> __m512 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { _mm512_loadu_ps(panel.add(k * PANEL * 4).cast()) }
     }
 }
@@ -46,7 +48,7 @@ impl Load for F32 {
 impl Load for F16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize) -> __m512 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(panel.add(k * PANEL * 2).cast())) }
     }
 }
@@ -54,7 +56,7 @@ impl Load for F16 {
 impl Load for Bf16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize) -> __m512 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe {
             let pairs = _mm512_loadu_si512(panel.add(k / 2 * PANEL * 4).cast());
             _mm512_castsi512_ps(if k.is_multiple_of(2) {
@@ -66,7 +68,7 @@ impl Load for Bf16 {
     }
 }
 
-/// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes were checked by the caller.
 pub(crate) fn matmul<T: Activation>(
     x: FloatRows<'_, T>,
     w: &PackedMatrix,
@@ -80,11 +82,11 @@ pub(crate) fn matmul<T: Activation>(
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
         quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
-    // SAFETY: the kernels are those of the weights' type; `assert_available` was called for the instruction set.
+    // SAFETY: the micro-kernels match the type of the weights; `assert_available` was called for the instruction set.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
 }
 
-/// The bodies over widened weights.
+/// Micro-kernels over weights converted to f32.
 const BODIES: &AllBodies = &[
     (12, (2, tile::<F32, 12, 2>, tile::<F32, 12, 1>)),
     (6, (2, tile::<F32, 6, 2>, tile::<F32, 6, 1>)),
@@ -93,7 +95,7 @@ const BODIES: &AllBodies = &[
     (1, (WIDE, tile::<F32, 1, WIDE>, tile::<F32, 1, 1>)),
 ];
 
-/// The bodies of one row over weights as they are stored.
+/// Micro-kernels of one row over weights as stored.
 fn row<L: Load>() -> Bodies {
     (WIDE, tile::<L, 1, WIDE>, tile::<L, 1, 1>)
 }
@@ -102,10 +104,10 @@ fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
-/// R rows × P panels over a piece of K.
+/// Multiplies R rows by P panels over a piece of K.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the job covers R rows, P panels and `depth` of K; masks keep to its columns. Prefetches read nothing.
+    // SAFETY: the job covers R rows, P panels and `depth` of K; masks stay within its columns. Prefetches never fault.
     unsafe {
         let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
@@ -117,7 +119,7 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
             }
         }
         let x: *const f32 = job.x.cast();
-        // Pairs, so that a loader knows which of the two it is asked for.
+        // In pairs, so that a loader knows at compile time which of the two it loads.
         for even in (0..job.depth).step_by(2) {
             for k in [even, even + 1] {
                 if k == job.depth {
@@ -155,20 +157,21 @@ unsafe fn tile<L: Load, const R: usize, const P: usize>(job: Job) {
     }
 }
 
-/// Some k of a float panel as f32.
+/// Converts a range of K of a float panel to f32.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, k) in ks.enumerate() {
-        // SAFETY: the caller's: `ks` lie in the panel, and 16 values for each fit.
+        // SAFETY: the caller guarantees that `ks` lie in the panel and that `values` has space for 16 values per k.
         unsafe { _mm512_storeu_ps(values.add(i * PANEL), L::load(panel, k)) };
     }
 }
 
-/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
+/// Dequantizes whole blocks of a quantized panel to exactly the values that dequantizing the source gives.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {
-        // SAFETY: the caller's: the blocks lie in the panel, and 16 values for each k fit.
+        // SAFETY: the caller guarantees that the blocks lie in the panel and that `values` has space for 16 values per
+        // k.
         unsafe {
             let (unit, sub) = (panel.add(block / F::SCHEME.subs * F::SCHEME.unit_bytes()), block % F::SCHEME.subs);
             let group = unit.add(sub * F::SCHEME.group_bytes());

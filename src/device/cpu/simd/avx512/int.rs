@@ -1,14 +1,15 @@
-//! int8 activations × quantized weights with AVX-512 VNNI: lanes are output columns, activations are broadcast.
+//! Products of int8 activations with quantized weights, in AVX-512 VNNI. Lanes are output columns; activations are
+//! broadcast.
 //!
-//! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers; at each word all rows come before the
-//! next word, so that no dot product waits for the one before it. Large batches take 12 × 1 (24 accumulators, 4 registers
-//! left for words). One row takes one panel after the other, for memory is its limit, and one long stream is what memory
-//! gives fastest. The additions of one output value are the same in every tile.
+//! A tile is R rows × P panels with R·P int32 and R·P f32 accumulators in registers. For each word all rows are
+//! processed before the next word, so that no dot product waits for the previous one. Large batches use 12 × 1 (24
+//! accumulators, 4 registers left for words). One row processes panel after panel, because it is bound by memory, and a
+//! single long stream has the highest bandwidth. The additions of one output value are the same in every tile.
 
 #![allow(unsafe_code)]
-// Loops over r and p run through several register arrays at once and must unroll completely.
+// Loops over `r` and `p` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::unpack::{minimum, scale, words};
@@ -21,17 +22,18 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// How far ahead of its use a weight is asked for by the rows that bring it in.
+/// Prefetch distance of the weights, in rows that prefetch for the others.
 const AHEAD_BYTES: usize = 4096;
-/// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations. Dot products stay in the order in which
-/// they are written: the compiler would rather have one row's eight in a chain, each waiting for the one before.
+/// `acc + Σ of 4 bytes of w · x` for each lane: unsigned weights, signed activations. Dot products stay in program
+/// order: the compiler would rather chain one row's eight dot products, each waiting for the one before.
 ///
 /// # Safety
 /// `x` is valid for 4 reads; the caller enables AVX-512 VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
-    // SAFETY: the caller's; the assembly is empty, and what it may do to the sum nobody knows but its place.
+    // SAFETY: the caller guarantees 4 readable bytes and the instructions; the assembly is empty and only fixes the
+    // place of the sum in program order.
     unsafe {
         let mut sum = _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned()));
         asm!("/* {0} */", inout(zmm_reg) sum, options(nomem, nostack, preserves_flags));
@@ -39,7 +41,7 @@ unsafe fn dot(acc: __m512i, w: __m512i, x: *const u8) -> __m512i {
     }
 }
 
-/// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes were checked by the caller.
 pub(crate) fn matmul(
     x: QuantRows<'_>,
     w: &PackedMatrix,
@@ -47,7 +49,7 @@ pub(crate) fn matmul(
     panels: Range<usize>,
     out: &mut Tile<'_, f32>,
 ) {
-    // Tall tiles walk pieces of a group's panels side by side; few rows read panel behind panel.
+    // Tall tiles process pieces of a group's panels in parallel; few rows read panel after panel.
     let skip = if x.rows() < 4 { 0 } else { (GROUP - 1) * w.panel_bytes() };
     let Some(job) = Job::new(x, w, bias, &panels, out, skip) else { return };
     // SAFETY: `job` covers `x.rows()` rows and `panels.len()` panels; `assert_available` was called for the instruction set.
@@ -55,23 +57,23 @@ pub(crate) fn matmul(
 }
 
 unsafe fn all_formats<F: Format>(job: Job, rows: usize, panels: usize) {
-    // Each body is compiled for every format: fewer of them keep the build short.
+    // Each micro-kernel is compiled for every format: few of them keep the build short.
     let bodies: [(usize, usize, Body, Body); 3] = [
         (12, 1, tile::<F, 12, 1>, tile::<F, 12, 1>),
         (4, 2, tile::<F, 4, 2>, tile::<F, 4, 1>),
         (1, 1, tile::<F, 1, 1>, tile::<F, 1, 1>),
     ];
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
-/// R rows × P panels.
+/// Multiplies R rows by P panels.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
     let scheme = F::SCHEME;
     let unit_bytes = scheme.unit_bytes();
     // SAFETY: the job covers R rows and P panels of whole units; offsets below stay within a row, a record or a unit.
-    // Prefetched addresses are never read.
+    // Prefetches never fault.
     unsafe {
         let mask = |p: usize| u16::MAX >> (PANEL - PANEL.min(job.cols - p * PANEL));
         let mut sums = [[_mm512_setzero_ps(); R]; P];
@@ -89,14 +91,14 @@ unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
             let skip = if at + AHEAD_BYTES < job.left { 0 } else { job.skip };
             for sub in 0..scheme.subs {
                 if job.ahead {
-                    // Each 32-block asks for its share of a unit: a burst would fill the queue of misses and wait.
+                    // Each 32-block prefetches its share of a unit: a burst would fill the miss queue and stall.
                     let share = unit_bytes / scheme.subs;
                     for p in 0..P {
                         let ahead = unit.wrapping_add(p * job.panel_bytes + AHEAD_BYTES + skip + sub * share);
                         for line in 0..share.div_ceil(64) {
                             let line = ahead.wrapping_add(64 * line).cast();
-                            // The first-level cache has fewer slots for misses than memory can serve; at half the bytes a
-                            // product they are enough, and lines are nearer when they are needed.
+                            // The L1 cache has fewer miss slots than memory could serve. At half the bytes per product
+                            // they suffice, and lines are closer when they are needed.
                             if scheme.bits == 8 {
                                 _mm_prefetch::<_MM_HINT_T1>(line);
                             } else {
@@ -175,8 +177,8 @@ unsafe fn tile<F: Format, const R: usize, const P: usize>(job: Job) {
     }
 }
 
-/// Words I and I + 4 of the block: all rows and panels of a word before the next. Where halves have scales of their own
-/// the second word goes to `hi`.
+/// Sums words I and I + 4 of the block, all rows and panels of a word before the next word. If halves have scales of
+/// their own, the second word is added to `hi`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
@@ -186,7 +188,7 @@ unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
     lo: &mut [[__m512i; R]; P],
     hi: &mut [[__m512i; R]; P],
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         let mut second = [_mm512_setzero_si512(); P];
         for p in 0..P {
@@ -209,7 +211,7 @@ unsafe fn word_pair<F: Format, const R: usize, const P: usize, const I: usize>(
     }
 }
 
-/// Times the format's offset, a power of two.
+/// Multiplies by the format's offset, a power of two.
 #[inline(always)]
 unsafe fn times<F: Format>(v: __m512i) -> __m512i {
     // SAFETY: the caller enables AVX-512 F.

@@ -1,4 +1,4 @@
-//! Bodies for AVX-512, with and without VNNI and BF16.
+//! Kernels for AVX-512, with and without VNNI and BF16.
 
 pub(super) mod bf16;
 pub(super) mod float;

@@ -1,4 +1,4 @@
-//! Dot products that wait for nothing, to measure how fast they can be.
+//! Independent dot products, to measure their peak rate.
 
 #![allow(unsafe_code)]
 
@@ -9,15 +9,15 @@ use std::arch::x86_64::{
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Chains that hide each other's latency, and leave registers for the factors.
+/// Number of chains: enough to hide the latency, few enough to leave registers for the factors.
 const CHAINS: usize = 12;
 
-/// Gives the operations: a product and a sum for each of 64 bytes.
+/// Returns the number of operations: a product and a sum for each of 64 bytes.
 #[target_feature(enable = "avx512f,avx512vnni")]
 pub(crate) fn dot_chains(rounds: u64) -> u64 {
     let mut sums = [_mm512_set1_epi32(0); CHAINS];
     for sum in &mut sums {
-        // Different starts, or the compiler would see one chain twelve times.
+        // Start values differ; otherwise the compiler would merge the twelve chains into one.
         *sum = _mm512_set1_epi32(black_box(1));
     }
     let (w, x) = (_mm512_set1_epi32(black_box(0x0101_0101)), _mm512_set1_epi32(black_box(0x01ff_01ff)));
@@ -32,9 +32,9 @@ pub(crate) fn dot_chains(rounds: u64) -> u64 {
     rounds * (CHAINS * 64 * 2) as u64
 }
 
-/// Whether dot products of bfloat16 pairs do more than f32 multiply-adds in the same time: on Zen 4 twice as much, on
-/// Sapphire and Emerald Rapids half. The best of many short runs of both in turn, some 50 microseconds in all, which other
-/// programs on the machine cannot turn round.
+/// Whether dot products of bfloat16 pairs are faster than f32 multiply-adds: twice as fast on Zen 4, half as fast on
+/// Sapphire and Emerald Rapids. Compares the best of many short, alternating runs of both, some 50 µs in total, so that
+/// other programs on the machine cannot reverse the result.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(crate) fn pairs_beat_f32() -> bool {
     const RUNS: usize = 24;
@@ -48,13 +48,13 @@ pub(crate) fn pairs_beat_f32() -> bool {
         pairs = pairs.min(between - start);
         f32s = f32s.min(between.elapsed());
     }
-    // Twice the products in less than one and a half times the time: it must be worth the rounding.
+    // Twice the products in less than one and a half times the time: the gain must justify the rounding.
     pairs.as_nanos() * 2 < f32s.as_nanos() * 3
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn pair_chains(rounds: usize) {
-    // SAFETY: both are 64 bytes without further meaning.
+    // SAFETY: both types are 64 bytes and valid for any bits.
     let ones: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi16(black_box(0x3f80))) };
     let mut sums = [_mm512_set1_ps(0.0); CHAINS];
     for sum in &mut sums {

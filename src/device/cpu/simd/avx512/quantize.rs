@@ -1,7 +1,8 @@
-//! Quantizing activations with AVX-512: bit-equal to the plain twin in [`quant`](crate::device::cpu::kernels::q8_rows).
+//! Quantization of activations in AVX-512, bit-equal to the reference in
+//! [`q8_rows`](crate::device::cpu::kernels::q8_rows).
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::kernels::q8_rows::{BLOCK, RECORD_BYTES, TINY};
@@ -16,7 +17,7 @@ use std::arch::x86_64::*;
 pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, records: *mut u8) {
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
     for block in 0..blocks {
-        // SAFETY: `block` < `blocks`, see above.
+        // SAFETY: `block` < `blocks`, so the reads are within the range that the caller guarantees.
         let (lo, hi) = unsafe { (_mm512_loadu_ps(x.add(block * BLOCK)), _mm512_loadu_ps(x.add(block * BLOCK + 16))) };
         let abs = |v| _mm512_and_si512(_mm512_castps_si512(v), magnitude);
         let amax = f32::from_bits(_mm512_reduce_max_epi32(_mm512_max_epi32(abs(lo), abs(hi))).cast_unsigned());
@@ -28,12 +29,12 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
             (amax / 127.0, 127.0 / amax)
         };
         let int = |v| {
-            // Masked rather than multiplied by 0, which would keep NaN.
+            // Masked instead of multiplied by 0, which would keep NaN.
             let keep = if inverse > 0.0 { 0xffff } else { 0 };
             _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(v, _mm512_set1_ps(inverse)))
         };
         let (lo, hi) = (int(lo), int(hi));
-        // SAFETY: 32 bytes of this block.
+        // SAFETY: the 32 bytes of this block are within the range that the caller guarantees.
         unsafe {
             let at = quants.add(block * BLOCK);
             _mm_storeu_si128(at.cast(), _mm512_cvtepi32_epi8(lo));
@@ -43,7 +44,7 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
         let all = first + _mm512_reduce_add_epi32(hi);
         let record: [u32; 4] =
             [scale.to_bits(), (-all).cast_unsigned(), (-first).cast_unsigned(), (scale * all as f32).to_bits()];
-        // SAFETY: the 16 bytes of this block's record.
+        // SAFETY: the 16 bytes of this block's record are within the range that the caller guarantees.
         unsafe { records.add(block * RECORD_BYTES).cast::<[u32; 4]>().write_unaligned(record) };
     }
 }

@@ -1,17 +1,17 @@
-//! Reading quantized panels with AVX-512, for both matmul bodies.
+//! Reads quantized panels in AVX-512, for both matmul kernels.
 //!
-//! A word is a register of 16 columns × 4 consecutive k, unsigned bytes. Everything here is inlined into bodies that
+//! A word is a register of 16 columns × 4 consecutive k, unsigned bytes. Everything here is inlined into functions that
 //! enable the features; the branches are on constants.
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::simd::formats::Format;
 use crate::device::cpu::weights::pack::PANEL;
 use std::arch::x86_64::*;
 
-/// Words `I` (k = 4·I..) and `I + 4` (k = 16 + 4·I..) of a 32-block.
+/// Loads words `I` (k = 4·I..) and `I + 4` (k = 16 + 4·I..) of a 32-block.
 ///
 /// # Safety
 /// `group` is valid for `F::SCHEME.group_bytes()` reads; the caller enables AVX-512 F and BW.
@@ -27,7 +27,7 @@ pub(crate) unsafe fn words<F: Format, const I: usize>(group: *const u8) -> (__m5
         let low_bits = _mm512_set1_epi8(15);
         let lo = _mm512_and_si512(nibbles, low_bits);
         let hi = _mm512_and_si512(_mm512_srli_epi16::<4>(nibbles), low_bits);
-        // `low | (shifted & mask)`: bits that a shift carries over from the neighbouring byte are masked off.
+        // `low | (shifted & mask)`: the mask clears bits that a shift carries over from the neighboring byte.
         let join = |low, shifted, mask| _mm512_ternarylogic_epi32::<0xf8>(low, shifted, _mm512_set1_epi8(mask));
         match F::SCHEME.bits {
             5 => {
@@ -54,7 +54,7 @@ pub(crate) unsafe fn words<F: Format, const I: usize>(group: *const u8) -> (__m5
     }
 }
 
-/// The scales of 16 columns for half `part` of 32-block `sub`; without halves both are the same.
+/// Loads the scales of 16 columns for half `part` of 32-block `sub`. In formats without halves both are equal.
 ///
 /// # Safety
 /// `unit` is valid for `F::SCHEME.unit_bytes()` reads; the caller enables AVX-512 F and BW.
@@ -73,7 +73,7 @@ pub(crate) unsafe fn scale<F: Format>(unit: *const u8, sub: usize, part: usize) 
     }
 }
 
-/// The minima of 16 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
+/// Loads the minima of 16 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
 ///
 /// # Safety
 /// As [`scale`].
@@ -92,9 +92,9 @@ pub(crate) unsafe fn minimum<F: Format>(unit: *const u8, sub: usize) -> __m512 {
     }
 }
 
-/// 16 f16 as f32.
+/// Loads 16 f16 as f32.
 #[inline(always)]
 unsafe fn halves(at: *const u8) -> __m512 {
-    // SAFETY: the caller's: 32 readable bytes.
+    // SAFETY: the caller guarantees 32 readable bytes.
     unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
 }

@@ -1,16 +1,16 @@
-//! Float activations × any weight with NEON: lanes are output columns, four registers a panel; activations are broadcast, K is
-//! walked in order.
+//! Products of float activations with weights of any format, in NEON. Lanes are output columns, four registers per
+//! panel; activations are broadcast; K is traversed in order.
 //!
-//! One or two rows read float weights as stored, four panels side by side. More rows, and quantized weights, go over weights
-//! widened in pieces; tall tiles are 8 rows × half a panel (16 accumulators, 2 weights and 8 activations in registers), for
-//! an activation is multiplied from the lane where it was loaded with the three behind it. The additions are those of the
-//! AVX-512 bodies, in the same order. There is no body for `bfdot` and `bfmmla`: they round activations to bf16, and add
-//! pairs of products before the sum sees them, with a rounding of their own.
+//! One or two rows read float weights as stored, four panels in parallel. More rows, and quantized weights, use weights
+//! converted to f32 piece by piece; tall tiles are 8 rows × half a panel (16 accumulators, 2 weights and 8 activations
+//! in registers), because an activation is multiplied from the lane where it was loaded together with the three after
+//! it. The additions are those of the AVX-512 kernels, in the same order. There is no kernel for `bfdot` and `bfmmla`:
+//! they round activations to bf16 and add pairs of products with a rounding of their own before adding to the sum.
 
 #![allow(unsafe_code)]
-// Loops over r, v and p run through several register arrays at once and must unroll completely.
+// Loops over `r`, `v` and `p` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::asm::{prefetch, widen_f16};
@@ -25,17 +25,17 @@ use crate::weights::DType;
 use std::arch::aarch64::*;
 use std::ops::Range;
 
-/// Panels that one row passes over side by side: their chains hide the latency of the FMA.
+/// Number of panels that one row processes in parallel, which hides the latency of the FMA.
 const WIDE: usize = 4;
-/// Registers of a panel.
+/// Number of registers per panel.
 const WHOLE: usize = PANEL / QUARTER;
 
-/// How the 16 weights of a k are stored.
+/// Storage of the 16 weights of a k.
 trait Load {
-    /// Four of them, from a column on.
+    /// Loads four of them, starting at a column.
     ///
     /// # Safety
-    /// `panel` holds `k`; `column` is a multiple of 4 below 16.
+    /// `panel` contains `k`; `column` is a multiple of 4 below 16.
     unsafe fn load(panel: *const u8, k: usize, column: usize) -> float32x4_t;
 }
 
@@ -46,7 +46,7 @@ struct Bf16;
 impl Load for F32 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, column: usize) -> float32x4_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { vld1q_f32(panel.add((k * PANEL + column) * 4).cast()) }
     }
 }
@@ -54,7 +54,7 @@ impl Load for F32 {
 impl Load for F16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, column: usize) -> float32x4_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe { widen_f16(vld1_u16(panel.add((k * PANEL + column) * 2).cast())) }
     }
 }
@@ -62,7 +62,7 @@ impl Load for F16 {
 impl Load for Bf16 {
     #[inline(always)]
     unsafe fn load(panel: *const u8, k: usize, column: usize) -> float32x4_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
         unsafe {
             let pairs = vld1q_u32(panel.add((k / 2 * PANEL + column) * 4).cast());
             vreinterpretq_f32_u32(if k.is_multiple_of(2) {
@@ -74,7 +74,7 @@ impl Load for Bf16 {
     }
 }
 
-/// `panels` of `w` times all rows of `x`. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`. Shapes were checked by the caller.
 pub(crate) fn matmul<T: Activation>(
     x: FloatRows<'_, T>,
     w: &PackedMatrix,
@@ -88,18 +88,18 @@ pub(crate) fn matmul<T: Activation>(
         DType::BF16 => (Some(row::<Bf16>()), widen_floats::<Bf16>),
         quantized => (None, with_format!(quantized, widen_quantized::<_>())),
     };
-    // SAFETY: the kernels are those of the weights' type; every machine of this architecture has it.
+    // SAFETY: the micro-kernels match the type of the weights; every aarch64 machine has NEON.
     unsafe { multiply(&Kernels { bodies: BODIES, row, widen }, x, w, bias, panels, out) }
 }
 
-/// The bodies over widened weights.
+/// Micro-kernels over weights converted to f32.
 const BODIES: &AllBodies = &[
     (8, (1, halves::<8>, halves::<8>)),
     (4, (1, whole::<F32, 4, 1>, whole::<F32, 4, 1>)),
     (1, (WIDE, whole::<F32, 1, WIDE>, whole::<F32, 1, 1>)),
 ];
 
-/// The bodies of one row over weights as they are stored.
+/// Micro-kernels of one row over weights as stored.
 fn row<L: Load>() -> Bodies {
     (WIDE, whole::<L, 1, WIDE>, whole::<L, 1, 1>)
 }
@@ -108,9 +108,9 @@ fn widen_quantized<F: Format>() -> Widen {
     widen_blocks::<F>
 }
 
-/// Many rows: one half of the panel, then the other.
+/// Many rows: first one half of the panel, then the other.
 unsafe fn halves<const R: usize>(job: Job) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         if job.cols < PANEL {
             over_part::<R, 1>((job.out, job.stride, job.cols), job.bias, |out, stride, bias| {
@@ -124,9 +124,9 @@ unsafe fn halves<const R: usize>(job: Job) {
     }
 }
 
-/// Whole panels at once, as they lie in memory.
+/// Whole panels at once, in memory order.
 unsafe fn whole<L: Load, const R: usize, const P: usize>(job: Job) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         if job.cols < P * PANEL {
             over_part::<R, P>((job.out, job.stride, job.cols), job.bias, |out, stride, bias| {
@@ -138,10 +138,10 @@ unsafe fn whole<L: Load, const R: usize, const P: usize>(job: Job) {
     }
 }
 
-/// R rows × V registers, from column `first` on, of each of P panels.
+/// Accumulators of R rows × V registers, starting at column `first`, of each of P panels.
 type Sums<const R: usize, const V: usize, const P: usize> = [[[float32x4_t; V]; R]; P];
 
-/// R rows × V registers of P panels from column `first` on, over a piece of K.
+/// Multiplies R rows by V registers of P panels, starting at column `first`, over a piece of K.
 #[inline(always)]
 unsafe fn tile<L: Load, const R: usize, const V: usize, const P: usize>(job: Job, first: usize) {
     // SAFETY: the job covers R rows, all columns of P panels and `depth` of K.
@@ -200,8 +200,8 @@ unsafe fn tile<L: Load, const R: usize, const V: usize, const P: usize>(job: Job
     }
 }
 
-/// Asks for what belongs to some k. One branch for all of them: between the multiplications of one k and the next it would
-/// make the compiler load weights for both and keep them in memory.
+/// Prefetches for some k. One branch for all of them: a branch between the multiplications of one k and the next would
+/// make the compiler load the weights of both and spill them to memory.
 #[inline(always)]
 fn ahead<const P: usize>(job: &Job, first: usize, ks: Range<usize>) {
     if first == 0 && !job.ahead.is_null() {
@@ -213,7 +213,7 @@ fn ahead<const P: usize>(job: &Job, first: usize, ks: Range<usize>) {
     }
 }
 
-/// One k, whose activations are lane `LANE` of each row's `x`.
+/// Processes one k, whose activations are lane `LANE` of each row's `x`.
 #[inline(always)]
 unsafe fn step<L: Load, const R: usize, const V: usize, const P: usize, const LANE: i32>(
     job: &Job,
@@ -224,7 +224,7 @@ unsafe fn step<L: Load, const R: usize, const V: usize, const P: usize, const LA
 ) {
     for p in 0..P {
         for v in 0..V {
-            // SAFETY: the caller's: `k` is below the depth.
+            // SAFETY: the caller guarantees that `k` is below the depth.
             unsafe {
                 let w = L::load(job.w.add(p * job.w_stride), k, first + v * QUARTER);
                 for r in 0..R {
@@ -235,21 +235,22 @@ unsafe fn step<L: Load, const R: usize, const V: usize, const P: usize, const LA
     }
 }
 
-/// Some k of a float panel as f32.
+/// Converts a range of K of a float panel to f32.
 unsafe fn widen_floats<L: Load>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, k) in ks.enumerate() {
         for column in (0..PANEL).step_by(QUARTER) {
-            // SAFETY: the caller's: `ks` lie in the panel, and 16 values for each fit.
+            // SAFETY: the caller guarantees that `ks` lie in the panel and that `values` has space for 16 values per k.
             unsafe { vst1q_f32(values.add(i * PANEL + column), L::load(panel, k, column)) };
         }
     }
 }
 
-/// Some whole blocks of a quantized panel as f32: the values that dequantizing the source gives.
+/// Dequantizes whole blocks of a quantized panel to exactly the values that dequantizing the source gives.
 unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *mut f32) {
     for (i, block) in (ks.start / BLOCK..ks.end / BLOCK).enumerate() {
         for first in (0..PANEL).step_by(QUARTER) {
-            // SAFETY: the caller's: the blocks lie in the panel, and 16 values for each k fit.
+            // SAFETY: the caller guarantees that the blocks lie in the panel and that `values` has space for 16 values
+            // per k.
             unsafe {
                 let (unit, sub) = (panel.add(block / F::SCHEME.subs * F::SCHEME.unit_bytes()), block % F::SCHEME.subs);
                 let group = unit.add(sub * F::SCHEME.group_bytes() + 4 * first);
@@ -269,7 +270,7 @@ unsafe fn widen_blocks<F: Format>(panel: *const u8, ks: Range<usize>, values: *m
     }
 }
 
-/// Word I of a block: 4 columns of 4 k.
+/// Converts word I of a block: 4 columns of 4 k.
 #[inline(always)]
 unsafe fn widen_word<F: Format, const I: usize>(
     group: *const u8,
@@ -277,7 +278,7 @@ unsafe fn widen_word<F: Format, const I: usize>(
     min: float32x4_t,
     values: *mut f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         let bytes = vreinterpretq_u32_u8(word::<F>(group, I));
         let shifted = [bytes, vshrq_n_u32::<8>(bytes), vshrq_n_u32::<16>(bytes), vshrq_n_u32::<24>(bytes)];

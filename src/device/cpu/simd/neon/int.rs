@@ -1,17 +1,17 @@
-//! int8 activations × quantized weights with NEON: lanes are output columns, activations are broadcast.
+//! Products of int8 activations with quantized weights, in NEON. Lanes are output columns; activations are broadcast.
 //!
-//! A tile is R rows × V registers of a panel, 4 columns each. A dot product adds a register of 4 columns × 4 k to 4 sums at
-//! once. Without the instruction for it products are added in 16 bits, in two registers for 4 columns. That wraps, so sums
-//! must fit: 8 words of weights of up to 6 bits do, and 2 words of 8 bits. The integer sums of a 32-block are exact in any
-//! order; the float additions of one output value are those of the AVX-512 bodies.
+//! A tile is R rows × V registers of a panel, 4 columns each. With the dot-product instruction, a register of 4 columns
+//! × 4 k is added to 4 sums at once. Without it, products are added in 16 bits, in two registers per 4 columns. These
+//! sums wrap, so they must fit: 8 words of weights of up to 6 bits do, and 2 words of 8 bits. The integer sums of a
+//! 32-block are exact in any order; the float additions of one output value are those of the AVX-512 kernels.
 //!
-//! There is no body for `smmla`: it multiplies pairs of rows with pairs of columns over 8 k, so that operands would have to be
-//! stored, or turned in each tile, for it.
+//! There is no kernel for `smmla`: it multiplies pairs of rows with pairs of columns over 8 k, so operands would have
+//! to be stored in that order, or rearranged in each tile.
 
 #![allow(unsafe_code)]
-// Loops over r and v run through several register arrays at once and must unroll completely.
+// Loops over `r` and `v` index several register arrays at once and must unroll completely.
 #![allow(clippy::needless_range_loop)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::asm::{chained, dot, prefetch};
@@ -24,14 +24,15 @@ use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use std::arch::aarch64::*;
 use std::ops::Range;
 
-/// How far ahead of its use a weight is asked for by the rows that bring it in.
+/// Prefetch distance of the weights, in rows that prefetch for the others.
 const AHEAD_BYTES: usize = 4096;
-/// Registers of a panel.
+/// Number of registers per panel.
 const WHOLE: usize = PANEL / QUARTER;
-/// Rows of a tile from which on it is cheaper to make weights signed in registers than to take the offset off the sums.
+/// Number of rows of a tile from which on converting weights to signed bytes in registers is cheaper than correcting
+/// the sums for the offset.
 const TALL_FROM_ROWS: usize = 4;
 
-/// `panels` of `w` times all rows of `x`, by widening multiplications. Shapes were checked by the caller.
+/// Multiplies all rows of `x` by `panels` of `w`, with widening multiplications. Shapes were checked by the caller.
 pub(crate) fn matmul(
     x: QuantRows<'_>,
     w: &PackedMatrix,
@@ -44,7 +45,7 @@ pub(crate) fn matmul(
     unsafe { with_format!(w.dtype(), widening_bodies::<_>(job, x.rows(), panels.len())) }
 }
 
-/// The same by dot products.
+/// Multiplies with dot products; otherwise as [`matmul`].
 pub(crate) fn matmul_dot(
     x: QuantRows<'_>,
     w: &PackedMatrix,
@@ -57,66 +58,66 @@ pub(crate) fn matmul_dot(
     unsafe { with_format!(w.dtype(), dot_bodies::<_>(job, x.rows(), panels.len())) }
 }
 
-/// Tall tiles walk pieces of a group's panels side by side; few rows read panel behind panel.
+/// Tall tiles process pieces of a group's panels in parallel; few rows read panel after panel.
 fn skip(x: QuantRows<'_>, w: &PackedMatrix) -> usize {
     if x.rows() < TALL_FROM_ROWS { 0 } else { (GROUP - 1) * w.panel_bytes() }
 }
 
-// Each body is compiled for every format: few of them keep the build short.
+// Each micro-kernel is compiled for every format: few of them keep the build short.
 
 unsafe fn widening_bodies<F: Format>(job: Job, rows: usize, panels: usize) {
-    // A sum takes two registers: 6 rows are 12 of them, 6 f32 sums and 6 activations.
+    // A sum takes two registers: 6 rows need 12 of them, 6 f32 sums and 6 activations.
     unsafe fn tall<F: Format>(job: Job) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { parts::<F, Widening, 6, 1>(job, tall::<F>) }
     }
     unsafe fn single<F: Format>(job: Job) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { parts::<F, Widening, 1, WHOLE>(job, single::<F>) }
     }
     let bodies: [(usize, usize, Body, Body); 2] = [(6, 1, tall::<F>, tall::<F>), (1, 1, single::<F>, single::<F>)];
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
 unsafe fn dot_bodies<F: Format>(job: Job, rows: usize, panels: usize) {
-    // 8 rows are 8 sums, 8 f32 sums and 8 activations.
+    // 8 rows need 8 sums, 8 f32 sums and 8 activations.
     #[target_feature(enable = "neon,dotprod")]
     unsafe fn tall<F: Format>(job: Job) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { parts::<F, DotProduct, 8, 1>(job, tall::<F>) }
     }
     #[target_feature(enable = "neon,dotprod")]
     unsafe fn low<F: Format>(job: Job) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { parts::<F, DotProduct, 4, 2>(job, low::<F>) }
     }
     #[target_feature(enable = "neon,dotprod")]
     unsafe fn single<F: Format>(job: Job) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
         unsafe { parts::<F, DotProduct, 1, WHOLE>(job, single::<F>) }
     }
     let bodies: [(usize, usize, Body, Body); 3] =
         [(8, 1, tall::<F>, tall::<F>), (4, 1, low::<F>, low::<F>), (1, 1, single::<F>, single::<F>)];
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe { all::<F>(&bodies, job, rows, panels) }
 }
 
-/// How words are multiplied and summed: the exact part of a 32-block.
+/// Multiplication and summation of words: the exact part of a 32-block.
 trait Products {
-    /// Sums of 4 columns, still in parts.
+    /// Sums of 4 columns, not yet reduced.
     type Sums: Copy;
     fn zero() -> Self::Sums;
     /// Adds words I and I + 1 of a half block, for all rows; lane I of a row's `x` belongs to word I.
     ///
     /// # Safety
-    /// The machine has what the products need.
+    /// The machine has the instructions of the products.
     unsafe fn two<F: Format, const R: usize, const V: usize, const I: i32, const NEXT: i32>(
         sums: &mut [[Self::Sums; V]; R],
         w: &[[int8x16_t; V]; 2],
         x: &[int8x16_t; R],
     );
-    /// The sum of each column.
+    /// Reduces the sums to one per column.
     fn total<F: Format>(sums: Self::Sums) -> int32x4_t;
 }
 
@@ -139,13 +140,13 @@ impl Products for DotProduct {
     ) {
         for r in 0..R {
             for v in 0..V {
-                // SAFETY: the caller's.
+                // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
                 sums[r][v] = unsafe { dot::<I>(sums[r][v], w[0][v], x[r]) };
             }
         }
         for r in 0..R {
             for v in 0..V {
-                // SAFETY: the caller's.
+                // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
                 sums[r][v] = unsafe { dot::<NEXT>(sums[r][v], w[1][v], x[r]) };
             }
         }
@@ -160,7 +161,8 @@ impl Products for DotProduct {
 struct Widening;
 
 impl Products for Widening {
-    /// Two columns each. A column is two lanes of 32 bits, or with weights of up to 6 bits four lanes of 16 bits.
+    /// Two registers of two columns each. A column is two lanes of 32 bits, or four lanes of 16 bits with weights of up
+    /// to 6 bits.
     type Sums = [int32x4_t; 2];
 
     #[inline(always)]
@@ -190,8 +192,8 @@ impl Products for Widening {
                         let products = vmull_high_s8(w[0][v], first);
                         *high = vpadalq_s16(*high, vmlal_high_s8(products, w[1][v], second));
                     } else {
-                        // Eight products of 5-bit weights reach 8 · 31 · 127 = 31,496; four of 6-bit weights, whose halves of a
-                        // block are summed apart, 4 · 63 · 127 = 32,004.
+                        // Eight products of 5-bit weights reach 8 · 31 · 127 = 31,496; four of 6-bit weights, whose
+                        // halves of a block are summed separately, reach 4 · 63 · 127 = 32,004.
                         let [mut first_two, mut last_two] = [*low, *high].map(|sums| vreinterpretq_s16_s32(sums));
                         first_two = chained(vmlal_s8(first_two, vget_low_s8(w[0][v]), vget_low_s8(first)));
                         first_two = chained(vmlal_s8(first_two, vget_low_s8(w[1][v]), vget_low_s8(second)));
@@ -216,10 +218,10 @@ impl Products for Widening {
     }
 }
 
-/// All of a panel, V registers at a time.
+/// Processes a whole panel, V registers at a time.
 #[inline(always)]
 unsafe fn parts<F: Format, D: Products, const R: usize, const V: usize>(job: Job, this: Body) {
-    // SAFETY: the caller's; `this` is the function that this is inlined into.
+    // SAFETY: the caller guarantees the job; `this` is the function that this one is inlined into.
     unsafe {
         if job.cols < PANEL {
             over_part::<R, 1>((job.out, job.stride, job.cols), job.bias, |out, stride, bias| {
@@ -233,13 +235,14 @@ unsafe fn parts<F: Format, D: Products, const R: usize, const V: usize>(job: Job
     }
 }
 
-/// R rows × V registers of a panel from column `first` on. Inlined into functions that enable the instruction set.
+/// Multiplies R rows by V registers of a panel, starting at column `first`. Inlined into functions that enable the
+/// instruction set.
 #[inline(always)]
 unsafe fn tile<F: Format, D: Products, const R: usize, const V: usize>(job: Job, first: usize) {
     let scheme = F::SCHEME;
     let unit_bytes = scheme.unit_bytes();
-    // SAFETY: the job covers R rows and all columns of a panel of whole units; offsets below stay within a row, a record or a
-    // unit.
+    // SAFETY: the job covers R rows and all columns of a panel of whole units; offsets below stay within a row, a
+    // record or a unit.
     unsafe {
         let at_column = |r: usize, v: usize| r * job.stride + first + v * QUARTER;
         let mut sums = [[vdupq_n_f32(0.0); V]; R];
@@ -257,7 +260,7 @@ unsafe fn tile<F: Format, D: Products, const R: usize, const V: usize>(job: Job,
             let skip = if at + AHEAD_BYTES < job.left { 0 } else { job.skip };
             for sub in 0..scheme.subs {
                 if first == 0 && job.ahead {
-                    // Each 32-block asks for its share of a unit: a burst would fill the queue of misses and wait.
+                    // Each 32-block prefetches its share of a unit: a burst would fill the miss queue and stall.
                     let share = unit_bytes / scheme.subs;
                     let ahead = unit.wrapping_add(AHEAD_BYTES + skip + sub * share);
                     for line in 0..share.div_ceil(64) {
@@ -303,7 +306,7 @@ unsafe fn tile<F: Format, D: Products, const R: usize, const V: usize>(job: Job,
     }
 }
 
-/// Four words of a block from word `from` on, and the 16 activations of each row that belong to them.
+/// Sums four words of a block, starting at word `from`, with the 16 activations of each row that belong to them.
 #[inline(always)]
 unsafe fn half<F: Format, D: Products, const R: usize, const V: usize>(
     job: &Job,
@@ -312,7 +315,7 @@ unsafe fn half<F: Format, D: Products, const R: usize, const V: usize>(
     x: *const u8,
     dots: &mut [[D::Sums; V]; R],
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the job covers the tile and that the machine has the instructions.
     unsafe {
         let mut activations = [vdupq_n_s8(0); R];
         for r in 0..R {
@@ -323,17 +326,17 @@ unsafe fn half<F: Format, D: Products, const R: usize, const V: usize>(
     }
 }
 
-/// Words `index` and `index + 1`, as a tile of R rows multiplies them.
+/// Loads words `index` and `index + 1` in the form in which a tile of R rows multiplies them.
 #[inline(always)]
 unsafe fn two_words<F: Format, const R: usize, const V: usize>(group: *const u8, index: usize) -> [[int8x16_t; V]; 2] {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         let mut words = [[vdupq_n_s8(0); V]; 2];
         for i in 0..2 {
             for v in 0..V {
                 let stored = word::<F>(group.add(16 * v), index + i);
                 words[i][v] = match i8::try_from(F::SCHEME.offset) {
-                    // 128: taking it off a byte turns the highest bit.
+                    // Subtracting 128 from a byte flips its highest bit.
                     Err(_) => vreinterpretq_s8_u8(veorq_u8(stored, vdupq_n_u8(0x80))),
                     Ok(offset @ 1..) if R >= TALL_FROM_ROWS => {
                         vsubq_s8(vreinterpretq_s8_u8(stored), vdupq_n_s8(offset))
@@ -346,7 +349,8 @@ unsafe fn two_words<F: Format, const R: usize, const V: usize>(group: *const u8,
     }
 }
 
-/// Adds the integer sums of a 32-block, or of its half `part` where halves have scales of their own, to the rows' sums.
+/// Scales the integer sums of a 32-block, or of its half `part` if halves have scales of their own, and adds them to
+/// the rows' sums.
 #[inline(always)]
 unsafe fn scaled<F: Format, D: Products, const R: usize, const V: usize>(
     job: &Job,
@@ -357,7 +361,7 @@ unsafe fn scaled<F: Format, D: Products, const R: usize, const V: usize>(
     dots: &[[D::Sums; V]; R],
     sums: &mut [[float32x4_t; V]; R],
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the pointers are valid for these accesses and enables the instruction set.
     unsafe {
         for v in 0..V {
             let scale = scale::<F>(unit, first + v * QUARTER, sub, part);
@@ -377,10 +381,10 @@ unsafe fn scaled<F: Format, D: Products, const R: usize, const V: usize>(
     }
 }
 
-/// The negated sum of the activations of a 32-block, or of its half `part` where halves have scales of their own.
+/// The negated sum of the activations of a 32-block, or of its half `part` if halves have scales of their own.
 #[inline(always)]
 unsafe fn minus_sum<F: Format>(record: *const u8, part: usize) -> i32 {
-    // SAFETY: the caller's: a record.
+    // SAFETY: the caller guarantees that `record` points to a record.
     unsafe {
         let all = record.add(4).cast::<i32>().read_unaligned();
         let first = record.add(8).cast::<i32>().read_unaligned();

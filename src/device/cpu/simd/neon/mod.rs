@@ -1,4 +1,4 @@
-//! Bodies for NEON, with and without dot products.
+//! Kernels for NEON, with and without dot products.
 
 pub(super) mod asm;
 pub(super) mod float;

@@ -1,4 +1,4 @@
-//! int8 products that wait for nothing, to measure how fast they can be.
+//! Independent int8 products, to measure their peak rate.
 
 #![forbid(unsafe_code)]
 
@@ -9,15 +9,15 @@ use std::arch::aarch64::{
 };
 use std::hint::black_box;
 
-/// Chains that hide each other's latency, and leave registers for the factors.
+/// Number of chains: enough to hide the latency, few enough to leave registers for the factors.
 const CHAINS: usize = 16;
 
-/// Dot products. Gives the operations: a product and a sum for each of 16 bytes.
+/// Runs dot products. Returns the number of operations: a product and a sum for each of 16 bytes.
 #[target_feature(enable = "neon,dotprod")]
 pub(crate) fn dot_chains(rounds: u64) -> u64 {
     let mut sums = [vdupq_n_s32(0); CHAINS];
     for sum in &mut sums {
-        // Different starts, or the compiler would see one chain sixteen times.
+        // Start values differ; otherwise the compiler would merge the sixteen chains into one.
         *sum = vdupq_n_s32(black_box(1));
     }
     let (w, x) = (vdupq_n_s8(black_box(1)), vdupq_n_s8(black_box(-1)));
@@ -32,8 +32,8 @@ pub(crate) fn dot_chains(rounds: u64) -> u64 {
     rounds * (CHAINS * 16 * 2) as u64
 }
 
-/// Widening multiply-adds, as the bodies for up to 6 bits do for the most part. Gives the operations: a product and a sum
-/// for each of 8 bytes.
+/// Runs widening multiply-adds, as the kernels for up to 6 bits mostly do. Returns the number of operations: a product
+/// and a sum for each of 8 bytes.
 #[target_feature(enable = "neon")]
 pub(crate) fn widening_chains(rounds: u64) -> u64 {
     let mut sums = [vdupq_n_s16(0); CHAINS];
@@ -52,7 +52,7 @@ pub(crate) fn widening_chains(rounds: u64) -> u64 {
     rounds * (CHAINS * 8 * 2) as u64
 }
 
-/// The sums stand in for the weights as well, so that no product can be kept from one round to the next.
+/// The sums also serve as the weights, so that no product can be reused in the next round.
 #[inline]
 #[target_feature(enable = "neon")]
 fn round([a, b]: [int16x8_t; 2], x: int8x16_t) -> [int16x8_t; 2] {

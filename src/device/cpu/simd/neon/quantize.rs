@@ -1,7 +1,8 @@
-//! Quantizing activations with NEON: bit-equal to the plain twin in [`quant`](crate::device::cpu::kernels::q8_rows).
+//! Quantization of activations in NEON, bit-equal to the reference in
+//! [`q8_rows`](crate::device::cpu::kernels::q8_rows).
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use crate::device::cpu::kernels::q8_rows::{BLOCK, RECORD_BYTES, TINY};
@@ -15,7 +16,7 @@ use std::arch::aarch64::*;
 #[target_feature(enable = "neon")]
 pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, records: *mut u8) {
     for block in 0..blocks {
-        // SAFETY: `block` < `blocks`, see above.
+        // SAFETY: `block` < `blocks`, so the reads are within the range that the caller guarantees.
         let values: [float32x4_t; 8] = std::array::from_fn(|i| unsafe { vld1q_f32(x.add(block * BLOCK + 4 * i)) });
         let mut largest = vdupq_n_u32(0);
         for value in values {
@@ -30,7 +31,7 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
             (amax / 127.0, 127.0 / amax)
         };
         let mut ints = [vdupq_n_s32(0); 8];
-        // Left out rather than multiplied by 0, which would keep NaN.
+        // Skipped instead of multiplied by 0, which would keep NaN.
         if inverse > 0.0 {
             for (int, value) in ints.iter_mut().zip(values) {
                 *int = vcvtnq_s32_f32(vmulq_n_f32(value, inverse));
@@ -41,7 +42,7 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
             vcombine_s8(low, high)
         };
         let bytes = [sixteen(0), sixteen(4)];
-        // SAFETY: 32 bytes of this block.
+        // SAFETY: the 32 bytes of this block are within the range that the caller guarantees.
         unsafe {
             vst1q_s8(quants.add(block * BLOCK).cast(), bytes[0]);
             vst1q_s8(quants.add(block * BLOCK + 16).cast(), bytes[1]);
@@ -50,7 +51,7 @@ pub(crate) unsafe fn blocks(x: *const f32, blocks: usize, quants: *mut u8, recor
         let all = first + second;
         let record: [u32; 4] =
             [scale.to_bits(), (-all).cast_unsigned(), (-first).cast_unsigned(), (scale * all as f32).to_bits()];
-        // SAFETY: the 16 bytes of this block's record.
+        // SAFETY: the 16 bytes of this block's record are within the range that the caller guarantees.
         unsafe { records.add(block * RECORD_BYTES).cast::<[u32; 4]>().write_unaligned(record) };
     }
 }

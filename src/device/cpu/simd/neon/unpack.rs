@@ -1,11 +1,11 @@
-//! Reading quantized panels with NEON, for both matmul bodies.
+//! Reads quantized panels in NEON, for both matmul kernels.
 //!
-//! A word is a register of 4 columns × 4 consecutive k, unsigned bytes: a quarter of what a panel keeps together, so that
-//! pointers to quants, scales and minima are those of 4 of the 16 columns. Everything here is inlined; the branches are on
-//! constants.
+//! A word is a register of 4 columns × 4 consecutive k, unsigned bytes. That is a quarter of what a panel stores
+//! together, so pointers to quants, scales and minima refer to 4 of the 16 columns. Everything here is inlined; the
+//! branches are on constants.
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::asm::widen_f16;
@@ -13,16 +13,16 @@ use crate::device::cpu::simd::formats::Format;
 use crate::device::cpu::weights::pack::PANEL;
 use std::arch::aarch64::*;
 
-/// Columns of a register.
+/// Number of columns in a register.
 pub(crate) const QUARTER: usize = 4;
 
-/// Word `index` (k = 4·index..) of a 32-block.
+/// Loads word `index` (k = 4·index..) of a 32-block.
 ///
 /// # Safety
-/// `group` are the quants of a block, from the quarter's first word on.
+/// `group` points to the quants of a block, at the quarter's first word.
 #[inline(always)]
 pub(crate) unsafe fn word<F: Format>(group: *const u8, index: usize) -> uint8x16_t {
-    // SAFETY: every offset is below the group's size, a word and a quarter.
+    // SAFETY: every offset is below the group's size, counted from the quarter's first word.
     unsafe {
         let load = |at: usize| vld1q_u8(group.add(at));
         if F::SCHEME.bits == 8 {
@@ -60,11 +60,11 @@ pub(crate) unsafe fn word<F: Format>(group: *const u8, index: usize) -> uint8x16
     }
 }
 
-/// The scales of 4 columns, the first of them column `first`, for half `part` of 32-block `sub`; without halves both are the
-/// same.
+/// Loads the scales of 4 columns, starting at column `first`, for half `part` of 32-block `sub`. In formats without
+/// halves both are equal.
 ///
 /// # Safety
-/// `unit` is valid for `F::SCHEME.unit_bytes()` reads, `first` 0, 4, 8 or 12.
+/// `unit` is valid for `F::SCHEME.unit_bytes()` reads, `first` is 0, 4, 8 or 12.
 #[inline(always)]
 pub(crate) unsafe fn scale<F: Format>(unit: *const u8, first: usize, sub: usize, part: usize) -> float32x4_t {
     let scheme = F::SCHEME;
@@ -80,7 +80,7 @@ pub(crate) unsafe fn scale<F: Format>(unit: *const u8, first: usize, sub: usize,
     }
 }
 
-/// The minima of 4 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
+/// Loads the minima of 4 columns for 32-block `sub`: `value = scale · q + min`. Only for formats that have them.
 ///
 /// # Safety
 /// As [`scale`].
@@ -98,17 +98,17 @@ pub(crate) unsafe fn minimum<F: Format>(unit: *const u8, first: usize, sub: usiz
     }
 }
 
-/// 4 f16 as f32.
+/// Loads 4 f16 as f32.
 #[inline(always)]
 unsafe fn halves(at: *const u8) -> float32x4_t {
-    // SAFETY: the caller's: 8 readable bytes.
+    // SAFETY: the caller guarantees 8 readable bytes.
     unsafe { widen_f16(vld1_u16(at.cast())) }
 }
 
-/// 4 bytes, in the lower half.
+/// Loads 4 bytes into the lower half of a register.
 #[inline(always)]
 unsafe fn four_bytes(at: *const u8) -> uint8x8_t {
-    // SAFETY: the caller's: 4 readable bytes.
+    // SAFETY: the caller guarantees 4 readable bytes.
     unsafe { vreinterpret_u8_u32(vdup_n_u32(at.cast::<u32>().read_unaligned())) }
 }
 
@@ -124,13 +124,14 @@ fn signed(bytes: uint8x8_t) -> float32x4_t {
     unsafe { vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes))))) }
 }
 
-/// A tile's place in the output where its last panel is not full: as if all columns were there. Tiles load and store whole
-/// registers only, or their sums would not stay in registers: the compiler does not unroll loops over cases.
+/// Runs a tile whose last panel is incomplete on local arrays in which all columns exist, and copies the existing
+/// columns back. Tiles load and store whole registers only: the compiler does not unroll loops over cases, so the sums
+/// would otherwise not stay in registers.
 ///
 /// # Safety
-/// `out` is valid for R rows of `cols` values, `stride` apart, and `bias` null or valid for `cols`; there are at most
-/// `P * PANEL` columns. `body` stays within R rows of `P * PANEL` values where it says the first of them is, the distance from
-/// row to row and the first bias.
+/// `out` is valid for R rows of `cols` values, `stride` apart, and `bias` is null or valid for `cols`; there are at
+/// most `P * PANEL` columns. `body` receives the first row, the distance from row to row and the first bias, and stays
+/// within R rows of `P * PANEL` values.
 #[inline(never)]
 pub(crate) unsafe fn over_part<const R: usize, const P: usize>(
     (out, stride, cols): (*mut f32, usize, usize),
@@ -139,7 +140,7 @@ pub(crate) unsafe fn over_part<const R: usize, const P: usize>(
 ) {
     let mut scratch = [[[0.0f32; PANEL]; P]; R];
     let mut all_bias = [[0.0f32; PANEL]; P];
-    // SAFETY: the caller's, and the rooms have P · PANEL places in a row.
+    // SAFETY: the caller guarantees `cols` columns in R rows, and the local arrays have P · PANEL columns per row.
     unsafe {
         for (r, row) in scratch.iter_mut().enumerate() {
             std::ptr::copy_nonoverlapping(out.add(r * stride), row.as_mut_ptr().cast(), cols);

@@ -1,7 +1,7 @@
-//! Sixteen f32 lanes as four registers of NEON.
+//! Vectors of sixteen f32 lanes in four NEON registers.
 
 #![allow(unsafe_code)]
-// One name for each instruction would fill a page.
+// The intrinsics are too many to import by name.
 #![allow(clippy::wildcard_imports)]
 
 use super::asm::{narrow_f16, prefetch_second_level, widen_f16};
@@ -13,7 +13,7 @@ use std::arch::aarch64::*;
 pub struct Neon(());
 
 impl Neon {
-    /// The lanes, if this machine has them.
+    /// Returns the lanes if this machine has the instructions.
     #[inline]
     pub fn detect() -> Option<Self> {
         std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
@@ -24,13 +24,13 @@ type Four = [float32x4_t; 4];
 
 macro_rules! vector {
     ($($body:tt)*) => {
-        // SAFETY: a `Neon` can be had from `detect` only and vectors from a `Neon` only, so NEON is there; pointers come from
-        // array references and stay within them, and the accesses need no alignment.
+        // SAFETY: a `Neon` is created by `detect` only, and vectors need a `Neon`, so NEON is present; pointers come
+        // from array references and stay within them, and the accesses need no alignment.
         unsafe { $($body)* }
     };
 }
 
-/// An expression for each of four registers: written out, because a closure need not be inlined.
+/// Evaluates an expression for each of four registers; written out, because a closure might not be inlined.
 macro_rules! four {
     ($i:ident => $body:expr) => {
         [
@@ -54,7 +54,7 @@ macro_rules! four {
     };
 }
 
-/// `if a > b { a } else { b }`: the instruction for maxima has another rule for NaN and for zeros.
+/// `if a > b { a } else { b }`: the NEON maximum instruction treats NaN and zeros differently.
 #[inline(always)]
 fn larger(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     vector! { vbslq_f32(vcgtq_f32(a, b), a, b) }
@@ -65,7 +65,7 @@ fn smaller(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     vector! { vbslq_f32(vcltq_f32(a, b), a, b) }
 }
 
-/// The upper half of each f32, rounded to nearest even; NaN becomes quiet.
+/// Rounds each f32 to its upper half, to nearest even; NaN becomes quiet.
 #[inline(always)]
 fn bf16_bits(value: float32x4_t) -> uint16x4_t {
     vector! {
@@ -78,8 +78,8 @@ fn bf16_bits(value: float32x4_t) -> uint16x4_t {
     }
 }
 
-/// Two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds, also into the
-/// subnormals.
+/// Multiplies by two exact powers of two: the first product is exact for any `a` near 1, so only the second one rounds,
+/// including into the subnormals.
 #[inline(always)]
 fn scale_pow2(a: float32x4_t, n: float32x4_t) -> float32x4_t {
     vector! {
@@ -94,7 +94,7 @@ fn scale_pow2(a: float32x4_t, n: float32x4_t) -> float32x4_t {
 
 impl SimdVector for Neon {
     type F32 = Four;
-    // 32 registers, but a vector takes four.
+    // NEON has 32 registers, but a vector takes four of them.
     const HAS_32_REGISTERS: bool = false;
     const HOLDS_FOUR_ACCUMULATORS: bool = true;
 
