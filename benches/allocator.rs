@@ -1,6 +1,6 @@
-//! Bookkeeping of KV blocks: what a sequence costs when it comes, grows, shares a prefix and goes.
+//! Bookkeeping of KV blocks: cost of a sequence when it is added, grows, shares a prefix and is freed.
 //!
-//! `elem/s` are blocks, or sequences where one block more or less is not the point.
+//! `elem/s` are blocks, or sequences where the number of blocks does not matter.
 
 use std::hint::black_box;
 
@@ -38,7 +38,7 @@ fn come_and_go(c: &mut Criterion) {
         });
     });
 
-    // Every prompt is new and the pool holds a few: each iteration looks up, publishes and evicts 64 blocks.
+    // Every prompt is new and the pool holds only a few: each iteration looks up, publishes and evicts 64 blocks.
     let mut blocks = BlockAllocator::new(256, BLOCK_SIZE).with_prefix_cache(1);
     let (mut tokens, mut hit) = (prompt(), PrefixHit::default());
     group.bench_function("admit_publish_release_evicting/1024_tokens", |b| {
@@ -65,7 +65,7 @@ fn come_and_go(c: &mut Criterion) {
         });
     });
 
-    // A second answer to one prompt writes into the shared last block.
+    // A second output of one prompt writes to the shared last block.
     let mut copies = Vec::new();
     group.bench_function("fork_write_release/1024_tokens", |b| {
         b.iter(|| {
@@ -79,7 +79,7 @@ fn come_and_go(c: &mut Criterion) {
     group.finish();
 }
 
-/// One token more for each of 64 sequences: a new block for one in sixteen.
+/// Adds one token to each of 64 sequences: one in sixteen needs a new block.
 fn grow(c: &mut Criterion) {
     const SEQS: u64 = 64;
     const LIFE: u32 = 4096;

@@ -1,14 +1,15 @@
-//! Paged attention at `SmolLM2` 135M's shape (9 query heads, 3 KV heads of 64, f16 keys and values), on all threads.
+//! Paged attention with the dimensions of `SmolLM2` 135M (9 query heads, 3 KV heads of 64, f16 keys and values), on all
+//! threads.
 //!
-//! `elem/s` are operations of `q·k` and `p·v` over visible tokens, `B/s` bytes of keys and values that a step has to read
-//! once. Each iteration takes the next of 30 layers, so that a long context comes from where it would come in a model.
-//! The schedule is made anew each time, as the device does.
+//! `elem/s` are operations of `q·k` and `p·v` over visible tokens, `B/s` bytes of keys and values that a step must read
+//! once. Each iteration uses the next of 30 layers, so that a long context is read from the same level of the memory
+//! hierarchy as in a model. The work split is recomputed each time, as on the device.
 //!
 //! The group `attention_kv` runs one sequence over keys and values of each type.
 //!
-//! The group `attention_order` runs the same steps in each loop order, whatever the length: where full and partial stop
-//! paying is where `full_max` and `partial_max` belong. Its decode steps have four sequences, because one alone is split
-//! into segments, and then there is no order to choose.
+//! The group `attention_order` runs the same steps in each loop order, whatever the length; set `full_max` and
+//! `partial_max` to the lengths at which the full and the partial order stop being faster. Its decode steps have four
+//! sequences, because a single one is split into segments and then has no choice of order.
 
 use std::cell::LazyCell;
 use std::hint::black_box;
@@ -36,10 +37,10 @@ const fn geometry(dtype: KvDType) -> KvGeometry {
     KvGeometry::new(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, BLOCK_SIZE, dtype)
 }
 
-/// Visible tokens of the steps that are run in each loop order.
+/// Numbers of visible tokens for the comparison of loop orders.
 const ORDER_LENGTHS: [usize; 3] = [512, 2048, 8192];
 
-/// Each loop order at any length.
+/// Each loop order, at any length.
 const ORDERS: [(&str, Option<AttentionSchedules>); 3] = [
     ("full", Some(AttentionSchedules { full_max: LONGEST, partial_max: LONGEST })),
     ("partial", Some(AttentionSchedules { full_max: 0, partial_max: LONGEST })),
@@ -47,7 +48,7 @@ const ORDERS: [(&str, Option<AttentionSchedules>); 3] = [
 ];
 const LONGEST: u32 = AttentionSchedules::LARGEST_PARTIAL_MAX;
 
-/// Sequences of one length, of each of which the last rows are computed.
+/// Sequences of one length; the last rows of each are computed.
 #[derive(Clone, Copy)]
 struct Case {
     seqs: usize,
@@ -65,7 +66,7 @@ impl Case {
     }
 }
 
-/// What a step reads.
+/// Inputs of a step.
 struct Inputs {
     layout: CpuKvLayout,
     pool: AlignedBytes,
@@ -81,7 +82,8 @@ impl Inputs {
         let blocks = case.seqs * case.kv_len.div_ceil(BLOCK_SIZE);
         let layout = CpuKvLayout::new(geometry(case.dtype));
         let mut pool = AlignedBytes::zeroed(blocks * layout.bytes_per_block()).expect("memory");
-        // The same noise in every block: what keys and values are costs no time as long as they are ordinary numbers.
+        // The same random values in every block: the time does not depend on values as long as they are ordinary
+        // numbers.
         let width = SHAPE.kv_heads * SHAPE.head_dim;
         let noise = Noise(1).floats(BLOCK_SIZE * width);
         let rows = KvRows { k: &noise, k_stride: width, v: &noise, v_stride: width };
@@ -92,7 +94,7 @@ impl Inputs {
                 kv_write(Isa::detect(), &layout, write, 0..SHAPE.kv_heads, rows, bytes);
             }
         }
-        // Blocks as a pool hands them out after a while: in no order.
+        // Blocks in random order, as in a pool that has been used for a while.
         let mut tables: Vec<BlockId> = (0..count(blocks)).map(BlockId).collect();
         let mut order = Noise(2);
         tables.sort_by_cached_key(|_| order.bits());
@@ -121,7 +123,7 @@ impl Inputs {
     }
 }
 
-/// The team and what its members write.
+/// The thread pool and the workers' outputs.
 struct Bench {
     threads: ThreadPool,
     rooms: Vec<AttentionScratch>,
@@ -143,7 +145,7 @@ impl Bench {
         }
     }
 
-    /// One layer's attention, as the device drives it.
+    /// Runs one layer's attention the way the device does.
     fn run(&mut self, attention: &Attention<'_>) {
         let Self { threads, rooms, schedule, partials, out } = self;
         schedule.plan(&attention.shape, attention.rows, BLOCK_SIZE);
@@ -214,7 +216,7 @@ fn attention(c: &mut Criterion) {
     for (name, case) in
         decode.into_iter().chain([("prefill", Case { seqs: 1, rows: 512, kv_len: 512, dtype: KvDType::F16 })])
     {
-        // Made only if the command line selects it.
+        // Created only if the command line selects it.
         let inputs = LazyCell::new(|| Inputs::new(case));
         measure(&mut group, name, case, None, &inputs);
     }

@@ -1,7 +1,8 @@
-//! Products in f32 beside the `gemm` crate, on one thread: `SmolLM2` 135M's and a 1B model's shapes at prefill.
+//! f32 products compared with the `gemm` crate, on one thread, with the dimensions of `SmolLM2` 135M and of a 1B model
+//! at prefill.
 //!
-//! `elem/s` are operations. `gemm` sees a column-major right side, which is the same weight; its packing is part of its
-//! time, as ours was done when the weight was loaded. That is what either would cost an engine.
+//! `elem/s` are operations. `gemm` reads the same weight as a column-major right side. Its time includes packing, while
+//! our weights were packed when they were loaded: this is the cost that an engine would see with either.
 
 #![allow(unsafe_code)] // the other crate's entry takes pointers
 
@@ -51,11 +52,11 @@ fn products(c: &mut Criterion) {
     group.finish();
 }
 
-/// `out = x · wᵀ`.
+/// Computes `out = x · wᵀ`.
 fn multiply_with_gemm(m: usize, n: usize, k: usize, x: &[f32], w: &[f32], out: &mut [f32]) {
     assert!(x.len() == m * k && w.len() == n * k && out.len() == m * n);
     let stride = |n: usize| isize::try_from(n).expect("a small matrix");
-    // SAFETY: strides and sizes describe exactly the slices, asserted above; `out` is the only one written.
+    // SAFETY: strides and sizes describe exactly the slices, asserted above; only `out` is written.
     unsafe {
         gemm::gemm(
             m,

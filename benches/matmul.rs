@@ -1,8 +1,9 @@
-//! Products of activation rows with packed weights, at `SmolLM2` 135M's shapes, on all threads this process may use.
+//! Products of activation rows with packed weights, with the dimensions of `SmolLM2` 135M, on all threads this process
+//! may use.
 //!
-//! `elem/s` are operations (a multiply and an add are two), `B/s` bytes of weights. One iteration multiplies with one
-//! weight, the next with another, until 128 MiB have passed: as the layers of a model do, and unlike a weight that stays
-//! in the second-level cache. Limit the threads with `taskset`.
+//! `elem/s` are operations (a multiply and an add are two), `B/s` bytes of weights. Successive iterations use different
+//! weights until 128 MiB have been read, like the layers of a model and unlike a single weight that would stay in the
+//! L2 cache. Limit the threads with `taskset`.
 
 use std::cell::LazyCell;
 use std::hint::black_box;
@@ -25,13 +26,13 @@ use ascend_llm_benches::{Noise, is_smoke};
 /// Bytes of weights between two uses of the same one: the size of `SmolLM2` 135M in 8 bits.
 const WALK_BYTES: usize = 128 << 20;
 
-/// Outputs × inputs, and the numbers of rows: gate or up, down, `lm_head` (which sees sampled rows only).
+/// Outputs × inputs, and the numbers of rows: gate or up, down, `lm_head` (which sees only sampled rows).
 const SHAPES: [(usize, usize, &[usize]); 3] =
     [(1536, 576, &[1, 8, 64, 512]), (576, 1536, &[1, 8, 64, 512]), (49_152, 576, &[1])];
 
 const DTYPES: [DType; 7] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::Q4_K, DType::F16, DType::BF16, DType::F32];
 
-/// Activations, in memory as the arena has them.
+/// Activations in the arena's format.
 struct Rows {
     elem: Elem,
     k: usize,
@@ -54,7 +55,7 @@ impl Elem {
         }
     }
 
-    /// Whether a path has a product of its own for these rows and weights, or is shown in whatever it has.
+    /// Whether to show a path: it has a product of its own for these rows and weights, or it is the fastest path.
     fn multiplies(self, dtype: DType, isa: Isa) -> bool {
         match self {
             Self::F32 => !dtype.is_quantized() || isa == Isa::detect(),
@@ -86,7 +87,7 @@ fn aligned(bytes: usize) -> AlignedBytes {
     AlignedBytes::zeroed(bytes).expect("memory")
 }
 
-/// Several weights of one shape, as one matrix of all their outputs.
+/// Several weights of one shape, stored as one matrix of all their outputs.
 struct Weights {
     matrix: PackedMatrix,
     n: usize,
@@ -94,7 +95,7 @@ struct Weights {
 
 impl Weights {
     fn new(threads: &ThreadPool, dtype: DType, n: usize, k: usize) -> Self {
-        // Repeated values: what they are costs no time, where they lie does.
+        // Repeated values: the time depends on addresses, not on values.
         let mut panel = Vec::new();
         quantize(dtype, &Noise(2).floats(PANEL * k), &mut panel);
         let copies = if is_smoke() { 1 } else { WALK_BYTES.div_ceil(panel.len() * n / PANEL) };
@@ -107,7 +108,7 @@ impl Weights {
         self.matrix.n() / self.n
     }
 
-    /// Multiplies with weight `index` as the device does: members take whole panels of columns.
+    /// Multiplies by weight `index` the way the device does: workers take whole panels of columns.
     fn multiply(&self, threads: &ThreadPool, isa: Isa, x: &Rows, index: usize, out: &mut [f32]) {
         let first = index * self.n / PANEL;
         let parts = Partition::columns(out, self.n, threads.parts(), PANEL);
@@ -134,11 +135,11 @@ impl Weights {
     }
 }
 
-/// What the other paths multiply, for comparison.
+/// Products of the other paths, for comparison.
 const OTHER_SHAPES: [(usize, usize, &[usize]); 1] = [(1536, 576, &[1, 512])];
 const OTHER_DTYPES: [DType; 5] = [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::BF16, DType::F32];
 
-/// The fastest path at length, the others for comparison.
+/// Measures all products on the fastest path, and some on the others for comparison.
 fn products(c: &mut Criterion, elem: Elem) {
     for &isa in Isa::available().iter().rev() {
         if isa == Isa::detect() {
@@ -157,10 +158,10 @@ fn products_on(c: &mut Criterion, isa: Isa, elem: Elem, dtypes: &[DType], shapes
             continue;
         }
         for &(n, k, batches) in shapes {
-            // A K-quant's rows are whole blocks of 256: the next shape it can have.
+            // A K-quant's rows are whole blocks of 256: round up to the next possible size.
             let k = k.next_multiple_of(dtype.block_len());
             let bytes = dtype.bytes_for(n * k).expect("whole blocks");
-            // Made only if the command line selects it.
+            // Created only if the command line selects it.
             let weights = LazyCell::new(|| Weights::new(&threads, dtype, n, k));
             for &m in batches {
                 let x = LazyCell::new(|| Rows::new(isa, elem, m, k));
@@ -192,7 +193,7 @@ fn float(c: &mut Criterion) {
     products(c, Elem::BF16);
 }
 
-/// Activations to int8, on one thread.
+/// Quantizes activations to int8, on one thread.
 fn quantize_activations(c: &mut Criterion) {
     let (isa, k) = (Isa::detect(), 576);
     let layout = QuantLayout::new(k);

@@ -1,8 +1,8 @@
-//! Row functions, as the device calls them: one thread, 512 rows one after the other, as a prefill of `SmolLM2` 135M has them.
+//! Row kernels the way the device calls them: one thread, 512 rows in sequence, as in a prefill of `SmolLM2` 135M.
 //!
-//! `B/s` are bytes read and written. The rows of one pass (2.4 MiB for two matrices of 512 × 576) lie in the second- and
-//! third-level cache, as they do between two steps of a plan; the line before the benches says what this machine reads from
-//! memory and how fast it multiplies, with all its threads.
+//! `B/s` are bytes read and written. The rows of one pass (2.4 MiB for two matrices of 512 × 576) are in the L2 and L3
+//! cache, as between two steps of a plan. The line before the benches shows the memory bandwidth and the peak
+//! arithmetic rate of this machine with all its threads.
 
 use std::hint::black_box;
 
@@ -24,7 +24,7 @@ const HIDDEN: usize = 576;
 const MLP: usize = 1536;
 const VOCAB: usize = 49_152;
 
-/// Times `body(row, x, out)` over all rows of a matrix; `moved` floats are read and written in each.
+/// Times `body(row, x, out)` over all rows of a matrix; each row reads and writes `moved` floats.
 fn each_row(
     c: &mut Criterion,
     name: &str,
@@ -55,7 +55,7 @@ fn rows(c: &mut Criterion) {
     each_row(c, "silu_mul", (ROWS, MLP, 2 * MLP), |_, x, out| silu_mul_row(isa, x, x, out));
     each_row(c, "gelu_tanh_mul", (ROWS, MLP, 2 * MLP), |_, x, out| gelu_tanh_mul_row(isa, x, x, out));
     each_row(c, "round_f16", (ROWS, HIDDEN, 2 * HIDDEN), |_, x, out| round_f16_row(isa, x, out));
-    // Half a float is written for each that is read.
+    // Half a float is written for each float that is read.
     each_row(c, "round_bf16", (ROWS, HIDDEN, 3 * HIDDEN / 2), |_, x, out| {
         round_bf16_row(isa, x, &mut bytemuck::cast_slice_mut(out)[..x.len()]);
     });

@@ -1,7 +1,8 @@
-//! Choosing one token from one row of logits, by way of choosing and size of vocabulary.
+//! Sampling one token from one row of logits, by method and vocabulary size.
 //!
-//! `elem/s` are logits. Vocabularies: `SmolLM2` and Llama 2 have about 49 and 32 thousand, Qwen 2 and 3 about 152 thousand.
-//! Logits are normal with deviation 2.5: a top-p of 0.9 then keeps some thousands of tokens, as a hot model does.
+//! `elem/s` are logits. Vocabularies: `SmolLM2` and Llama 2 have about 49 and 32 thousand tokens, Qwen 2 and 3 about
+//! 152 thousand. Logits are normal with deviation 2.5: a top-p of 0.9 then keeps some thousands of tokens, as with a
+//! model at high temperature.
 
 use std::hint::black_box;
 
@@ -12,7 +13,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use ascend_llm_benches::Noise;
 
 const VOCABULARIES: [u32; 2] = [49_152, 151_936];
-/// Tokens before the draw; penalties look at all of them.
+/// Tokens before the sampled one; penalties process all of them.
 const PROMPT_TOKENS: usize = 512;
 const OUTPUT_TOKENS: usize = 128;
 
@@ -68,7 +69,7 @@ fn sample(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(*name, vocab), |b| {
                 let mut seed = 0;
                 b.iter(|| {
-                    // A new seed for each draw, so that branches do not learn one answer.
+                    // A new seed per sample, so that branch prediction does not learn one outcome.
                     seed += 1;
                     let row = SampleRow::new(0, params, &prompt, &output).with_eos_ids(&[0]).with_seed(seed);
                     sampler.sample(rows, black_box(&[row]), &mut answers);

@@ -1,4 +1,4 @@
-//! Planning a step and taking its results in, without a model: what scheduling adds to each step.
+//! Scheduling a step and committing its results, without a model: the cost that scheduling adds to each step.
 //!
 //! `elem/s` are sequences in the step.
 
@@ -12,9 +12,9 @@ const BLOCK_SIZE: u32 = 16;
 const SEQS: u32 = 64;
 const MAX_MODEL_LEN: u32 = 4096;
 const SHORT_PROMPT: u32 = 32;
-/// Steps until the sequences come near their limit.
+/// Number of steps until the sequences get near their limit.
 const LIFE: u64 = 4000;
-/// Prompts that pass by in the mixed case, and the rows of a step.
+/// Length of the prompts that arrive in the mixed case, and number of rows in a step.
 const LONG_PROMPT: u32 = 1024;
 const STEP_TOKENS: u32 = 512;
 
@@ -28,7 +28,7 @@ struct Loop {
 }
 
 impl Loop {
-    /// `seqs` sequences that have computed their prompts.
+    /// `seqs` sequences whose prompts have been computed.
     fn new(seqs: u32) -> Self {
         let config = SchedulerConfig::new(STEP_TOKENS.max(SEQS * SHORT_PROMPT), SEQS + 1, MAX_MODEL_LEN)
             .with_watermark_blocks(64)
@@ -58,7 +58,8 @@ impl Loop {
         self.next += 1;
     }
 
-    /// Plans, answers every chunk that asks for a token, commits. Long prompts end with their first token.
+    /// Schedules a step, returns a token for every chunk that needs one, and commits. Long prompts end with their first
+    /// token.
     fn step(&mut self) {
         self.now += 1;
         let plan = self.scheduler.schedule(Tick(self.now), &mut self.blocks);
@@ -76,7 +77,8 @@ fn steps(c: &mut Criterion) {
     group.throughput(Throughput::Elements(u64::from(SEQS)));
     group.bench_function("decode/64_sequences", |b| bench_aging(b, LIFE, || Loop::new(SEQS), Loop::step));
 
-    // Beside the 64 there is always a prompt of 1,024 tokens in chunks of what the step has left; arrivals are timed.
+    // Along with the 64 sequences there is always a prompt of 1,024 tokens, in chunks of the remaining budget; its
+    // arrival is part of the measured time.
     group.throughput(Throughput::Elements(u64::from(SEQS + 1)));
     group.bench_function("mixed/64_sequences_and_prompts", |b| {
         bench_aging(

@@ -1,7 +1,7 @@
-//! One step of the whole engine in decode: plan, model, draw, publish, commit, for the small story model.
+//! One decode step of the whole engine: schedule, run the model, sample, publish, commit, with the small story model.
 //!
-//! `elem/s` are tokens. The model is tiny, so this shows what the engine and its launches cost beside arithmetic. Nobody
-//! reads the handles: deltas merge in their slots.
+//! `elem/s` are tokens. The model is tiny, so this shows the overhead of the engine and its launches. The handles are
+//! never read: their deltas are merged.
 
 use std::cell::RefCell;
 
@@ -12,7 +12,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use ascend_llm_benches::{Noise, bench_aging};
 
 const PROMPT_TOKENS: u32 = 16;
-/// Steps for which every sequence decodes: what the model's 512 positions leave, with some room.
+/// Number of steps for which every sequence decodes: slightly less than the model's 512 positions allow.
 const LIFE: u32 = 480;
 const BLOCK_SIZE: u32 = 32;
 
@@ -21,13 +21,13 @@ fn core(seqs: u32) -> EngineCore {
     config.max_num_seqs = seqs;
     config.prefix_caching = false;
     config.block_size = Some(BLOCK_SIZE);
-    // A share more than the sequences take, for the watermark that holds admissions back.
+    // One share more than the sequences need, for the watermark that delays admissions.
     config.kv_cache = CacheBudget::Blocks(seqs * (512 / BLOCK_SIZE + 1));
     let model = ascend_llm_benches::story_model();
     Engine::builder(model).config(config).build_core().expect("the story model")
 }
 
-/// Ends what runs, and takes `seqs` new sequences through their prompts.
+/// Ends running requests and adds `seqs` new ones, computing their prompts.
 fn refill(core: &mut EngineCore, handles: &mut Vec<RequestHandle>, seqs: u32) {
     handles.clear();
     let mut noise = Noise(1);

@@ -1,4 +1,4 @@
-//! What the benches share: noise, the settings of criterion, and the timing of state that ages.
+//! Shared code of the benches: random inputs, criterion's settings, and timing of state that wears out.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -7,12 +7,12 @@ use ascend_llm::device::Telemetry as _;
 use ascend_llm::device::cpu::{CpuDevice, CpuOptions};
 use criterion::{Bencher, Criterion};
 
-/// `SplitMix64`; the seed stands at each use, so that every run measures the same data.
+/// `SplitMix64` generator. Each use has a fixed seed, so that every run measures the same data.
 #[derive(Debug)]
 pub struct Noise(pub u64);
 
 impl Noise {
-    /// 64 even bits.
+    /// 64 uniformly distributed bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -20,19 +20,19 @@ impl Noise {
         z ^ (z >> 31)
     }
 
-    /// Even in -1..1.
+    /// Uniform in -1..1.
     pub fn float(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// `n` of them.
+    /// `n` uniform values.
     pub fn floats(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.float()).collect()
     }
 
-    /// About normal, with deviation 1.
+    /// Approximately normal, with deviation 1.
     pub fn normal(&mut self) -> f32 {
-        // The sum of twelve even values of width 1 has variance 1.
+        // The sum of twelve uniform values of width 1 has variance 1.
         (0..12).map(|_| self.float() / 2.0).sum()
     }
 
@@ -42,12 +42,13 @@ impl Noise {
     }
 }
 
-/// The small story model that comes with the crate.
+/// Path of the small story model in the repository.
 pub fn story_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/fable-f16.gguf")
 }
 
-/// Shorter than criterion's defaults: the benches together take minutes, and what they time is far above a clock's grain.
+/// Shorter than criterion's defaults: the benches together take minutes, and the measured times are far above the
+/// clock's resolution.
 pub fn criterion() -> Criterion {
     Criterion::default()
         .warm_up_time(Duration::from_millis(500))
@@ -55,7 +56,7 @@ pub fn criterion() -> Criterion {
         .sample_size(20)
 }
 
-/// Says what the machine can do, to hold the rates of kernels against; nothing where each body runs only once.
+/// Prints the machine's peak rates for comparison with the kernels' rates; prints nothing if each body runs only once.
 pub fn print_peaks() {
     if is_smoke() {
         return;
@@ -73,13 +74,13 @@ pub fn print_peaks() {
     );
 }
 
-/// Whether each body runs only once, to see that it runs (`cargo bench -- --test`, `cargo test --benches`).
+/// Whether each body runs only once, to check that it works (`cargo bench -- --test`, `cargo test --benches`).
 pub fn is_smoke() -> bool {
     let has = |flag: &str| std::env::args().any(|arg| arg == flag);
     has("--test") || !has("--bench")
 }
 
-/// Times `step` on state that serves at most `life` steps; making it anew is not timed.
+/// Times `step` on state that supports at most `life` steps; recreating the state is not timed.
 pub fn bench_aging<S>(
     bencher: &mut Bencher<'_>,
     life: u64,

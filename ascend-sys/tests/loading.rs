@@ -1,4 +1,4 @@
-//! Promise: without a usable library there is a typed error that names the file and the way out, never a crash.
+//! Without a usable library, loading returns a typed error that names the file and the remedy, and never crashes.
 
 use ascend_sys::{AscendErrorKind, Library, LoadError, Runtime};
 use std::path::Path;
@@ -39,7 +39,7 @@ fn a_path_with_a_nul_is_refused() {
     assert!(matches!(Library::open(Some(path)), Err(LoadError::NotFound { .. })));
 }
 
-/// The C library opens well and has none of the functions.
+/// The C library loads and has none of the functions.
 #[test]
 #[cfg(target_os = "linux")]
 fn another_library_lacks_the_first_symbol() {
@@ -56,7 +56,7 @@ fn another_library_lacks_the_first_symbol() {
     assert!(error.to_string().contains(&libc) && error.to_string().contains("aclInit"), "{error}");
 }
 
-/// Codes with a documented class fall into the kind of that class, and no other code does.
+/// Codes of a documented class map to the kind of that class, and no other codes do.
 #[test]
 fn codes_are_sorted_as_documented() {
     let kind = |class: &str| match class {

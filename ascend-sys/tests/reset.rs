@@ -1,4 +1,4 @@
-//! Promise: a reset leaves nothing behind whatever has failed before, and memory of any size can be modelled.
+//! A reset leaves nothing behind, whatever has failed before; and memory of any size can be modeled.
 
 #![allow(unsafe_code)]
 
@@ -23,7 +23,7 @@ const SORTS: [&str; 10] = [
     "descriptors",
 ];
 
-/// Threads of this process, and bytes of memory that are real.
+/// Number of threads of this process, and its resident memory in bytes.
 #[cfg(target_os = "linux")]
 fn threads_and_bytes() -> (u64, u64) {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
@@ -34,7 +34,7 @@ fn threads_and_bytes() -> (u64, u64) {
     (field("Threads:"), field("VmRSS:") << 10)
 }
 
-/// Waits for its work up to a limit.
+/// A small workload that waits for its result up to a limit.
 fn small_work(runtime: &Runtime, ops: &Ops, limit: Duration) -> Result<(), AscendError> {
     runtime.init()?;
     let context = Context::create(runtime, 0)?;
@@ -48,7 +48,7 @@ fn small_work(runtime: &Runtime, ops: &Ops, limit: Duration) -> Result<(), Ascen
         ops.silu(&desc, &desc)?.launch(buffer.address(), 0, &stream)?;
         stream.record(&event)?;
         side.wait(&event)?;
-        // SAFETY: pinned, and left alone until the stream is done or aborted.
+        // SAFETY: the memory is pinned and stays unused until the stream is done or aborted.
         unsafe { side.copy_out(pinned.as_ptr(), buffer.address(), 4096) }?;
         side.synchronize(Some(limit))
     };
@@ -67,7 +67,7 @@ fn three_hundred_lives_with_faults_leave_nothing() {
     let library = Library::open(Some(sim.path())).expect("opens");
     let runtime = Runtime::load(&library).expect("loads");
     let ops = Ops::load(&library, &runtime);
-    // Only what hangs runs into the short one.
+    // Only the work that hangs reaches the short limit.
     let (short, long) = (Duration::from_millis(20), Duration::from_secs(60));
     let mut failures = 0;
     let mut after_warm_up = (0, 0);
@@ -77,7 +77,7 @@ fn three_hundred_lives_with_faults_leave_nothing() {
             1 => sim.fail_task("*", 1 + run / 4 % 4, 507_015),
             2 => sim.hang_task("*", 1 + run / 4 % 4),
             _ => {
-                // Lost in the middle of the work, as seen from another thread.
+                // Lose the device in the middle of the work, from another thread.
                 std::thread::scope(|scope| {
                     scope.spawn(|| {
                         std::thread::sleep(Duration::from_micros(50 * (run % 16)));
@@ -92,7 +92,7 @@ fn three_hundred_lives_with_faults_leave_nothing() {
         }
         drop(runtime.take_drop_error());
         for sort in SORTS {
-            // A handle whose descriptor could not be made or destroyed is the fault's own; a context too.
+            // An injected fault may leave a handle whose descriptor could not be created or destroyed, or a context.
             let left = sim.live(sort);
             assert!(left == 0 || ["descriptors", "contexts"].contains(&sort), "run {run}: {left} {sort}");
         }
@@ -128,7 +128,7 @@ fn what_a_lost_run_forgets_a_reset_finds() {
     for sort in SORTS {
         assert_eq!(rig.sim.live(sort), 0, "{sort}");
     }
-    // Pinned memory that is still held is still there, and is given back.
+    // Pinned memory that the test still holds stays valid and is freed by it.
     assert_eq!(pinned.as_slice(), [0; 64]);
     drop(pinned);
 }
@@ -172,7 +172,7 @@ fn a_model_of_seventy_billion_weights_needs_no_memory() {
     assert!(after < before + (32 << 20), "{after} bytes, {before} before");
 }
 
-/// What was set can be asked for, and goes back to where it began.
+/// Settings can be read, and a reset restores them.
 #[test]
 fn settings_can_be_asked_for() {
     let _turn = common::turn();

@@ -1,6 +1,6 @@
-//! Codes and enumeration values of the C interface, as far as the simulator gives or reads them.
+//! Error codes and enumeration values of the C interface that the simulator returns or reads.
 
-/// What a call answers when it fails: the code, and the words that `aclGetRecentErrMsg` gives.
+/// A failed call: the error code, and the message that `aclGetRecentErrMsg` returns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fail {
     pub(crate) code: i32,
@@ -16,14 +16,14 @@ impl Fail {
 /// Result of a simulated call.
 pub(crate) type Done<T = ()> = Result<T, Fail>;
 
-/// Ends a function with a failure: a code and a formatted message.
+/// Returns early with a failure: a code and a formatted message.
 macro_rules! fail {
     ($code:expr, $($text:tt)+) => {
         return Err($crate::codes::Fail::new($code, format!($($text)+)))
     };
 }
 
-/// Ends a function with a failure unless a rule holds.
+/// Returns early with a failure unless a condition holds.
 macro_rules! rule {
     ($holds:expr, $code:expr, $($text:tt)+) => {
         if !$holds {
@@ -65,17 +65,17 @@ pub(crate) const RT_AICORE_EXCEPTION: i32 = 507_015;
 pub(crate) const RT_VECTOR_CORE_EXCEPTION: i32 = 507_035;
 pub(crate) const RT_STREAM_SYNC_TIMEOUT: i32 = 507_046;
 pub(crate) const RT_EVENT_SYNC_TIMEOUT: i32 = 507_047;
-/// What a collective that waits in vain ends with: "hccl fftsplus task timeout".
+/// Timeout of a collective: "hccl fftsplus task timeout".
 pub(crate) const RT_FFTS_PLUS_TIMEOUT: i32 = 507_048;
 pub(crate) const RT_CAPTURE_INVALIDATED: i32 = 507_903;
 
 /// A required pointer is null.
 pub(crate) const OP_NULL: i32 = 161_001;
-/// Types, shapes or formats do not fit.
+/// Types, shapes or formats do not match.
 pub(crate) const OP_INVALID: i32 = 161_002;
-/// No tiling for these shapes and attributes.
+/// No tiling exists for these shapes and attributes.
 pub(crate) const OP_TILING: i32 = 561_002;
-/// Internal null: an executor that is not there any more.
+/// Internal null pointer: the executor no longer exists.
 pub(crate) const OP_INNER_NULL: i32 = 561_103;
 
 pub(crate) const FORMAT_ND: i32 = 2;

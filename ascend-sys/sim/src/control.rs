@@ -1,4 +1,4 @@
-//! Faults on demand, the call log, and complaints about use that the real runtime would let pass.
+//! Injected faults, the call log, and complaints about misuse that the real runtime would accept.
 
 use crate::codes::Fail;
 use crate::registry::lock;
@@ -7,12 +7,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{LazyLock, Mutex, Once};
 
-/// What a fault does.
+/// Kind of an injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// The call itself returns the code and does nothing.
+    /// The call itself returns the code and has no effect.
     Call,
-    /// The call succeeds; its task fails with the code when the stream comes to it.
+    /// The call succeeds; its task fails with the code when the stream executes it.
     Task,
     /// The task never ends by itself.
     Hang,
@@ -23,12 +23,12 @@ pub(crate) enum Fault {
 #[derive(Debug)]
 struct Demand {
     fault: Fault,
-    /// A function's name, or `*` for any.
+    /// Name of a function, or `*` for all.
     name: String,
-    /// Calls until it strikes: 1 for the next.
+    /// Number of calls until the fault occurs: 1 is the next call.
     left: u64,
     code: i32,
-    /// Strikes at every later call as well.
+    /// Whether the fault also occurs at every later call.
     is_lasting: bool,
 }
 
@@ -37,23 +37,23 @@ struct State {
     counts: HashMap<&'static str, u64>,
     total: u64,
     demands: Vec<Demand>,
-    /// The device is gone: what every call answers.
+    /// Code that every call returns once the device is lost.
     lost: Option<i32>,
     log: VecDeque<Entry>,
     complaints: Vec<String>,
     last_error: HashMap<std::thread::ThreadId, i32>,
 }
 
-/// What the call log keeps of a call beside its name.
+/// Data of a call in the log, in addition to its name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Note {
-    /// Direction of a copy, kind of a thing.
+    /// Direction of a copy, or kind of an object.
     pub(crate) kind: &'static str,
     /// Bytes moved or allocated.
     pub(crate) bytes: u64,
 }
 
-/// A call in the log.
+/// A logged call.
 #[derive(Clone, Debug)]
 struct Entry {
     name: &'static str,
@@ -65,7 +65,7 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::defaul
 static RELEASES: AtomicI32 = AtomicI32::new(0);
 static FIRST_CALL: Once = Once::new();
 
-/// Counts a call and says whether it is to fail.
+/// Counts a call; returns the failure to inject, if any.
 pub(crate) fn enter(name: &'static str) -> Option<Fail> {
     FIRST_CALL.call_once(settings::reset);
     let mut state = lock(&STATE);
@@ -77,14 +77,14 @@ pub(crate) fn enter(name: &'static str) -> Option<Fail> {
     strike(&mut state.demands, name, |fault| fault == Fault::Call).map(|(_, code)| Fail::new(code, "on demand"))
 }
 
-/// The fault a queued task takes along. A hung task takes the number of releases so far: the next one lets it go, even if
-/// it comes before the task does.
+/// Returns the fault of a queued task, if any. A hanging task stores the number of releases so far: the next release
+/// ends it, even if it comes before the task starts.
 pub(crate) fn task_fault(name: &str) -> Option<(Fault, i32)> {
     let struck = strike(&mut lock(&STATE).demands, name, |fault| fault != Fault::Call);
     struck.map(|(fault, code)| (fault, if fault == Fault::Hang { releases() } else { code }))
 }
 
-/// How often hung tasks were let go.
+/// Number of times that hanging tasks were released.
 pub(crate) fn releases() -> i32 {
     RELEASES.load(Ordering::Relaxed)
 }
@@ -108,7 +108,7 @@ fn strike(demands: &mut Vec<Demand>, name: &str, of_sort: impl Fn(Fault) -> bool
     struck
 }
 
-/// Logs a call that has ended.
+/// Logs a completed call.
 pub(crate) fn leave(name: &'static str, note: Note, code: i32) {
     if Setting::log.get() == 0 {
         return;
@@ -124,7 +124,7 @@ pub(crate) fn note_error(code: i32) {
     lock(&STATE).last_error.insert(std::thread::current().id(), code);
 }
 
-/// The thread's last error; `clear` forgets it.
+/// Returns the thread's last error; `clear` resets it.
 pub(crate) fn last_error(clear: bool) -> i32 {
     let thread = std::thread::current().id();
     let mut state = lock(&STATE);
@@ -135,7 +135,7 @@ pub(crate) fn last_error(clear: bool) -> i32 {
     code
 }
 
-/// Notes use that the real runtime does not refuse and that is wrong all the same.
+/// Records a misuse that the real runtime does not refuse.
 pub(crate) fn complain(text: impl Into<String>) {
     let mut state = lock(&STATE);
     if state.complaints.len() < 1000 {
@@ -155,13 +155,13 @@ pub(crate) fn demand(fault: Fault, name: String, nth: u64, code: i32, is_lasting
     lock(&STATE).demands.push(Demand { fault, name, left: nth.max(1), code, is_lasting });
 }
 
-/// Calls of a function so far, or of all for `*`.
+/// Number of calls of a function so far; `*` counts all functions.
 pub(crate) fn count(name: &str) -> u64 {
     let state = lock(&STATE);
     if name == "*" { state.total } else { state.counts.get(name).copied().unwrap_or(0) }
 }
 
-/// The log, one call a line: name, kind, bytes, code.
+/// Returns the log, one call per line: name, kind, bytes, code.
 pub(crate) fn log_text() -> String {
     let state = lock(&STATE);
     let line = |entry: &Entry| {
@@ -179,7 +179,7 @@ pub(crate) fn complaints_text() -> String {
     lock(&STATE).complaints.iter().flat_map(|complaint| [complaint.as_str(), "\n"]).collect()
 }
 
-/// Forgets demands, counts, log and complaints, and gives the device back.
+/// Clears faults, counts, log and complaints, and restores a lost device.
 pub(crate) fn reset() {
     FIRST_CALL.call_once(|| ());
     settings::reset();

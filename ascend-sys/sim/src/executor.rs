@@ -1,4 +1,4 @@
-//! The two phases of an operation: phase 1 checks and plans on the host, phase 2 queues.
+//! The two phases of an operation: phase 1 checks and plans on the host, phase 2 queues the task.
 
 use crate::codes::{Done, Fail, OP_INNER_NULL, OP_INVALID, fail, rule};
 use crate::control::{self, Fault};
@@ -15,17 +15,17 @@ use std::sync::{Arc, Mutex};
 
 pub(crate) static EXECUTORS: Registry<Executor> = Registry::new("aclOpExecutor");
 
-/// A failure of the runtime inside an operation; the runtime's own code is the thread's last error.
+/// A runtime failure inside an operation; the runtime's own code becomes the thread's last error.
 const OP_RUNTIME: i32 = 361_001;
 
-/// What a kernel does with its operands.
+/// Computation of an operation over its operands.
 pub(crate) type Kernel = Arc<dyn Fn(&mut Bench<'_>) -> Done + Send + Sync>;
 
-/// An operand's place in the operation's signature.
+/// Position of an operand in the operation's signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Input(usize),
-    /// The first member of a list among the inputs.
+    /// The first element of a tensor list among the inputs.
     Listed(usize),
     Output(usize),
 }
@@ -52,7 +52,7 @@ pub(crate) fn output(index: usize, view: &View) -> Operand {
     Operand { place: Place::Output(index), view: Some(view.clone()) }
 }
 
-/// What phase 1 has found out. Kernels number the operands as they stand here.
+/// Result of phase 1. Kernels number the operands in this order.
 pub(crate) struct Prepared {
     pub(crate) operands: Vec<Operand>,
     pub(crate) cost: Cost,
@@ -62,7 +62,7 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// A kernel over operands; the cost is that each is moved once.
+    /// A kernel over operands; by default its cost is one read or write of each operand.
     pub(crate) fn new(operands: Vec<Operand>, kernel: impl Fn(&mut Bench<'_>) -> Done + Send + Sync + 'static) -> Self {
         let bytes = operands.iter().filter_map(|operand| operand.view.as_ref()).map(|view| view.bytes() as u64).sum();
         Self {
@@ -94,7 +94,7 @@ impl Prepared {
         self
     }
 
-    /// An operation with copies of its own cannot be repeated.
+    /// Marks an operation that copies operands internally, which cannot be repeated.
     pub(crate) fn once(mut self) -> Self {
         self.can_repeat = false;
         self
@@ -107,7 +107,7 @@ pub(crate) struct Executor {
     is_repeatable: Mutex<bool>,
 }
 
-/// Phase 1.
+/// Phase 1: checks the operation and creates its executor.
 pub(crate) fn query(
     call: &'static str,
     name: &'static str,
@@ -130,7 +130,7 @@ pub(crate) fn query(
     })
 }
 
-/// Phase 2.
+/// Phase 2: queues the operation.
 pub(crate) fn launch(
     name: &'static str,
     workspace: usize,
@@ -162,19 +162,19 @@ pub(crate) fn launch(
         stream.submit(Work::Task(Arc::new(task))).map_err(inside)
     });
     if code != 0 {
-        // Phase 2 frees the executor whatever comes of it.
+        // Phase 2 frees the executor whether it succeeds or not.
         drop(EXECUTORS.drain_one(executor, |left| !*lock(&left.is_repeatable)));
     }
     code
 }
 
-/// A runtime failure inside an operation.
+/// Converts a runtime failure to the failure of an operation.
 fn inside(fail: Fail) -> Fail {
     control::note_error(fail.code);
     Fail::new(OP_RUNTIME, format!("runtime error {}: {}", fail.code, fail.message))
 }
 
-/// Operands lie in device memory, and 32 bytes beyond their rounded end do too; the workspace as well.
+/// Checks that operands and workspace are in device memory. Operands need 32 bytes after their rounded end.
 fn check_memory(operands: &[Operand], workspace: usize, needed: u64) -> Done {
     let memory = memory();
     let check = |what: &str, address: usize, bytes: usize| match memory.check(address, bytes) {
@@ -204,7 +204,7 @@ fn body(prepared: &Prepared, workspace: usize, needed: u64, overflows: bool) -> 
             return Ok(());
         }
         if needed > 0 {
-            // A kernel leaves garbage in its workspace: nothing else may live there.
+            // A kernel leaves garbage in its workspace, so no other data may be stored there.
             memory.bytes_mut(workspace, needed)?.fill(POISON);
         }
         let mut bench = Bench { memory, views: &views };
@@ -217,7 +217,7 @@ fn body(prepared: &Prepared, workspace: usize, needed: u64, overflows: bool) -> 
     })
 }
 
-/// Keeps an executor for further launches.
+/// Makes an executor repeatable.
 pub(crate) fn make_repeatable(executor: Handle) -> Done {
     let taken = EXECUTORS.get(executor, OP_INNER_NULL)?;
     rule!(lock(&taken.prepared).can_repeat, OP_INVALID, "{} cannot be repeated", taken.name);
@@ -229,7 +229,7 @@ pub(crate) fn destroy(executor: Handle) -> Done {
     EXECUTORS.remove(executor, OP_INNER_NULL).map(drop)
 }
 
-/// Moves an operand of a repeatable executor.
+/// Changes the address of an operand of a repeatable executor.
 pub(crate) fn rebind(executor: Handle, place: Place, tensor: Option<Handle>, address: usize) -> Done {
     let taken = EXECUTORS.get(executor, OP_INNER_NULL)?;
     rule!(*lock(&taken.is_repeatable), OP_INVALID, "the executor of {} is not repeatable", taken.name);

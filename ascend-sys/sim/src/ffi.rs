@@ -1,7 +1,7 @@
-//! The border to C: pointer types that check themselves, and the frame around every call.
+//! The C boundary: pointer types that check for null, and the wrapper around every call.
 //!
-//! A caller keeps to the header: a pointer is null or points to what the header says, for the time the header says. All
-//! `unsafe` that rests on this promise stands here. Nothing unwinds over the border.
+//! Callers follow the header: a pointer is null, or it points to data of the documented type for the documented time.
+//! All `unsafe` code that relies on this is in this module. Panics never cross the boundary.
 
 #![allow(unsafe_code)]
 
@@ -13,24 +13,24 @@ use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
-/// A pointer through which a call answers.
+/// Pointer to an output parameter.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// Writes the answer; a null place is the caller's mistake.
+    /// Writes the output; a null pointer is an error of the caller.
     pub(crate) fn put(self, value: T) -> Done {
         rule!(!self.0.is_null(), RT_PARAM_INVALID, "a place for an answer is null");
-        // SAFETY: not null, hence a valid place by the header.
+        // SAFETY: the pointer is not null, so by the header it is valid for a write.
         unsafe { self.0.write(value) };
         Ok(())
     }
 
-    /// Writes the answer if it is asked for.
+    /// Writes the output unless the pointer is null.
     pub(crate) fn put_if_asked(self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: as above.
+            // SAFETY: the pointer is not null, so by the header it is valid for a write.
             unsafe { self.0.write(value) };
         }
     }
@@ -39,21 +39,21 @@ impl<T> Out<T> {
         self.0.is_null()
     }
 
-    /// Writes several answers to an array that has room for them.
+    /// Writes several values to an output array.
     pub(crate) fn put_all(self, values: &[T]) -> Done
     where
         T: Copy,
     {
         rule!(!self.0.is_null(), RT_PARAM_INVALID, "a place for answers is null");
         for (i, value) in values.iter().enumerate() {
-            // SAFETY: not null, hence an array of this length by the header.
+            // SAFETY: the pointer is not null, so by the header it points to an array of this length.
             unsafe { self.0.add(i).write(*value) };
         }
         Ok(())
     }
 }
 
-/// A pointer to values that a call reads.
+/// Pointer to input values.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct In<T>(*const T);
@@ -68,12 +68,12 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return None;
         }
-        // SAFETY: not null, hence `count` values by the header.
+        // SAFETY: the pointer is not null, so by the header it points to `count` values.
         Some((0..count).map(|i| unsafe { self.0.add(i).read() }).collect())
     }
 }
 
-/// A C string that a call reads.
+/// A C string argument.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct Text(*const c_char);
@@ -83,12 +83,12 @@ impl Text {
         if self.0.is_null() {
             return None;
         }
-        // SAFETY: not null, hence a C string by the header.
+        // SAFETY: the pointer is not null, so by the header it points to a C string.
         Some(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }
 }
 
-/// Host memory that a call reads or writes, now or when its stream comes to it.
+/// Host memory that a call reads or writes, either at once or when its stream executes the task.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostBytes {
     address: usize,
@@ -101,7 +101,7 @@ impl HostBytes {
     }
 
     pub(crate) fn copy_to(self, dst: &mut [u8]) {
-        // SAFETY: the caller keeps this memory alive until the copy is done, as the real runtime needs it to.
+        // SAFETY: the caller keeps this memory alive until the copy is done, as the real runtime requires.
         unsafe { ptr::copy_nonoverlapping(self.address as *const u8, dst.as_mut_ptr(), self.bytes.min(dst.len())) };
     }
 
@@ -117,13 +117,13 @@ impl HostBytes {
 }
 
 thread_local! {
-    /// The words of the latest failure; given out once.
+    /// Message of the latest failure; returned once.
     static RECENT: RefCell<Option<CString>> = const { RefCell::new(None) };
-    /// What was given out last: it lives until the next time.
+    /// Message returned last; it stays valid until the next one is returned.
     static SHOWN: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// The latest failure's words on this thread, null if there are none.
+/// Message of the latest failure on this thread, or null.
 pub(crate) fn recent_message() -> *const c_char {
     let text = RECENT.take();
     let shown = text.as_ref().map_or(ptr::null(), |text| text.as_ptr());
@@ -131,12 +131,13 @@ pub(crate) fn recent_message() -> *const c_char {
     shown
 }
 
-/// The frame around a call: counts it, logs it, fails it on demand, keeps the words of its failure.
+/// Wrapper around a call: counts it, logs it, injects a fault, and stores the message of a failure.
 pub(crate) fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) -> i32 {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let demanded = control::enter(name);
         match demanded {
-            // What gives something back does so even when it is to fail, or no caller could ever be free of leaks.
+            // A function that frees a resource frees it even if a failure is injected; otherwise every caller would
+            // leak.
             Some(fail) if gives_back(name) => body().and(Err(fail)),
             Some(fail) => Err(fail),
             None => body(),
@@ -148,7 +149,7 @@ pub(crate) fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) 
         Err(fail) => {
             let words = format!("EZ9999: {name}: {}", fail.message).replace('\0', " ");
             RECENT.set(CString::new(words).ok());
-            // Codes of operations are not the runtime's.
+            // Error codes of operations do not set the runtime's last error.
             if !matches!(fail.code, 161_000..162_000 | 361_000..362_000 | 561_000..562_000) {
                 control::note_error(fail.code);
             }
@@ -159,7 +160,7 @@ pub(crate) fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) 
     code
 }
 
-/// As [`call`], for calls with nothing to note.
+/// As [`call`], for calls that log only their name.
 pub(crate) fn plain(name: &'static str, body: impl FnOnce() -> Done) -> i32 {
     call(name, Note::default(), body)
 }

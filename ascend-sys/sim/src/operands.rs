@@ -1,17 +1,17 @@
-//! What a kernel sees: its operands' elements, read as f32 or whole numbers and rounded to their type when stored.
+//! Operands of a kernel: elements are read as f32 or integers and rounded to their type when stored.
 
 use crate::codes::Done;
 use crate::runtime::memory::DeviceMemory;
 use crate::tensor::{Elem, View};
 use half::{bf16, f16};
 
-/// Operands of one run, by number.
+/// Operands of one run, by index.
 pub(crate) struct Bench<'a> {
     pub(crate) memory: &'a mut DeviceMemory,
     pub(crate) views: &'a [Option<View>],
 }
 
-/// A value as its type stores it.
+/// Rounds a value to its storage type.
 pub(crate) fn rounded(value: f32, elem: Elem) -> f32 {
     match elem {
         Elem::F16 => f16::from_f32(value).to_f32(),
@@ -21,10 +21,10 @@ pub(crate) fn rounded(value: f32, elem: Elem) -> f32 {
 }
 
 impl Bench<'_> {
-    /// An operand's description.
+    /// Description of an operand.
     ///
     /// # Panics
-    /// If it is absent: kernels ask for what phase 1 has seen.
+    /// If the operand is absent: kernels only access operands that phase 1 has checked.
     pub(crate) fn view(&self, i: usize) -> View {
         self.views[i].clone().expect("phase 1 has seen the operand")
     }
@@ -33,7 +33,7 @@ impl Bench<'_> {
         self.views[i].is_some()
     }
 
-    /// Adds `count` elements that follow each other in storage, from a place on, to `into`.
+    /// Appends `count` consecutive elements of the storage, starting at a place, to `into`.
     pub(crate) fn stretch(&self, view: &View, place: usize, count: usize, into: &mut Vec<f32>) -> Done {
         stretch(self.memory, view, place, count, into)
     }
@@ -48,7 +48,7 @@ impl Bench<'_> {
         Ok(all)
     }
 
-    /// All elements as whole numbers, row by row.
+    /// All elements as integers, row by row.
     pub(crate) fn whole(&self, i: usize) -> Done<Vec<i64>> {
         let view = self.view(i);
         let mut all = Vec::with_capacity(view.count());
@@ -58,7 +58,7 @@ impl Bench<'_> {
         Ok(all)
     }
 
-    /// Stores elements that follow each other in storage.
+    /// Stores consecutive elements.
     pub(crate) fn put(&mut self, view: &View, place: usize, values: &[f32]) -> Done {
         let bits = view.elem.bits();
         let raw = self.memory.bytes_mut(view.address + place * bits / 8, values.len() * bits / 8)?;
@@ -89,7 +89,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Stores whole numbers exactly.
+    /// Stores integers exactly.
     pub(crate) fn store_whole(&mut self, i: usize, values: &[i64]) -> Done {
         let view = self.view(i);
         let mut rest = values;
@@ -119,7 +119,7 @@ fn fill<T: Copy, const N: usize>(raw: &mut [u8], values: &[T], bytes: impl Fn(T)
     }
 }
 
-/// Stretches of storage that make up a view, in order: one where there are no gaps, else one a row or an element.
+/// Contiguous runs of storage that make up a view, in order: one if there are no gaps, else one per row or per element.
 fn runs(view: &View) -> Vec<(usize, usize)> {
     let count = view.count();
     if view.is_contiguous() {
@@ -129,13 +129,13 @@ fn runs(view: &View) -> Vec<(usize, usize)> {
     (0..count / length).map(|run| (view.place(run * length), length)).collect()
 }
 
-/// Bytes of `count` elements that follow each other in storage.
+/// Bytes of `count` consecutive elements of the storage.
 fn raw<'m>(memory: &'m DeviceMemory, view: &View, place: usize, count: usize) -> Done<&'m [u8]> {
     let bits = view.elem.bits();
     memory.bytes(view.address + place * bits / 8, (count * bits).div_ceil(8))
 }
 
-/// Adds `count` elements that follow each other in storage, from a place on, to `into`.
+/// Appends `count` consecutive elements of the storage, starting at a place, to `into`.
 pub(crate) fn stretch(memory: &DeviceMemory, view: &View, place: usize, count: usize, into: &mut Vec<f32>) -> Done {
     let raw = raw(memory, view, place, count)?;
     match view.elem {

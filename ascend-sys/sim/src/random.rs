@@ -1,9 +1,9 @@
-//! Random numbers from a seed, for delays and orders.
+//! Seeded random numbers for delays and orders.
 
 use crate::settings::Setting;
 use std::time::Duration;
 
-/// xorshift64*.
+/// xorshift64* generator.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -23,12 +23,12 @@ impl Random {
         usize::try_from(self.next() % n.max(1) as u64).unwrap_or(0)
     }
 
-    /// Sleeps up to the longest delay, where one is set.
+    /// Sleeps for a random time up to the setting `delay_us`.
     pub(crate) fn delay(&mut self) {
         let longest = Setting::delay_us.size();
         if longest > 0 {
             let us = self.next() % (longest + 1);
-            // Half of the tasks go on at once, so that gaps differ widely.
+            // Half of the tasks start without delay, so that gaps differ widely.
             if us.is_multiple_of(2) {
                 std::thread::sleep(Duration::from_micros(us));
             }

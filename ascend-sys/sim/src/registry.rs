@@ -1,21 +1,21 @@
-//! Handles: numbers that look like pointers, never two alike, never valid addresses.
+//! Handles: numbers that look like pointers, are never reused, and are never valid addresses.
 //!
-//! A stale or foreign handle is found out, and a caller that follows one crashes.
+//! A stale or foreign handle is detected, and a caller that dereferences one crashes.
 
 use crate::codes::{Done, fail};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// A handle as C holds it.
+/// A handle in its C form.
 pub(crate) type Handle = usize;
 
-/// Not canonical on any 64-bit machine that Ascend runs beside: following it faults.
+/// Not a canonical address on any 64-bit host of an Ascend card: dereferencing it faults.
 const FIRST: usize = 0x5A51_0000_0000_0000;
 
 static NEXT: AtomicUsize = AtomicUsize::new(1);
 
-/// Live things of one sort.
+/// Live objects of one kind.
 pub(crate) struct Registry<T> {
     sort: &'static str,
     live: LazyLock<Mutex<HashMap<Handle, Arc<T>>>>,
@@ -26,14 +26,14 @@ impl<T> Registry<T> {
         Self { sort, live: LazyLock::new(|| Mutex::new(HashMap::new())) }
     }
 
-    /// A handle for a new thing.
+    /// Adds an object and returns its handle.
     pub(crate) fn add(&self, thing: Arc<T>) -> Handle {
         let handle = FIRST + NEXT.fetch_add(1, Ordering::Relaxed) * 16;
         lock(&self.live).insert(handle, thing);
         handle
     }
 
-    /// The thing of a live handle; `code` is the failure for any other.
+    /// Returns the object of a live handle; `code` is the failure for any other handle.
     pub(crate) fn get(&self, handle: Handle, code: i32) -> Done<Arc<T>> {
         match lock(&self.live).get(&handle) {
             Some(thing) => Ok(thing.clone()),
@@ -42,7 +42,7 @@ impl<T> Registry<T> {
         }
     }
 
-    /// Takes a thing out.
+    /// Removes an object.
     pub(crate) fn remove(&self, handle: Handle, code: i32) -> Done<Arc<T>> {
         let thing = self.get(handle, code)?;
         lock(&self.live).remove(&handle);
@@ -57,13 +57,13 @@ impl<T> Registry<T> {
         lock(&self.live).values().cloned().collect()
     }
 
-    /// Takes out one thing if it is of a sort.
+    /// Removes the object of a handle if it satisfies a condition.
     pub(crate) fn drain_one(&self, handle: Handle, which: impl Fn(&T) -> bool) -> Option<Arc<T>> {
         let mut live = lock(&self.live);
         if live.get(&handle).is_some_and(|thing| which(thing)) { live.remove(&handle) } else { None }
     }
 
-    /// Takes out all things of a sort.
+    /// Removes all objects that satisfy a condition.
     pub(crate) fn drain(&self, which: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut live = lock(&self.live);
         live.extract_if(|_, thing| which(thing)).map(|(_, thing)| thing).collect()
@@ -74,7 +74,7 @@ impl<T> Registry<T> {
     }
 }
 
-/// Locks even after a panic elsewhere: the simulator's state is for tests to look at.
+/// Locks even after a panic in another thread, so that tests can still inspect the simulator's state.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! Copies of the shared library that lack functions: their names in the dynamic symbol table are overwritten, so that the
-//! system's loader does not find them.
+//! Copies of the shared library without some functions: their names in the dynamic symbol table are overwritten, so
+//! that the system's loader does not find them.
 
 use std::io;
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(crate) fn copy_without(library: &Path, symbols: &[&str], file: &Path) -> io:
     std::fs::write(file, bytes)
 }
 
-/// Where `.dynstr` lies: the string table that the section of dynamic symbols is linked with.
+/// Range of `.dynstr`, the string table linked to the section of dynamic symbols.
 fn dynamic_names(bytes: &[u8]) -> Option<std::ops::Range<usize>> {
     const DYNAMIC_SYMBOLS: u64 = 11;
     const SECTION_BYTES: usize = 64;

@@ -1,4 +1,4 @@
-//! Descriptors of `aclnn`: tensors, lists, scalars, arrays. All arrays are copied when they are made.
+//! `aclnn` descriptors: tensors, lists, scalars, arrays. Arrays are copied when the descriptor is created.
 
 use crate::codes::{Done, FORMAT_ND, FORMAT_NZ, OP_INVALID, OP_NULL, fail, rule};
 use crate::registry::{Handle, Registry};
@@ -66,7 +66,7 @@ impl Elem {
     }
 }
 
-/// A tensor as an operation sees it.
+/// A tensor as an operand of an operation.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct View {
     pub(crate) address: usize,
@@ -83,7 +83,7 @@ impl View {
         self.dims.iter().product()
     }
 
-    /// Bytes of its elements.
+    /// Number of bytes of its elements.
     pub(crate) fn bytes(&self) -> usize {
         (self.count() * self.elem.bits()).div_ceil(8)
     }
@@ -102,7 +102,7 @@ impl View {
         self.format == FORMAT_NZ
     }
 
-    /// Whether elements follow each other without gaps, in order.
+    /// Whether elements are consecutive in row-major order, without gaps.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut step = 1;
         let holds = |(&dim, &stride): (&usize, &usize)| {
@@ -113,13 +113,13 @@ impl View {
         !self.is_nz() && self.dims.iter().zip(&self.strides).rev().all(holds)
     }
 
-    /// Whether a matrix is read across its rows: a transposition of stored rows.
+    /// Whether a matrix is the transposition of stored rows.
     pub(crate) fn is_transposed(&self) -> bool {
         let n = self.dims.len();
         n >= 2 && self.strides[n - 2] == 1 && (self.strides[n - 1] == self.dims[n - 2] || self.dims[n - 1] == 1)
     }
 
-    /// Place in storage of the element with this index in row-major order.
+    /// Storage index of the element with this row-major index.
     pub(crate) fn place(&self, index: usize) -> usize {
         let mut rest = index;
         let mut place = self.offset;
@@ -130,13 +130,13 @@ impl View {
         place
     }
 
-    /// Place of an element of a tiled matrix, given by the row and column of what is stored.
+    /// Storage index of an element of a tiled matrix, given by the row and column of the stored matrix.
     pub(crate) fn tiled_place(&self, row: usize, col: usize) -> usize {
         let &[_, row_tiles, height, width] = &self.storage[..] else { return 0 };
         ((col / width * row_tiles + row / height) * height + row % height) * width + col % width
     }
 
-    /// What holds of every tensor that an operation takes.
+    /// Checks requirements that hold for the tensors of every operation.
     pub(crate) fn check(&self, what: &str) -> Done {
         rule!(self.address != 0, OP_NULL, "{what} has no data");
         rule!(
@@ -150,7 +150,7 @@ impl View {
     }
 }
 
-/// Makes a tensor, as `aclCreateTensor` does; `None` where that answers null.
+/// Creates a tensor, as `aclCreateTensor` does; `None` if that function returns null.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn describe(
     dims: &[i64],
@@ -177,7 +177,7 @@ pub(crate) fn describe(
     Some(TENSORS.add(Arc::new(view)))
 }
 
-/// A required tensor.
+/// Returns a required tensor.
 pub(crate) fn tensor(handle: Handle, what: &str) -> Done<View> {
     if handle == 0 {
         fail!(OP_NULL, "{what} is null");
@@ -187,12 +187,12 @@ pub(crate) fn tensor(handle: Handle, what: &str) -> Done<View> {
     Ok(view)
 }
 
-/// A tensor that may be absent.
+/// Returns an optional tensor.
 pub(crate) fn optional(handle: Handle, what: &str) -> Done<Option<View>> {
     if handle == 0 { Ok(None) } else { tensor(handle, what).map(Some) }
 }
 
-/// The only member of a required list.
+/// Returns the only element of a required list.
 pub(crate) fn single(handle: Handle, what: &str) -> Done<View> {
     rule!(handle != 0, OP_NULL, "{what} is null");
     let members = LISTS.get(handle, OP_INVALID)?;
@@ -200,18 +200,18 @@ pub(crate) fn single(handle: Handle, what: &str) -> Done<View> {
     tensor(members[0], what)
 }
 
-/// An array that may be absent.
+/// Returns an optional array.
 pub(crate) fn ints(handle: Handle) -> Done<Option<Vec<i64>>> {
     if handle == 0 { Ok(None) } else { Ok(Some(INT_ARRAYS.get(handle, OP_INVALID)?.to_vec())) }
 }
 
-/// A required scalar.
+/// Returns a required scalar.
 pub(crate) fn scalar(handle: Handle, what: &str) -> Done<f64> {
     rule!(handle != 0, OP_NULL, "{what} is null");
     Ok(*SCALARS.get(handle, OP_INVALID)?)
 }
 
-/// Refuses an argument that must be absent here.
+/// Refuses an argument that must be absent.
 pub(crate) fn absent(handle: Handle, what: &str) -> Done {
     rule!(handle == 0, OP_INVALID, "{what} is not supported here");
     Ok(())

@@ -13,7 +13,7 @@ static SIMULATOR: LazyLock<Simulator> =
     LazyLock::new(|| Simulator::beside_this_binary().expect("cargo builds the simulator beside its tests"));
 static TURN: Mutex<()> = Mutex::new(());
 
-/// What a test works with. Fields are dropped in this order.
+/// Objects that a test uses. Fields are dropped in this order.
 pub struct Rig {
     pub ops: Ops,
     pub stream: Stream,
@@ -28,7 +28,7 @@ impl Rig {
         Self::with(|_| ())
     }
 
-    /// `set_up` runs after the reset and before anything is made.
+    /// `set_up` runs after the reset and before any object is created.
     pub fn with(set_up: impl FnOnce(&Simulator)) -> Self {
         let turn = turn();
         let sim = &*SIMULATOR;
@@ -47,14 +47,14 @@ impl Rig {
         DeviceBuffer::new(&self.context, bytes, Pages::default()).expect("memory")
     }
 
-    /// A tensor that holds nothing yet.
+    /// Creates an uninitialized tensor.
     pub fn empty(&self, elem: ElemType, dims: &[usize]) -> Tensor {
         let count: usize = dims.iter().product();
         let buffer = self.buffer((count * elem.bits()).div_ceil(8));
         Tensor { desc: TensorDesc::new(buffer.address(), elem, dims), buffer, elem, count }
     }
 
-    /// A tensor of values, rounded to its type.
+    /// Creates a tensor of values, rounded to its type.
     pub fn tensor(&self, elem: ElemType, dims: &[usize], values: &[f32]) -> Tensor {
         let tensor = self.empty(elem, dims);
         assert_eq!(values.len(), tensor.count);
@@ -72,7 +72,7 @@ impl Rig {
         tensor
     }
 
-    /// Launches an op with a workspace of its own and waits.
+    /// Launches an operation with its own workspace and waits.
     pub fn run(&self, op: Result<Op, AscendError>) -> Result<(), AscendError> {
         let mut op = op?;
         let workspace = self.buffer(op.workspace_bytes().max(32));
@@ -82,7 +82,7 @@ impl Rig {
 }
 
 impl Drop for Rig {
-    /// A test that fails with work queued must not wait for it.
+    /// A test that fails with work in the queue must not wait for it.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.sim.reset();
@@ -90,7 +90,7 @@ impl Drop for Rig {
     }
 }
 
-/// The machine for one test alone, reset.
+/// Acquires the simulator for one test and resets it.
 pub fn turn() -> MutexGuard<'static, ()> {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     SIMULATOR.reset();
@@ -119,7 +119,7 @@ impl Tensor {
         bytes
     }
 
-    /// What it holds.
+    /// Values of the tensor.
     pub fn values(&self) -> Vec<f32> {
         decode(self.elem, &self.bytes())
     }
@@ -153,12 +153,12 @@ pub fn decode(elem: ElemType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Values as a type stores them.
+/// Rounds values to a storage type.
 pub fn rounded(elem: ElemType, values: &[f32]) -> Vec<f32> {
     decode(elem, &encode(elem, values))
 }
 
-/// Numbers of about -1 to 1 that repeat for a seed, rounded to a type.
+/// Pseudo-random values between about -1 and 1, reproducible from a seed, rounded to a type.
 pub fn noise(elem: ElemType, count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let next = || {
@@ -170,7 +170,7 @@ pub fn noise(elem: ElemType, count: usize, seed: u64) -> Vec<f32> {
     rounded(elem, &std::iter::repeat_with(next).take(count).collect::<Vec<_>>())
 }
 
-/// A relative step of a type: how far neighbouring results may be apart for another order of additions.
+/// Relative precision of a type: the tolerance for results with another order of additions.
 pub fn step(elem: ElemType) -> f32 {
     match elem {
         ElemType::F32 => 1e-5,
@@ -180,7 +180,7 @@ pub fn step(elem: ElemType) -> f32 {
     }
 }
 
-/// Results agree up to a step of their type.
+/// Asserts that results agree within the precision of their type.
 #[track_caller]
 pub fn close(got: &[f32], want: &[f32], elem: ElemType) {
     assert_eq!(got.len(), want.len());

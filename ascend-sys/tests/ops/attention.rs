@@ -1,4 +1,4 @@
-//! Promise: keys and values go to their slots, and attention over block tables is the textbook's sum.
+//! Keys and values are written to their slots, and attention over block tables equals the textbook formula.
 
 use crate::common;
 use crate::common::{Rig, Tensor, close, noise};
@@ -26,7 +26,7 @@ fn keys_and_values_go_to_their_slots() {
             assert_eq!(cache.values(), want);
         }
     }
-    // The older way, one cache at a time.
+    // The older operation writes one cache at a time.
     let cache = rig.tensor(BF16, &[blocks * 16, n * d], &old);
     let slots = rig.ints(I32, &[5, 31, 0]);
     let indices = TensorDesc::new(slots.at(), I32, &[t, 1]);
@@ -35,7 +35,7 @@ fn keys_and_values_go_to_their_slots() {
     assert_eq!(cache.values()[5 * n * d..][..n * d], k[..n * d]);
     assert!(rig.sim.complaints().is_empty());
 
-    // A slot twice is undefined: garbage and a complaint. One out of range crashes.
+    // A slot written twice is undefined: garbage and a complaint. A slot out of range crashes.
     let twice = rig.ints(I32, &[7, 7, 0]);
     let indices = TensorDesc::new(twice.at(), I32, &[t, 1]);
     rig.run(rig.ops.scatter_rows(&cache.desc, &indices, &updates)).expect("undefined, not refused");
@@ -108,7 +108,7 @@ fn check(rig: &Rig, elem: ElemType, layout: QueryLayout, case: &Case) {
     let width = case.kv_lens.iter().max().expect("sequences").div_ceil(block);
     let blocks = seqs * width + 1;
     let row = kv_heads * d;
-    // Blocks in an order of their own; what no sequence owns stays poisoned.
+    // Blocks in a shuffled order; blocks that no sequence owns stay poisoned.
     let id = |s: usize, b: usize| blocks - 1 - (b * seqs + s);
     let (key_cache, value_cache) = (rig.empty(elem, &[blocks, block, row]), rig.empty(elem, &[blocks, block, row]));
     let mut stored = (Vec::new(), Vec::new());

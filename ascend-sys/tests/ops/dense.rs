@@ -1,4 +1,4 @@
-//! Promise: the operations of a dense decoder compute their definitions, written out here in plain loops.
+//! The operations of a dense decoder equal their definitions, written here as plain loops.
 
 use crate::common::{Rig, close, noise, rounded};
 use ElemType::{BF16, F16, F32, I32, I64};
@@ -105,7 +105,7 @@ fn norms_divide_by_the_root_mean_square() {
 #[test]
 fn heads_are_normed_through_views() {
     let rig = Rig::new();
-    // Two heads of 16 inside rows of 48: the keys of a fused projection.
+    // Two heads of 16 within rows of 48: the keys of a fused projection.
     let (t, n, d) = (2, 2, 16);
     let rows = noise(F16, t * 48, 1);
     let gamma = noise(F16, d, 2);

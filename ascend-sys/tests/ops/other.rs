@@ -1,4 +1,4 @@
-//! Promise: quantized products, sampling and experts compute their definitions.
+//! Quantized products, sampling and experts equal their definitions.
 
 use crate::common;
 use crate::common::{Rig, close, noise};
@@ -69,10 +69,10 @@ fn weights_of_eight_and_four_bits_beside_plain_rows() {
     let x_tensor = rig.tensor(F16, &[m, k], &x);
     let out = rig.empty(F16, &[m, n]);
 
-    // Weights are multiplied in the type of the rows.
+    // Weights are multiplied in the element type of the rows.
     let narrow = |value: f32| common::rounded(F16, &[value])[0];
 
-    // A scale a column: rows of int8.
+    // One scale per column: int8 rows.
     let (w, s) = (whole(n * k, 2, 100.0), noise(F16, n, 3).iter().map(|v| v * 0.01).collect::<Vec<_>>());
     let s = common::rounded(F16, &s);
     let (weight, scale) = (rig.tensor(I8, &[n, k], &w), rig.tensor(F16, &[n], &s));
@@ -80,7 +80,7 @@ fn weights_of_eight_and_four_bits_beside_plain_rows() {
         .expect("W8");
     close(&out.values(), &product(&|j, c| narrow(w[c * k + j] * s[c])), F16);
 
-    // A scale for 32 rows of a column, int4 two a byte, with offsets.
+    // One scale per 32 rows of a column, int4 two per byte, with offsets.
     let w: Vec<f32> = whole(k * n, 4, 7.0);
     let scales = common::rounded(F16, &noise(F16, 2 * n, 5).iter().map(|v| v * 0.1).collect::<Vec<_>>());
     let offsets = common::rounded(F16, &whole(2 * n, 6, 3.0));

@@ -1,12 +1,12 @@
-//! Measurement of the simulated operations' speed, not a promise:
-//! `cargo test --release -p ascend-sys --test ops -- speed:: --ignored --nocapture`.
+//! Measures the speed of the simulated operations: `cargo test --release -p ascend-sys --test ops -- speed:: --ignored
+//! --nocapture`.
 
 use crate::common::{Rig, noise};
 use ElemType::BF16;
 use ascend_sys::{Attention, ElemType, MASK_SIDE, Mask, QueryLayout, TensorDesc};
 use std::time::{Duration, Instant};
 
-/// Shortest of a few runs.
+/// Shortest time of a few runs.
 fn time(mut work: impl FnMut()) -> Duration {
     let run = |_| {
         let start = Instant::now();
@@ -32,7 +32,7 @@ fn products() {
     }
 }
 
-/// A step of SmolLM2-135M's attention: 9 heads over 3, of 64.
+/// Attention of a step of SmolLM2-135M: 9 query heads over 3 KV heads of size 64.
 #[test]
 #[ignore = "a measurement"]
 fn attention() {

@@ -1,5 +1,5 @@
-//! Promise: a captured graph replays what was queued, task updates refresh single operations in order, and capture's rules
-//! are kept.
+//! A captured graph replays the recorded work, task updates replace single operations in order, and the rules of
+//! capture are enforced.
 
 #![allow(unsafe_code)]
 
@@ -81,7 +81,7 @@ fn what_capture_forbids_spoils_it() {
         ("blocking copy", Box::new(|| buffer.write(0, &pageable))),
         ("blocking fill", Box::new(|| buffer.fill(0))),
         ("event query", Box::new(|| event.is_complete().map(drop))),
-        // SAFETY: refused before anything is read.
+        // SAFETY: refused before any memory is read.
         ("pageable copy", Box::new(|| unsafe { rig.stream.copy_in(buffer.address(), pageable.as_ptr(), 64) })),
     ];
     for (what, call) in &forbidden {
@@ -123,7 +123,7 @@ fn pinned_copies_are_captured_and_read_their_memory_at_each_replay() {
     let device = rig.buffer(64);
     let mut pinned = PinnedBuffer::new(&rig.context, 64).expect("pinned");
     let capture = Capture::begin(&rig.stream, CaptureMode::ThreadLocal).expect("begin");
-    // SAFETY: pinned, and left alone while a replay runs.
+    // SAFETY: the memory is pinned and stays unchanged while a replay runs.
     unsafe { rig.stream.copy_in(device.address(), pinned.as_ptr(), 64) }.expect("captured");
     let graph = capture.end().expect("end");
     for value in [1u8, 2] {
@@ -136,7 +136,7 @@ fn pinned_copies_are_captured_and_read_their_memory_at_each_replay() {
     }
 }
 
-/// One decode step's attention over a cache whose length grows, captured once.
+/// Attention of one decode step over a cache of growing length, captured once.
 struct Decode<'a> {
     rig: &'a Rig,
     query: common::Tensor,

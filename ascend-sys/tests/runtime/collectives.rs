@@ -1,5 +1,5 @@
-//! Promise: collectives between simulated devices add in the order of the ranks, whoever comes late, eagerly and in graphs;
-//! ranks that disagree, fail or stay away end in typed errors on all ranks and never in a hang.
+//! Collectives between simulated devices add in rank order, whichever rank is late, both eagerly and in graphs. Ranks
+//! that disagree, fail or are missing cause typed errors on all ranks, never a hang.
 
 use crate::common;
 use crate::common::{decode, encode, noise, rounded};
@@ -15,7 +15,7 @@ const RANKS: u32 = 4;
 const ALL: usize = RANKS as usize;
 const COUNT: usize = 24;
 
-/// What the thread of one rank works with.
+/// Objects of the thread of one rank.
 struct Rank {
     comm: Communicator,
     stream: Stream,
@@ -52,7 +52,7 @@ fn load(devices: u32) -> (Runtime, Collectives) {
     (runtime, Collectives::load(&library).expect("collectives"))
 }
 
-/// Runs a thread for each of `ranks` devices, joined to a communicator; their results in order.
+/// Runs one thread per device, joined to a communicator; returns their results in rank order.
 fn on_all_ranks<T: Send>(ranks: u32, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     let (runtime, collectives) = load(ranks);
     let root = collectives.root_info(&runtime).expect("root info");
@@ -101,7 +101,7 @@ fn ranks_reduce_gather_scatter_and_share() {
             assert_eq!(rank.values(&recv, elem)[..COUNT / ALL], sum[rank.at * COUNT / ALL..][..COUNT / ALL]);
             rank.comm.all_reduce(src, dst, COUNT, elem, stream).expect("sum");
             assert_eq!(rank.values(&recv, elem)[..COUNT], sum);
-            // In place, twice: the second sees the first's sums.
+            // In place, twice: the second collective sees the first one's sums.
             for _ in 0..2 {
                 rank.sum(&send, COUNT, elem).expect("sum");
             }
@@ -144,7 +144,7 @@ fn one_call_makes_the_communicators_of_a_process() {
         buffers[at].read(0, &mut bytes).expect("read");
         assert_eq!(decode(F32, &bytes), [3.0; 16]);
     }
-    // One device twice, and a type that is not offered.
+    // The same device twice, and an unsupported type.
     let twice = Communicator::join_all(&collectives, &[contexts[0].clone(), contexts[0].clone()]).expect_err("twice");
     assert_eq!((twice.call, twice.code, twice.kind), ("HcclCommInitAll", 1, AscendErrorKind::Usage));
     let at_device = buffers[0].address();
@@ -214,7 +214,7 @@ fn a_rank_that_fails_ends_the_others_by_their_limit() {
         sim.fail_task("HcclAllReduce", 4, code);
         let results = on_all_ranks(3, |rank| {
             let buffer = rank.buffer(&[1.0; 16], F32);
-            // The first is done before the second, so that the fault strikes the second of one rank.
+            // The first collective completes before the second, so that the fault affects the second one of one rank.
             rank.sum(&buffer, 16, F32).expect("queued");
             rank.stream.synchronize(None).expect("the first is done");
             rank.sum(&buffer, 16, F32).expect("queued");
@@ -297,7 +297,7 @@ fn modelled_time_of_a_ring() {
         rank.sum(&buffer, count, BF16).expect("queued");
         rank.stream.synchronize(None).expect("done");
     });
-    // Of 16 MiB each device sends 14/8 over a link of 28 GB/s, in 14 steps of 1.5 us; a task begins in 2 us.
+    // For 16 MiB each device sends 14/8 over a link of 28 GB/s, in 14 steps of 1.5 us; a task starts in 2 us.
     let bound = (14 * (count as u64 * 2) / 8).div_ceil(28) + 14 * 1500 + 2000;
     let clock = sim.clock();
     assert_eq!(clock.busy.as_nanos(), u128::from(8 * bound), "eight devices");

@@ -1,5 +1,5 @@
-//! Promise: calls come back as typed errors with the runtime's words, objects die in their own context, and what the
-//! documents forbid is refused.
+//! Calls return typed errors with the runtime's message, objects are destroyed in their own context, and forbidden
+//! calls are refused.
 
 #![allow(unsafe_code)]
 
@@ -38,7 +38,7 @@ fn device_memory_is_apart_poisoned_and_given_back() {
     buffer.fill(7).expect("fill");
     buffer.read(999, &mut bytes[..1]).expect("read");
     assert_eq!(bytes[0], 7);
-    // 1000 is rounded up to 32, and 32 more.
+    // 1000 is rounded up to a multiple of 32, plus 32 bytes of padding.
     assert_eq!(rig.sim.live("device_bytes"), 1024 + 32);
     let before = buffer.address();
     drop(buffer);
@@ -85,7 +85,7 @@ fn a_thread_needs_a_context() {
         scope.spawn(|| {
             let error = Stream::new(&context).expect_err("none yet");
             assert_eq!((error.code, error.kind), (107_002, AscendErrorKind::Usage));
-            // An operation hides the runtime's code behind its own: the wrapper digs it out.
+            // An operation reports a code of its own; the wrapper extracts the runtime's code.
             let x = TensorDesc::new(ascend_sys::DeviceAddress(64), F32, &[1]);
             let error = rig.ops.silu(&x, &x).expect_err("none yet");
             assert_eq!((error.call, error.code), ("aclnnSiluGetWorkspaceSize", 107_002));
@@ -127,7 +127,7 @@ fn queued_copies_want_pinned_memory_and_right_sizes() {
     let buffer = rig.buffer(64);
     let mut pinned = PinnedBuffer::new(&rig.context, 64).expect("pinned");
     pinned.as_mut_slice().fill(3);
-    // SAFETY: pinned, and left alone until the stream is done.
+    // SAFETY: the memory is pinned and stays unused until the stream is done.
     unsafe { rig.stream.copy_in(buffer.address(), pinned.as_ptr(), 64) }.expect("copy");
     rig.stream.synchronize(None).expect("done");
     let back = PinnedBuffer::new(&rig.context, 64).expect("pinned");
@@ -137,10 +137,10 @@ fn queued_copies_want_pinned_memory_and_right_sizes() {
     assert_eq!(back.as_slice(), [3; 64]);
     assert!(rig.sim.complaints().is_empty());
     let pageable = [5u8; 64];
-    // SAFETY: pageable, so that the call waits for the copy.
+    // SAFETY: the memory is pageable, so the call waits for the copy.
     unsafe { rig.stream.copy_in(buffer.address(), pageable.as_ptr(), 64) }.expect("works, but waits");
     assert_eq!(rig.sim.complaints().len(), 1);
-    // SAFETY: refused, nothing is read.
+    // SAFETY: the call is refused and reads nothing.
     let error = unsafe { rig.stream.copy_out(back.as_ptr(), ascend_sys::DeviceAddress(pinned.as_ptr() as usize), 64) };
     assert_eq!(error.expect_err("host to host").code, 207_000);
     rig.stream.copy_within(buffer.address(), buffer.address().offset(1 << 20), 32).expect("queued");
@@ -156,7 +156,8 @@ fn operands_are_aligned_padded_and_alive() {
     let error = refused(&TensorDesc::new(arena.address().offset(16), F16, &[8]), &out);
     assert_eq!((error.code, error.kind), (161_002, AscendErrorKind::Refused));
     assert!(error.message.contains("aligned"), "{error}");
-    // 256 bytes, rounded and padded to 288: a tensor that ends there has 32 bytes behind it, one that ends later has not.
+    // 256 bytes, rounded and padded to 288: a tensor that ends there has 32 bytes after it, one that ends later does
+    // not.
     let last = TensorDesc::new(arena.address().offset(224), F16, &[16]);
     rig.run(rig.ops.silu(&last, &out)).expect("the allocation's own padding");
     let beyond = TensorDesc::new(arena.address().offset(256), F16, &[16]);
@@ -272,7 +273,7 @@ fn missing_functions_are_named_or_leave_a_capability_off() {
     let error = Runtime::load(&library).expect_err("a required function");
     assert_eq!(error, LoadError::MissingSymbol { library: required.clone(), symbol: "aclrtRecordEvent" });
 
-    // As CANN 8.0: no capture, no scatter into paged caches.
+    // Like CANN 8.0: no capture, no scatter into paged caches.
     let old =
         library_without(&["aclmdlRICaptureBegin", "aclnnScatterPaKvCache", "aclnnScatterPaKvCacheGetWorkspaceSize"]);
     let library = Library::open(Some(&old)).expect("opens");

@@ -1,4 +1,4 @@
-//! Promise: a card's figures come in plain units, and what is absent is a typed error.
+//! A card's figures have plain units, and a missing figure is a typed error.
 
 use crate::common;
 use ascend_sys::{AscendErrorKind, Context, Dcmi, DeviceBuffer, Health, Library, LoadError, Pages, Runtime, Unit};

@@ -1,4 +1,4 @@
-//! Promise: whatever call or task fails, the error is typed and in time, nothing hangs, and nothing is left behind.
+//! If any call or task fails, a typed error is returned in time, nothing hangs, and nothing leaks.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use ascend_sys::{
 };
 use std::time::Duration;
 
-/// A small life: allocate, compute on two streams, copy, capture, replay.
+/// A small workload: allocate, compute on two streams, copy, capture, replay.
 fn life(runtime: &Runtime, ops: &Ops) -> Result<Vec<f32>, AscendError> {
     let context = Context::create(runtime, 0)?;
     let (stream, side) = (Stream::new(&context)?, Stream::new(&context)?);
@@ -21,7 +21,7 @@ fn life(runtime: &Runtime, ops: &Ops) -> Result<Vec<f32>, AscendError> {
     let mut graph = None;
     let worked = work(ops, [&stream, &side], &buffer, &pinned, &event, &mut graph);
     if worked.is_err() {
-        // What is still queued must end before its memory goes; nobody asks what came of it.
+        // Queued work must end before its memory is freed; its result is ignored.
         drop([stream.abort(), side.abort()]);
     }
     worked?;
@@ -48,7 +48,7 @@ fn work(
     double(stream)?;
     let graph = graph.insert(capture.end()?);
     graph.launch(stream)?;
-    // SAFETY: pinned, and left alone until the stream is done or aborted.
+    // SAFETY: the memory is pinned and stays unused until the stream is done or aborted.
     unsafe { stream.copy_out(pinned.as_ptr(), buffer.address(), 32) }?;
     stream.synchronize(Some(Duration::from_secs(10)))
 }
@@ -76,7 +76,7 @@ fn every_call_may_fail() {
                 assert!(values == &[8.0; 8] && error.code == 207_001, "call {n}: {values:?}, {error}");
             }
             (Err(error), _) => assert!([207_001, -2].contains(&error.code), "call {n}: {error}"),
-            // A descriptor that could not be destroyed: nobody asks.
+            // A descriptor that could not be destroyed is not reported.
             (Ok(values), None) => assert_eq!(values, &[8.0; 8], "call {n}"),
         }
         for sort in ["device_blocks", "pinned_blocks", "events", "graphs", "executors", "descriptors"] {
@@ -93,7 +93,7 @@ fn a_crashed_kernel_stops_its_context_and_a_new_one_works() {
     rig.sim.fail_task("aclnnSilu", 2, 507_015);
     for _ in 0..3 {
         let mut op = rig.ops.silu(&x.desc, &x.desc).expect("op");
-        // The third may be told already.
+        // The third call may already receive the error.
         if let Err(error) = op.launch(x.at(), 0, &rig.stream) {
             assert_eq!((error.code, error.kind), (507_015, AscendErrorKind::KernelException));
         }
@@ -148,7 +148,7 @@ fn a_lost_device_answers_every_call() {
     drop(buffer);
     assert_eq!(rig.runtime.take_drop_error().map(|error| error.kind), Some(AscendErrorKind::DeviceLost));
     assert_eq!(rig.sim.live("device_blocks"), 0, "what is given back is given back");
-    // Ends what hangs: a device that comes back would let it hang on.
+    // Ends hanging tasks: a device that is restored would let them continue to hang.
     rig.sim.reset();
 }
 
@@ -190,7 +190,7 @@ fn modelled_time_follows_bytes_and_operations() {
         sim.set("compute", 0);
         sim.set("hbm_bytes", 8 << 30);
     });
-    // A decode product over a 4096 x 11008 bf16 weight: 90 MB at 850 GB/s.
+    // A decode product with a 4096 x 11008 bf16 weight: 90 MB at 850 GB/s.
     let (k, n) = (4096, 11_008);
     let (x, w, out) =
         (rig.empty(ElemType::BF16, &[1, k]), rig.empty(ElemType::BF16, &[n, k]), rig.empty(ElemType::BF16, &[1, n]));

@@ -1,4 +1,4 @@
-//! Promise: streams are queues of their own, so a missing event gives wrong data under delays, and an event mends it.
+//! Streams are independent queues, so a missing event gives wrong data under delays, and an event prevents that.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,8 @@ use ElemType::F32;
 use ascend_sys::{AscendErrorKind, ElemType, Event, EventKind, PinnedBuffer, Stream, is_wait_timeout};
 use std::time::Duration;
 
-/// A chain over two streams: each step adds 1 on one stream and doubles on the other. Answers whether it came out right.
+/// A chain over two streams: each step adds 1 on one stream and doubles on the other. Returns whether the result is
+/// right.
 fn chain(rig: &Rig, ordered: bool) -> bool {
     let side = Stream::new(&rig.context).expect("stream");
     let events: Vec<Event> = (0..16).map(|_| Event::new(&rig.context, EventKind::Ordering).expect("event")).collect();
@@ -56,7 +57,8 @@ fn a_buffer_reused_too_early_shows_as_wrong_data() {
     let mut seen = Vec::new();
     for value in 0..50u8 {
         staging.as_mut_slice().fill(value);
-        // SAFETY: breaks the contract on purpose: the simulator reads plain bytes whenever it comes to them.
+        // SAFETY: violates the contract on purpose: the simulator reads the bytes at any later time, and any bytes are
+        // valid.
         unsafe { rig.stream.copy_in(device.address(), staging.as_ptr(), 4) }.expect("copy");
         staging.as_mut_slice().fill(0xEE);
         rig.stream.synchronize(None).expect("done");
@@ -112,7 +114,7 @@ fn timing_events_carry_modelled_time() {
     rig.stream.fill(buffer.address(), 0, 1 << 20).expect("fill");
     rig.stream.record(&end).expect("record");
     rig.stream.synchronize(None).expect("done");
-    // 1 MiB at 850 GB/s and 2 µs to begin, behind the 4 µs of the launch.
+    // 1 MiB at 850 GB/s and 2 µs to start, after the 4 µs of the launch.
     let took = end.since(&start).expect("time");
     assert!((3_200..9_000).contains(&took.as_nanos()), "{took:?}");
     let plain = Event::new(&rig.context, EventKind::Ordering).expect("event");

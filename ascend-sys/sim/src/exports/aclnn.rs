@@ -9,7 +9,7 @@ use crate::ops::{attention, elementwise, index, matmul, moe, norm, quant, reduce
 use crate::registry::Handle;
 use crate::tensor::{Elem, absent, ints, optional, scalar, single, tensor};
 
-/// `_Bool` as it arrives.
+/// `_Bool` as passed over the C interface.
 type Bool = u8;
 
 macro_rules! op {

@@ -1,4 +1,5 @@
-//! What only the simulator has: settings, faults, counters, the log, modelled time. See the crate's documentation.
+//! Functions that only the simulator has: settings, faults, counters, the log, modeled time. See the crate's
+//! documentation.
 
 #![allow(unsafe_code)]
 
@@ -15,7 +16,7 @@ use crate::tensor::{INT_ARRAYS, LISTS, SCALARS, TENSORS};
 
 const REFUSED: i32 = -1;
 
-/// Everything as at the start: settings, memory, handles; work that runs is ended.
+/// Restores the initial state of settings, memory and handles; aborts running work.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_reset() {
     control::release();
@@ -42,13 +43,13 @@ pub extern "C" fn ascend_sim_set(name: Text, value: i64) -> i32 {
     if is_known { 0 } else { REFUSED }
 }
 
-/// A setting's present value; the least number there is if there is no such setting.
+/// Value of a setting; `i64::MIN` if there is no such setting.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_setting(name: Text) -> i64 {
     name.get().and_then(|name| settings::value(&name)).unwrap_or(i64::MIN)
 }
 
-/// Kinds: 0 the call fails, 1 its task fails, 2 its task hangs, 3 its task overflows.
+/// Injects a fault. Kinds: 0 the call fails, 1 its task fails, 2 its task hangs, 3 its task overflows.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_fault(kind: i32, name: Text, nth: u64, code: i32, is_lasting: i32) -> i32 {
     let fault = match kind {
@@ -63,13 +64,13 @@ pub extern "C" fn ascend_sim_fault(kind: i32, name: Text, nth: u64, code: i32, i
     0
 }
 
-/// From now on every call answers the code; 0 brings the device back.
+/// Makes every call return the code from now on; 0 restores the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_lose_device(code: i32) {
     control::lose_device(code);
 }
 
-/// Lets hung tasks go on.
+/// Releases hanging tasks.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_release() {
     control::release();
@@ -80,7 +81,7 @@ pub extern "C" fn ascend_sim_count(name: Text) -> u64 {
     name.get().map_or(0, |name| control::count(&name))
 }
 
-/// Live things of a sort; `u64::MAX` for an unknown sort.
+/// Number of live objects of a kind; `u64::MAX` for an unknown kind.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_live(sort: Text) -> u64 {
     let count = |n: usize| n as u64;
@@ -100,7 +101,7 @@ pub extern "C" fn ascend_sim_live(sort: Text) -> u64 {
     }
 }
 
-/// Modelled nanoseconds: 0 host, 1 device, 2 device busy.
+/// Modeled nanoseconds: 0 host, 1 device, 2 device busy.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_clock(which: i32) -> u64 {
     let (host, device, busy) = task::clocks();
@@ -111,7 +112,7 @@ pub extern "C" fn ascend_sim_clock(which: i32) -> u64 {
     }
 }
 
-/// Whether a handle's address could be followed: for tests of the border.
+/// Whether a handle could be dereferenced; for tests of the C boundary.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_is_device_address(address: Handle) -> i32 {
     i32::from(memory().holds(address))
@@ -126,7 +127,7 @@ fn text(text: &str, buffer: usize, capacity: u64) -> u64 {
     bytes.len() as u64
 }
 
-/// The call log as text; answers its length, writes what fits.
+/// Writes as much of the call log as fits; returns the length of the whole text.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_log(buffer: usize, capacity: u64) -> u64 {
     text(&control::log_text(), buffer, capacity)
@@ -137,7 +138,7 @@ pub extern "C" fn ascend_sim_clear_log() {
     control::clear_log();
 }
 
-/// Complaints as text, one a line; answers their length, writes what fits.
+/// Writes as many complaints as fit, one per line; returns the length of the whole text.
 #[unsafe(no_mangle)]
 pub extern "C" fn ascend_sim_complaints(buffer: usize, capacity: u64) -> u64 {
     text(&control::complaints_text(), buffer, capacity)

@@ -1,4 +1,4 @@
-//! `libdcmi`: what a card says of itself. Constant, but for what is set.
+//! `libdcmi`: figures that a card reports. Constant, except for those that a setting controls.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -23,9 +23,9 @@ pub struct HbmInfo {
 
 const CELSIUS: i32 = 45;
 const HBM_MHZ: u32 = 1600;
-/// AI cores of a 910B3.
+/// Rated frequency of the AI cores of a 910B3.
 const RATED_MHZ: u32 = 1800;
-/// Assumed: documented are 150 to 600 W.
+/// Assumed: 150 to 600 W are documented.
 const RATED_MW: u32 = 400_000;
 
 fn check(device: i32) -> i32 {
@@ -48,7 +48,7 @@ pub extern "C" fn dcmi_init() -> i32 {
     0
 }
 
-/// One chip a card, numbered alike.
+/// One chip per card, with the same numbers.
 #[unsafe(no_mangle)]
 pub extern "C" fn dcmi_get_card_id_device_id_from_logicid(card: Out<i32>, device: Out<i32>, logic: u32) -> i32 {
     let logic = i32::try_from(logic).unwrap_or(-1);
@@ -98,7 +98,7 @@ pub extern "C" fn dcmi_get_device_health(card: i32, _device: i32, health: Out<u3
     answer(card, health, setting_u32(Setting::health))
 }
 
-/// Why the clock is reduced (it is not), and the rated power. An answer is as long as its struct.
+/// Reason for a reduced clock (none), and the rated power. The result has the size of its struct.
 #[unsafe(no_mangle)]
 pub extern "C" fn dcmi_get_device_info(
     card: i32,

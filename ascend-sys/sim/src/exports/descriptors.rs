@@ -12,7 +12,7 @@ use crate::tensor::{self, Elem, INT_ARRAYS, LISTS, SCALARS, TENSORS};
 use half::{bf16, f16};
 use std::sync::Arc;
 
-/// Calls that answer with a handle, null for failure.
+/// Runs a call that returns a handle, or null on failure.
 fn made(name: &'static str, make: impl FnOnce() -> Option<Handle>) -> Handle {
     let mut handle = 0;
     plain(name, || match make() {
@@ -85,7 +85,7 @@ pub extern "C" fn aclCreateTensorList(members: In<Handle>, count: u64) -> Handle
     made("aclCreateTensorList", || Some(LISTS.add(Arc::new(members.values(count)?))))
 }
 
-/// Destroys the members as well.
+/// Also destroys the elements of the list.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclDestroyTensorList(handle: Handle) -> i32 {
     plain("aclDestroyTensorList", || {

@@ -1,4 +1,4 @@
-//! `libhccl`: collectives between devices of one process, a thread a rank.
+//! `libhccl`: collectives between devices of one process, with one thread per rank.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -17,7 +17,7 @@ const ROOT_INFO_BYTES: usize = 4108;
 /// `HCCL_E_RUNTIME`: the runtime's own code is the thread's last error.
 const RUNTIME: i32 = 15;
 
-/// A call that answers an `HcclResult`.
+/// Runs a call that returns an `HcclResult`.
 fn call(name: &'static str, note: Note, body: impl FnOnce() -> Done) -> i32 {
     match ffi::call(name, note, body) {
         100_000.. => RUNTIME,

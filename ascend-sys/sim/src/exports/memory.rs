@@ -65,7 +65,7 @@ pub extern "C" fn aclrtGetMemInfo(attribute: i32, free: Out<usize>, total: Out<u
     })
 }
 
-/// Ends of a copy.
+/// Source and destination of a copy.
 #[derive(Clone, Copy)]
 enum Path {
     In(HostBytes, usize),
@@ -75,7 +75,7 @@ enum Path {
 }
 
 impl Path {
-    /// Which way a copy goes is seen from the addresses, whatever its kind says.
+    /// Determines the direction of a copy from its addresses, whatever its kind argument.
     fn from_places(dst: usize, src: usize, bytes: usize) -> Self {
         let memory = memory();
         match (memory.holds(dst), memory.holds(src)) {
@@ -145,7 +145,7 @@ pub extern "C" fn aclrtMemset(dst: usize, room: usize, value: i32, bytes: usize)
     })
 }
 
-/// A blocking call says at once what is wrong with an address.
+/// A blocking call reports a bad address at once.
 fn bad_address(fail: Fail) -> Fail {
     Fail { code: RT_PARAM_INVALID, ..fail }
 }

@@ -1,4 +1,4 @@
-//! The exported C functions, by library. Each keeps to the frame of [`crate::ffi::call`].
+//! The exported C functions, by library. Each runs in the wrapper [`crate::ffi::call`].
 
 mod aclnn;
 mod capture;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static IS_INITIALIZED: AtomicBool = AtomicBool::new(false);
 
-/// Version of the ACL interface, which says nothing of CANN's.
+/// Version of the ACL interface, which is independent of CANN's.
 const ACL_VERSION: (i32, i32, i32) = (1, 14, 0);
 
 /// `aclrtUtilizationInfo`.
@@ -145,7 +145,7 @@ pub extern "C" fn aclrtGetCurrentContext(handle: Out<Handle>) -> i32 {
     })
 }
 
-/// All kernels here are deterministic.
+/// Accepts any option: all kernels of the simulator are deterministic.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtCtxSetSysParamOpt(option: i32, value: i64) -> i32 {
     plain("aclrtCtxSetSysParamOpt", || {
@@ -178,7 +178,7 @@ pub extern "C" fn aclrtGetLastError(level: i32) -> i32 {
     if level == 0 { control::last_error(true) } else { RT_INVALID_HANDLE }
 }
 
-/// Forgets that it was initialized, for tests.
+/// Resets the initialization state, for tests.
 pub(crate) fn reset() {
     IS_INITIALIZED.store(false, Ordering::Relaxed);
     KERNEL_LIMIT_S.store(1091, Ordering::Relaxed);

@@ -16,7 +16,7 @@ use crate::settings::Setting;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A limit in ms; -1 is none.
+/// Converts a limit in ms; -1 is no limit.
 fn limit(ms: i32) -> Done<Option<Duration>> {
     match ms {
         -1 => Ok(None),
@@ -184,7 +184,7 @@ pub extern "C" fn aclrtResetEvent(event: Handle, stream: Handle) -> i32 {
     })
 }
 
-/// 0 not ready, 1 complete: the other way round than streams.
+/// 0 not ready, 1 complete: the reverse of streams.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtQueryEventStatus(event: Handle, status: Out<i32>) -> i32 {
     plain("aclrtQueryEventStatus", || {
@@ -218,7 +218,7 @@ pub extern "C" fn aclrtSynchronizeEventWithTimeout(event: Handle, ms: i32) -> i3
     plain("aclrtSynchronizeEventWithTimeout", || synchronize_event(event, limit(ms)?))
 }
 
-/// Modelled time, not that of the host.
+/// Modeled time, not the host's.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtEventElapsedTime(ms: Out<f32>, start: Handle, end: Handle) -> i32 {
     plain("aclrtEventElapsedTime", || {

@@ -1,6 +1,7 @@
-//! Fused attention over stored keys and values, paged or not.
+//! Fused attention over stored keys and values, paged or contiguous.
 //!
-//! What is accepted depends on CANN's version: the limits of the 8.5 and 9.1 documentation, and refusals seen in the field.
+//! The accepted arguments depend on CANN's version: the limits are those of the 8.5 and 9.1 documentation, and refusals
+//! reported by users.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, OP_NULL, OP_TILING, fail, rule};
@@ -9,17 +10,17 @@ use crate::operands::Bench;
 use crate::settings::Setting;
 use crate::tensor::{Elem, View};
 
-/// CANN versions from which more is accepted.
+/// CANN versions that accept more than earlier ones.
 const CANN_8_3: i64 = 80_300_000;
 const CANN_9_1: i64 = 90_100_000;
 
-/// Side of the compressed causal mask.
+/// Size of the compressed causal mask.
 const MASK_SIDE: usize = 2048;
 
 const CAUSAL: i64 = 3;
 const BAND: i64 = 4;
 
-/// Arguments that are supported here; the others must be absent.
+/// Arguments supported here; all others must be absent.
 pub(crate) struct Call {
     pub(crate) query: View,
     pub(crate) key: View,
@@ -40,24 +41,24 @@ pub(crate) struct Call {
     pub(crate) out: View,
 }
 
-/// One sequence: its queries' first row, their number, and its stored keys.
+/// One sequence: the first row and the number of its queries, and its stored keys.
 #[derive(Clone, Copy, Debug)]
 struct Sequence {
     first_query: usize,
     queries: usize,
-    /// First key, where keys lie one sequence after the other.
+    /// First key, if the keys of all sequences are consecutive.
     first_key: usize,
     keys: usize,
 }
 
-/// Where keys and values lie.
+/// Storage of keys and values.
 #[derive(Clone, Copy, Debug)]
 enum Storage {
     /// `[blocks, block, heads · D]` through a block table.
     TokensFirst,
     /// `[blocks, heads, block, D]` through a block table.
     HeadsFirst,
-    /// Rows of all heads, from the given row of each sequence on.
+    /// Rows of all heads, starting at a given row for each sequence.
     Plain { padded: Option<usize> },
 }
 
@@ -116,7 +117,7 @@ pub(crate) fn attention(call: Call) -> Done<Prepared> {
         }
         bench.store(5, &out)
     };
-    // Grows with the longest sequence: what is captured with short lengths is too small for long ones.
+    // The workspace grows with the longest sequence: one captured with short lengths is too small for long ones.
     let workspace = (1 << 16) + 4 * heads * most_keys;
     Ok(Prepared::new(operands, kernel).cube(4 * products * heads * head_dim).bytes(bytes).workspace(workspace))
 }
@@ -284,7 +285,7 @@ fn check_mask(call: &Call) -> Done {
     }
 }
 
-/// What the kernel needs.
+/// Dimensions for the kernel.
 #[derive(Clone, Copy)]
 struct Shape {
     heads: usize,
@@ -315,7 +316,7 @@ impl Shape {
             let keys = self.gather(bench, 1, at, sequence, kv_head, table)?;
             let values = self.gather(bench, 2, at, sequence, kv_head, table)?;
             for i in 0..sequence.queries {
-                // Queries are the last of the sequence's tokens.
+                // Queries are the last tokens of the sequence.
                 let own = sequence.keys + i - sequence.queries.min(sequence.keys + i);
                 for head in kv_head * group..(kv_head + 1) * group {
                     let start = ((sequence.first_query + i) * self.heads + head) * d;
@@ -341,7 +342,7 @@ impl Shape {
         Ok(())
     }
 
-    /// Whether a key is seen at each distance: index `own + keys - key`. What the mask holds is what counts.
+    /// Whether a key is visible, by distance: index `own + keys - key`. Determined by the content of the mask.
     fn visible(&self, bench: &Bench<'_>, sequence: &Sequence) -> Done<Vec<bool>> {
         let keys = sequence.keys;
         let count = 2 * keys + 1;
@@ -361,7 +362,7 @@ impl Shape {
             .collect())
     }
 
-    /// Keys or values of one head, `[keys, D]`. Ids of blocks are followed wherever they lead.
+    /// Keys or values of one head, `[keys, D]`. Block ids are used without validation.
     fn gather(
         &self,
         bench: &Bench<'_>,

@@ -1,4 +1,4 @@
-//! Element by element: sums, products, activations, conversions, copies.
+//! Element-wise operations: sums, products, activations, conversions, copies.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, rule};
@@ -6,7 +6,7 @@ use crate::executor::{Prepared, input, output};
 use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 
-/// `out = f(x)`, one float type throughout.
+/// `out = f(x)`, with one float type for both.
 pub(crate) fn map(x: &View, out: &View, f: impl Fn(f32) -> f32 + Send + Sync + 'static) -> Done<Prepared> {
     rule!(x.elem.is_float(), OP_INVALID, "self is {:?}", x.elem);
     same_elem(x, out, "out")?;
@@ -28,7 +28,7 @@ pub(crate) fn gelu_tanh(v: f32) -> f32 {
     0.5 * v * (1.0 + inner.tanh())
 }
 
-/// `out = f(a, b)` with broadcasting, or `g(a, b)` of whole numbers.
+/// `out = f(a, b)` with broadcasting, or `g(a, b)` for integers.
 pub(crate) fn zip(
     a: &View,
     b: &View,
@@ -62,7 +62,7 @@ pub(crate) fn zip(
     Ok(Prepared::new(operands, kernel).vector(out.count()).bytes(bytes))
 }
 
-/// The view repeated to a larger shape, by strides of 0.
+/// Broadcasts a view to a larger shape, with strides of 0.
 fn spread(view: &View, dims: &[usize]) -> Done<View> {
     let missing = dims.len().checked_sub(view.dims.len());
     let mut strides = vec![0; missing.unwrap_or(0)];
@@ -104,7 +104,7 @@ pub(crate) fn cast(x: &View, elem: i32, out: &View) -> Done<Prepared> {
     copy_of(x, out, vec![input(0, x), output(0, out)], 0, 1)
 }
 
-/// `dst = src`, broadcast and converted.
+/// `dst = src`, with broadcasting and conversion.
 pub(crate) fn copy(dst: &View, src: &View) -> Done<Prepared> {
     let spread = spread(src, &dst.dims)?;
     copy_of(&spread, dst, vec![input(0, dst), input(1, &spread)], 1, 0)
@@ -118,7 +118,7 @@ fn copy_of(
     target: usize,
 ) -> Done<Prepared> {
     has_dims(to, &from.dims, "out")?;
-    // Whole numbers are not to be rounded on the way; a cast to a whole number drops the fraction.
+    // Integers must not be rounded to f32 in between; a cast to an integer truncates the fraction.
     let is_whole = !from.elem.is_float() && !to.elem.is_float();
     let kernel = move |bench: &mut Bench<'_>| {
         if is_whole {

@@ -1,4 +1,4 @@
-//! Rows by number: gather, embed, scatter into caches.
+//! Operations on indexed rows: gather, embedding, scatter into caches.
 
 use super::{has_dims, is_contiguous, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, RT_VECTOR_CORE_EXCEPTION, rule};
@@ -8,7 +8,7 @@ use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 use std::collections::HashSet;
 
-/// `out[ids.., H] = weight[ids]`. A negative id is an operator error, one too large gives garbage.
+/// `out[ids.., H] = weight[ids]`. A negative id is an operator error; an id that is too large gives garbage.
 pub(crate) fn embedding(weight: &View, ids: &View, out: &View) -> Done<Prepared> {
     rule!(weight.dims.len() == 2, OP_INVALID, "weight has {} dimensions", weight.dims.len());
     rows_of(weight, ids, out, true)
@@ -52,7 +52,7 @@ fn rows_of(x: &View, index: &View, out: &View, gives_garbage: bool) -> Done<Prep
     Ok(Prepared::new(operands, kernel).bytes(2 * out.bytes() + index.bytes()))
 }
 
-/// Writes this step's keys and values to their slots.
+/// Writes the step's keys and values to their slots.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn scatter_pa(
     key: &View,
@@ -129,7 +129,7 @@ pub(crate) fn scatter_nd(cache: &View, indices: &View, updates: &View) -> Done<P
     Ok(Prepared::new(operands, kernel).bytes(2 * updates.bytes()))
 }
 
-/// Slots with whether each is the only one of its number. One out of range is a crash.
+/// Slots, each with whether it occurs only once. A slot out of range is a crash.
 fn unique_slots(slots: Vec<i64>, capacity: usize) -> Done<Vec<(usize, bool)>> {
     let (mut seen, mut twice) = (HashSet::new(), HashSet::new());
     for &slot in &slots {
@@ -143,7 +143,7 @@ fn unique_slots(slots: Vec<i64>, capacity: usize) -> Done<Vec<(usize, bool)>> {
     Ok(slots.into_iter().map(|slot| (usize::try_from(slot).unwrap_or(0), !twice.contains(&slot))).collect())
 }
 
-/// Copies row i to the i-th slot; slots that are not unique get garbage.
+/// Copies row i to the i-th slot; slots that occur twice receive garbage.
 fn put_rows(bench: &mut Bench<'_>, rows: usize, cache: usize, slots: &[(usize, bool)]) -> Done {
     let (from, to) = (bench.view(rows), bench.view(cache));
     let width = from.bytes() / slots.len();

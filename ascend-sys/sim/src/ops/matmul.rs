@@ -1,4 +1,4 @@
-//! Products of matrices, and weights in tiles.
+//! Matrix products, and tiled weights.
 
 use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, rule};
@@ -31,7 +31,7 @@ pub(crate) fn mm(x: &View, weight: &View, bias: Option<&View>, out: &View, cube_
         let fits = bias.dims == [n] || bias.dims == [1, n] || bias.dims == [m, n];
         rule!(fits, OP_INVALID, "bias {:?} for [{m},{n}]", bias.dims);
     }
-    // Inputs are numbered as the operation has them: Addmm has the bias first.
+    // Inputs are numbered in the operation's order: the bias of Addmm is first.
     let shift = usize::from(bias.is_some());
     let operands = vec![input(shift, x), input(shift + 1, weight), maybe(0, bias), output(0, out)];
     let kernel = move |bench: &mut Bench<'_>| {
@@ -51,10 +51,10 @@ pub(crate) fn mm(x: &View, weight: &View, bias: Option<&View>, out: &View, cube_
     Ok(Prepared::new(operands, kernel).cube(2 * m * n * k * rate))
 }
 
-/// A weight `[K,N]` of which whole columns are read.
+/// A weight `[K,N]` from which whole columns are read.
 pub(crate) struct Columns {
     view: View,
-    /// All elements, where columns do not lie in one piece.
+    /// All elements, if columns are not contiguous.
     all: Vec<f32>,
 }
 
@@ -73,8 +73,8 @@ pub(crate) fn columns(bench: &Bench<'_>, i: usize) -> Done<Columns> {
 }
 
 impl Columns {
-    /// `rows[M,K]` times the weight, `[M,N]`, each column passed through `adjust` before. Each sum is that of [`dot`]
-    /// whatever the number of rows; large products are shared by two threads.
+    /// Multiplies `rows[M,K]` by the weight, `[M,N]`; each column is passed through `adjust` first. Each sum is
+    /// computed by [`dot`] whatever the number of rows; two threads share large products.
     pub(crate) fn times(
         &self,
         bench: &Bench<'_>,
@@ -83,7 +83,7 @@ impl Columns {
     ) -> Done<Vec<f32>> {
         const WORTH_A_THREAD: usize = 4 << 20;
         let (k, n) = (self.view.dims[0], self.view.dims[1]);
-        // Sums column by column.
+        // Computes sums column by column.
         let some = |columns: Range<usize>| -> Done<Vec<f32>> {
             let mut column = Vec::with_capacity(k);
             let mut sums = Vec::with_capacity(columns.len() * rows.len() / k);
@@ -122,7 +122,7 @@ impl Columns {
     }
 }
 
-/// The storage shape of a tiled matrix fits its view.
+/// Checks that the storage shape of a tiled matrix matches its view.
 fn check_tiles(weight: &View) -> Done {
     let (rows, cols) =
         if weight.is_transposed() { (weight.dims[1], weight.dims[0]) } else { (weight.dims[0], weight.dims[1]) };
@@ -133,12 +133,12 @@ fn check_tiles(weight: &View) -> Done {
     Ok(())
 }
 
-/// Elements of a tile's row: 32 bytes.
+/// Number of elements in a tile's row: 32 bytes.
 fn tile_width(elem: Elem) -> usize {
     32 * 8 / elem.bits()
 }
 
-/// Elements of a tiled matrix.
+/// Number of elements of a tiled matrix.
 pub(crate) fn tiled_elements(rows: usize, cols: usize, elem: Elem) -> Done<usize> {
     rule!(matches!(elem, Elem::F16 | Elem::BF16 | Elem::I8), OP_INVALID, "{elem:?} cannot be tiled");
     Ok(rows.next_multiple_of(16) * cols.next_multiple_of(tile_width(elem)))
@@ -150,7 +150,7 @@ pub(crate) fn mm_tiled(x: &View, weight: &View, out: &View, cube_math_type: i8) 
     mm(x, weight, None, out, cube_math_type)
 }
 
-/// Brings stored rows into tiles, in place.
+/// Rearranges stored rows into tiles, in place.
 pub(crate) fn tile(weight: &View) -> Done<Prepared> {
     rule!(weight.dims.len() == 2, OP_INVALID, "a weight has two dimensions");
     is_contiguous(weight, "mmWeightRef")?;

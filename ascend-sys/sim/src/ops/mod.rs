@@ -1,4 +1,4 @@
-//! The operations: what each accepts on a 910B, and what it computes. In f32, rounded to the type that is stored.
+//! The operations: the arguments that each accepts on a 910B, and its computation in f32, rounded to the stored type.
 
 pub(crate) mod attention;
 pub(crate) mod elementwise;
@@ -13,31 +13,31 @@ pub(crate) mod rope;
 use crate::codes::{Done, OP_INVALID, rule};
 use crate::tensor::{Elem, View};
 
-/// Two tensors have the same type.
+/// Checks that two tensors have the same type.
 fn same_elem(a: &View, b: &View, what: &str) -> Done {
     rule!(a.elem == b.elem, OP_INVALID, "{what}: {:?} beside {:?}", a.elem, b.elem);
     Ok(())
 }
 
-/// A tensor has one of some types.
+/// Checks that a tensor has one of some types.
 fn is_one_of(view: &View, elems: &[Elem], what: &str) -> Done {
     rule!(elems.contains(&view.elem), OP_INVALID, "{what} is {:?}, not one of {elems:?}", view.elem);
     Ok(())
 }
 
-/// A tensor has a shape.
+/// Checks that a tensor has a shape.
 fn has_dims(view: &View, dims: &[usize], what: &str) -> Done {
     rule!(view.dims == dims, OP_INVALID, "{what} is {:?}, not {dims:?}", view.dims);
     Ok(())
 }
 
-/// A tensor has no gaps.
+/// Checks that a tensor has no gaps.
 fn is_contiguous(view: &View, what: &str) -> Done {
     rule!(view.is_contiguous(), OP_INVALID, "{what} must be contiguous: {:?} by {:?}", view.dims, view.strides);
     Ok(())
 }
 
-/// Sum of products, in eight parts that are added last: the same for every row, whatever is beside it.
+/// Sum of products, in eight partial sums that are added last: the same for every row of any batch.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     const PARTS: usize = 8;
     let mut parts = [0.0f32; PARTS];

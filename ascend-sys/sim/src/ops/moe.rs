@@ -1,4 +1,4 @@
-//! Mixture of experts: choose, sort rows by expert, multiply each expert's rows, add up.
+//! Mixture of experts: gating, sorting rows by expert, multiplying each expert's rows, combining.
 
 use super::{dot, has_dims, is_contiguous, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, RT_VECTOR_CORE_EXCEPTION, fail, rule};
@@ -13,7 +13,7 @@ fn size(n: i64, what: &str) -> Done<usize> {
     }
 }
 
-/// The k best experts of each token. `renorm` 1 softens the k, 0 all.
+/// Selects the k best experts of each token. `renorm` 1 applies the softmax to the k selected, 0 to all.
 pub(crate) fn gate(logits: &View, k: i64, renorm: i64, weights: &View, experts: &View) -> Done<Prepared> {
     rule!(logits.elem.is_float() && logits.dims.len() == 2, OP_INVALID, "x is {:?} {:?}", logits.elem, logits.dims);
     let (tokens, all, k) = (logits.dims[0], logits.dims[1], size(k, "k")?);
@@ -45,7 +45,7 @@ pub(crate) fn gate(logits: &View, k: i64, renorm: i64, weights: &View, experts: 
     Ok(Prepared::new(operands, kernel).vector(8 * logits.count()))
 }
 
-/// Copies of the tokens' rows by expert; within an expert in the order of the tokens.
+/// Copies the tokens' rows sorted by expert; within an expert in token order.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn route(
     x: &View,
@@ -102,7 +102,7 @@ pub(crate) fn route(
     Ok(Prepared::new(operands, kernel).vector(expanded.count()))
 }
 
-/// Each group of rows times its own matrix.
+/// Multiplies each group of rows by its own matrix.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn grouped(
     x: &View,
@@ -159,7 +159,7 @@ pub(crate) fn grouped(
     Ok(Prepared::new(operands, kernel).cube(2 * rows * n * k))
 }
 
-/// The weighted sum of each token's rows, in the token's own order of experts.
+/// Computes the weighted sum of each token's rows, in the token's own order of experts.
 pub(crate) fn combine(
     expanded: &View,
     row_index: &View,

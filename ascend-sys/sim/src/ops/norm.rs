@@ -1,4 +1,4 @@
-//! RMS normalization, alone and after an addition.
+//! RMS normalization, with and without a preceding addition.
 
 use super::{has_dims, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, rule};
@@ -6,7 +6,7 @@ use crate::executor::{Prepared, input, output};
 use crate::operands::{Bench, rounded};
 use crate::tensor::{Elem, View};
 
-/// Operations a normalized element costs.
+/// Number of vector operations per normalized element.
 const COST: usize = 4;
 
 fn check(x: &View, gamma: &View, y: &View, rstd: &View) -> Done {
@@ -24,7 +24,7 @@ fn check(x: &View, gamma: &View, y: &View, rstd: &View) -> Done {
     Ok(())
 }
 
-/// `rstd` has one value a row: x's leading dimensions, then ones.
+/// Checks `rstd`, which has one value per row: x's leading dimensions, then ones.
 fn check_rstd(x: &View, gamma: &View, rstd: &View, may_drop: bool) -> Done {
     let leading = &x.dims[..x.dims.len() - gamma.dims.len()];
     let with_ones = [leading, &vec![1; gamma.dims.len()]].concat();
@@ -81,7 +81,7 @@ pub(crate) fn add_rms_norm(
     Ok(Prepared::new(operands, kernel).vector((COST + 1) * x1.count()))
 }
 
-/// Rows as long as `gamma`, and the factor of each.
+/// Normalized rows of the length of `gamma`, and the factor of each.
 fn normalized(x: &[f32], gamma: &[f32], epsilon: f64) -> (Vec<f32>, Vec<f32>) {
     #[allow(clippy::cast_possible_truncation)]
     let epsilon = epsilon as f32;

@@ -10,10 +10,11 @@ use crate::tensor::{Elem, View};
 /// Largest magnitude of a quantized activation.
 const LARGEST: f32 = 127.0;
 
-/// Largest K and N of a product with quantized weights and plain activations, and longest rows where both are quantized.
+/// Largest K and N of a product with quantized weights and float activations, and length of the longest rows if both
+/// are quantized.
 const MAX_SIDE: usize = 65_535;
 
-/// int8 and a scale for each row.
+/// Quantizes rows to int8 with one scale per row.
 pub(crate) fn dynamic_quant(x: &View, y: &View, scale: &View) -> Done<Prepared> {
     is_one_of(x, &[Elem::F16, Elem::BF16], "x")?;
     is_one_of(y, &[Elem::I8], "yOut")?;
@@ -99,7 +100,7 @@ pub(crate) fn quant_matmul(
         let mut all = Vec::new();
         bench.stretch(&stored, view.offset, stored.dims[0], &mut all)?;
         let place = |r: usize, c: usize| if view.is_nz() { view.tiled_place(r, c) } else { r * view.dims[1] + c };
-        // Sums of up to 65,535 products of bytes fit 32 bits.
+        // Sums of up to 65,535 products of bytes fit in 32 bits.
         #[allow(clippy::cast_possible_truncation)]
         let x: Vec<i32> = x.into_iter().map(|value| value as i32).collect();
         let mut column = vec![0i32; k];
@@ -125,13 +126,13 @@ pub(crate) fn quant_matmul(
     };
     let operands =
         vec![input(0, x), input(1, weight), input(2, scale), maybe(4, row_scale), maybe(5, bias), output(0, out)];
-    // int8 runs at twice the rate of f16.
+    // int8 has twice the rate of f16.
     Ok(Prepared::new(operands, kernel).cube(m * n * k))
 }
 
-/// `out[M,N] = x · ((weight[K,N] + offset) · scale) (+ bias)`, scales a column or a group of rows. The cube takes weights in
-/// the type of `x`: sum and product are rounded to it, as the operation's own reference does (`hicann/ops-nn`,
-/// `matmul/weight_quant_batch_matmul_v2`). A bias is f16 beside f16 rows and f32 beside bf16 rows.
+/// `out[M,N] = x · ((weight[K,N] + offset) · scale) (+ bias)`, with one scale per column or per group of rows. The cube
+/// takes weights in the type of `x`: sum and product are rounded to it, as in the operation's own reference
+/// (`hicann/ops-nn`, `matmul/weight_quant_batch_matmul_v2`). A bias is f16 for f16 rows and f32 for bf16 rows.
 pub(crate) fn weight_quant_matmul(
     x: &View,
     weight: &View,
@@ -197,7 +198,7 @@ pub(crate) fn weight_quant_matmul(
     Ok(Prepared::new(operands, kernel).cube(2 * m * n * k).vector(2 * n * k))
 }
 
-/// int4 that is carried as int32, eight a word.
+/// Unpacks int4 stored as int32, eight per word.
 fn unpacked(weight: &View) -> Done<View> {
     if weight.elem != Elem::I32 {
         return Ok(weight.clone());

@@ -1,4 +1,4 @@
-//! Along rows: the largest, the k largest, soft-max, whether all hold.
+//! Reductions along rows: argmax, top-k, softmax, all.
 
 use super::{has_dims, is_one_of, same_elem};
 use crate::codes::{Done, OP_INVALID, rule};
@@ -7,7 +7,7 @@ use crate::operands::Bench;
 use crate::tensor::{Elem, View};
 use std::cmp::Ordering;
 
-/// Largest k that makes sense.
+/// Largest accepted k.
 const MAX_K: i64 = 1024;
 
 fn check_last(x: &View, dim: i64) -> Done {
@@ -15,12 +15,12 @@ fn check_last(x: &View, dim: i64) -> Done {
     Ok(())
 }
 
-/// Not-a-number counts as largest.
+/// Descending order in which NaN is largest.
 fn descending(a: f32, b: f32) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(b.partial_cmp(&a).unwrap_or(Ordering::Equal))
 }
 
-/// Place of the largest of each row, the first of equals.
+/// Index of the largest element of each row; the first one wins a tie.
 pub(crate) fn arg_max(x: &View, dim: i64, keeps_dim: bool, out: &View) -> Done<Prepared> {
     rule!(x.elem.is_float(), OP_INVALID, "self is {:?}", x.elem);
     rule!(out.elem.is_index(), OP_INVALID, "out is {:?}", out.elem);
@@ -48,7 +48,7 @@ fn reduced(x: &View, keeps_dim: bool) -> Vec<usize> {
     dims
 }
 
-/// The k largest of each row, descending.
+/// The k largest elements of each row, in descending order.
 pub(crate) fn top_k(
     x: &View,
     k: i64,
@@ -100,7 +100,7 @@ pub(crate) fn softmax(x: &View, dim: i64, out: &View) -> Done<Prepared> {
     Ok(Prepared::new(vec![input(0, x), output(0, out)], kernel).vector(5 * x.count()))
 }
 
-/// Soft-max of a row, in place.
+/// Softmax of a row, in place.
 pub(super) fn soften(row: &mut [f32]) {
     let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     for v in &mut *row {
@@ -112,7 +112,7 @@ pub(super) fn soften(row: &mut [f32]) {
     }
 }
 
-/// Whether all along some dimensions hold.
+/// Whether all elements along some dimensions are true.
 pub(crate) fn all(x: &View, dims: &[i64], keeps_dim: bool, out: &View) -> Done<Prepared> {
     is_one_of(x, &[Elem::Bool, Elem::U8], "self")?;
     is_one_of(out, &[Elem::Bool, Elem::U8], "out")?;

@@ -6,10 +6,10 @@ use crate::executor::{Prepared, input, output};
 use crate::operands::Bench;
 use crate::tensor::View;
 
-/// Longest head.
+/// Largest head size.
 const MAX_HEAD: usize = 1024;
 
-/// `out = x · cos + turned(x) · sin`; mode 0 turns halves, mode 1 neighbours.
+/// `out = x · cos + rotated(x) · sin`; mode 0 pairs the halves, mode 1 neighbors.
 pub(crate) fn rotate(x: &View, cos: &View, sin: &View, mode: i64, out: &View) -> Done<Prepared> {
     rule!(matches!(mode, 0 | 1), OP_INVALID, "mode {mode}; 0 half, 1 interleaved");
     rule!(matches!(x.dims.len(), 3 | 4), OP_INVALID, "x has {} dimensions, not 3 or 4", x.dims.len());
@@ -49,7 +49,7 @@ pub(crate) fn rotate(x: &View, cos: &View, sin: &View, mode: i64, out: &View) ->
     Ok(Prepared::new(operands, kernel).vector(3 * x.count()))
 }
 
-/// Row of the table for a row of x: dimensions of 1 repeat.
+/// Row of the table for a row of x: dimensions of 1 are broadcast.
 fn table_row(row: usize, dims: &[usize], table: &[usize]) -> usize {
     let (mut rest, mut step, mut at) = (row, 1, 0);
     for (&dim, &size) in dims.iter().zip(table).rev().skip(1) {

@@ -1,8 +1,8 @@
-//! Graph capture: what streams would have queued becomes lanes of nodes; a replay walks the lanes.
+//! Graph capture: work submitted to streams is recorded as branches of nodes; a replay executes the branches.
 //!
-//! A stream joins a capture by waiting for an event that was recorded in it, and must be waited for in turn before the
-//! capture ends. A replay takes the lanes' nodes in any order that their marks allow, chosen at random. Task groups hold
-//! the slots whose tasks can be replaced.
+//! A stream joins a capture by waiting for an event that was recorded in it; another stream of the capture must wait
+//! for it before the capture ends. A replay executes the branches' nodes in a random order that their marks allow. Task
+//! groups hold the nodes whose tasks can be replaced.
 
 use crate::codes::{
     Done, Fail, RT_CAPTURE_DEPENDENCY, RT_CAPTURE_INVALIDATED, RT_CAPTURE_MODE, RT_CAPTURE_WRONG_THREAD,
@@ -24,7 +24,7 @@ use std::thread::ThreadId;
 pub(crate) static GRAPHS: Registry<Graph> = Registry::new("graph");
 pub(crate) static GROUPS: Registry<Vec<Arc<Slot>>> = Registry::new("task group");
 
-/// Captures going on.
+/// Active captures.
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 static NEXT_ID: AtomicUsize = AtomicUsize::new(1);
 
@@ -33,10 +33,10 @@ const GLOBAL: i32 = 0;
 const THREAD_LOCAL: i32 = 1;
 const RELAXED: i32 = 2;
 
-/// A place in a graph for a task, which an update may replace.
+/// A node of a graph whose task an update may replace.
 pub(crate) struct Slot {
     task: Mutex<Arc<Task>>,
-    /// Workspace that was captured: what an update may use at most.
+    /// Workspace at capture: the largest that an update may use.
     workspace_bytes: u64,
 }
 
@@ -52,7 +52,7 @@ impl Slot {
 
 enum Node {
     Run(Arc<Slot>),
-    /// An event recorded in the capture, and the wait for it.
+    /// Records a captured event, or waits for it.
     Mark(usize),
     Await(usize),
     /// External events keep their meaning in every replay.
@@ -73,9 +73,9 @@ struct Inner {
     lanes: Vec<Vec<Node>>,
     marks: usize,
     awaited: Vec<usize>,
-    /// Why it is spoilt.
+    /// Failure that invalidated the capture.
     spoilt: Option<Fail>,
-    /// Slots of the open task group, and its lane.
+    /// Nodes of the open task group, and its branch.
     group: Option<(usize, Vec<Arc<Slot>>)>,
 }
 
@@ -84,14 +84,14 @@ impl Capture {
         lock(&self.inner).spoilt.get_or_insert_with(|| fail.clone());
     }
 
-    /// Spoils it for a reason of the caller's, and gives the failure back.
+    /// Invalidates the capture with a failure and returns it.
     pub(crate) fn spoil_with(&self, code: i32, message: &str) -> Fail {
         let fail = Fail::new(code, message);
         self.spoil(&fail);
         fail
     }
 
-    /// Takes work in instead of a queue.
+    /// Records work in a branch.
     pub(crate) fn append(self: &Arc<Self>, lane: usize, work: Work) -> Done {
         let result = self.try_append(lane, work);
         if let Err(fail) = &result {
@@ -153,7 +153,7 @@ pub(crate) fn begin(stream: &Arc<Stream>, mode: i32) -> Done {
     Ok(())
 }
 
-/// Ends a capture; whatever the result, its streams are free again.
+/// Ends a capture; its streams leave capture mode whether it succeeds or not.
 pub(crate) fn end(stream: &Arc<Stream>) -> Done<Handle> {
     let Some((capture, lane)) = stream.capture() else {
         fail!(RT_STREAM_NOT_CAPTURED, "the stream is not being captured");
@@ -180,14 +180,14 @@ pub(crate) fn end(stream: &Arc<Stream>) -> Done<Handle> {
     Ok(GRAPHS.add(Arc::new(graph)))
 }
 
-/// A stream that is destroyed takes its capture along.
+/// Ends the capture of a stream that is destroyed.
 pub(crate) fn abandon(stream: &Stream) {
     if let Some((capture, _)) = stream.capture() {
         lock(&ACTIVE).retain(|active| active.id != capture.id);
     }
 }
 
-/// A stream that waits for a captured event joins the capture.
+/// Adds a stream that waits for a captured event to the capture.
 pub(crate) fn join(stream: &Stream, event: &Event) -> Done {
     let Some((id, _)) = event.captured() else { return Ok(()) };
     if stream.capture().is_some() {
@@ -206,7 +206,8 @@ pub(crate) fn join(stream: &Stream, event: &Event) -> Done {
     Ok(())
 }
 
-/// Refuses what no capture allows meanwhile: blocking copies, synchronizing, queries. What is refused spoils the capture.
+/// Refuses operations that are forbidden during any capture: blocking copies, synchronization, queries. A refused call
+/// invalidates the capture.
 pub(crate) fn forbid(what: &str) -> Done {
     let thread = std::thread::current().id();
     let forbids = |capture: &&Arc<Capture>| match capture.mode {
@@ -223,7 +224,7 @@ pub(crate) fn forbid(what: &str) -> Done {
     Ok(())
 }
 
-/// Refuses to wait for or query a stream in capture.
+/// Refuses to wait for or query a captured stream.
 pub(crate) fn forbid_on(stream: &Stream, what: &str) -> Done {
     if let Some((capture, _)) = stream.capture() {
         let fail = Fail::new(RT_STREAM_CAPTURED, format!("{what} of a stream in capture"));
@@ -245,13 +246,13 @@ pub(crate) fn forbid_event(event: &Event, what: &str) -> Done {
     forbid(what)
 }
 
-/// Whether this thread is capturing.
+/// Whether this thread has an active capture.
 pub(crate) fn is_active_on_thread() -> bool {
     let thread = std::thread::current().id();
     lock(&ACTIVE).iter().any(|capture| capture.thread == thread)
 }
 
-/// 0 not capturing, 1 capturing, 2 spoilt.
+/// 0 not capturing, 1 capturing, 2 invalidated.
 pub(crate) fn status(stream: &Stream) -> i32 {
     stream.capture().map_or(0, |(capture, _)| if lock(&capture.inner).spoilt.is_some() { 2 } else { 1 })
 }
@@ -267,7 +268,7 @@ pub(crate) fn begin_group(stream: &Stream) -> Done {
     Ok(())
 }
 
-/// Closes it.
+/// Closes the task group and returns its handle.
 pub(crate) fn end_group(stream: &Stream) -> Done<Handle> {
     let Some((capture, _)) = stream.capture() else {
         fail!(RT_STREAM_NOT_CAPTURED, "task groups exist in captures only");
@@ -305,7 +306,7 @@ pub(crate) fn end_update(stream: &Stream) -> Done {
     stream.submit(Work::Update(slots.into_iter().zip(tasks).collect()))
 }
 
-/// Streams that captured graphs take.
+/// Number of streams that captured graphs use.
 pub(crate) fn streams_used() -> u64 {
     GRAPHS.all().iter().map(|graph| graph.lanes.len() as u64).sum()
 }
@@ -313,7 +314,7 @@ pub(crate) fn streams_used() -> u64 {
 pub(crate) struct Graph {
     lanes: Vec<Vec<Node>>,
     marks: usize,
-    /// Replays queued or running.
+    /// Number of queued or running replays.
     running: AtomicUsize,
 }
 
@@ -344,7 +345,8 @@ pub(crate) fn destroy(graph: Handle) -> Done {
 }
 
 impl Graph {
-    /// Walks the lanes. Each has a modelled clock of its own from the launch on; the stream goes on after the last.
+    /// Executes the branches. Each has a modeled clock of its own, starting at the launch; the stream continues after
+    /// the last.
     pub(crate) fn replay(&self, on: &Stream, clock_ns: &mut u64, random: &mut Random) -> Done {
         let mut reached: Vec<Option<u64>> = vec![None; self.marks];
         let mut at = vec![0; self.lanes.len()];
@@ -382,7 +384,7 @@ impl Graph {
     }
 }
 
-/// Forgets everything, for tests.
+/// Resets the state, for tests.
 pub(crate) fn reset() {
     lock(&ACTIVE).clear();
     GRAPHS.clear();

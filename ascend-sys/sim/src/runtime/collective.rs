@@ -1,7 +1,7 @@
-//! Collectives: each rank leaves a copy of its data, waits until all have, and takes what it needs.
+//! Collectives: each rank deposits a copy of its data, waits until all have, and takes the parts it needs.
 //!
-//! Ranks are told apart by their calls' order: the n-th collective of each rank belongs together, and all of them must ask
-//! for the same. A rank that waits for the others longer than `collective_limit_ms` fails, as does one whose stream is
+//! Calls are matched by their order: the n-th collectives of all ranks belong together and must have the same
+//! arguments. A rank that waits longer than `collective_limit_ms` for the others fails, and so does one whose stream is
 //! aborted or whose device is lost.
 
 use crate::codes::{Done, Fail, RT_FFTS_PLUS_TIMEOUT, fail, rule};
@@ -20,25 +20,25 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Codes of `HcclResult`.
+/// Error codes of `HcclResult`.
 pub(crate) const PARAMETER: i32 = 1;
 pub(crate) const NULL: i32 = 2;
 const NOT_SUPPORTED: i32 = 5;
 const TIMEOUT: i32 = 9;
 const REMOTE: i32 = 21;
 
-/// What a pause counts for at most.
+/// Largest time that one poll adds to a rank's waiting time.
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Failures of a link, which every rank hears of.
+/// Link failures, which every rank reports.
 const LINK_ERRORS: [i32; 2] = [507_056, 507_904];
 
 pub(crate) static COMMUNICATORS: Registry<Communicator> = Registry::new("communicator");
-/// Rendezvous that not all ranks have come to.
+/// Rendezvous at which not all ranks have arrived.
 static GROUPS: LazyLock<Mutex<HashMap<u64, Arc<Group>>>> = LazyLock::new(|| Mutex::new(HashMap::new()));
 static NEXT_ROOT: AtomicU64 = AtomicU64::new(1);
 
-/// A rendezvous nobody has used.
+/// Returns the id of a new rendezvous.
 pub(crate) fn new_root() -> u64 {
     NEXT_ROOT.fetch_add(1, Ordering::Relaxed)
 }
@@ -46,26 +46,26 @@ pub(crate) fn new_root() -> u64 {
 struct Group {
     state: Mutex<GroupState>,
     changed: Condvar,
-    /// What `HcclGetCommAsyncError` answers.
+    /// Result of `HcclGetCommAsyncError`.
     async_error: AtomicI32,
 }
 
 #[derive(Default)]
 struct GroupState {
-    /// The device of each rank that has come.
+    /// Device of each rank that has arrived.
     devices: Vec<Option<i32>>,
     rounds: HashMap<u64, Round>,
 }
 
 /// One collective.
 struct Round {
-    /// What the first rank has asked for.
+    /// Arguments of the first rank.
     asked: Asked,
-    /// What each rank left, with the modelled moment its stream was at.
+    /// Data that each rank deposited, with the modeled time of its stream.
     left: Vec<Option<(Arc<Vec<f32>>, u64)>>,
-    /// Ranks that are done with it.
+    /// Number of ranks that have finished it.
     taken: usize,
-    /// Why it cannot be done.
+    /// Failure of the collective.
     failure: Option<Fail>,
 }
 
@@ -91,7 +91,7 @@ impl Group {
     }
 }
 
-/// Joins a rendezvous on the current context's device and waits for all others.
+/// Joins a rendezvous for the current context's device and waits for all other ranks.
 pub(crate) fn join(root: u64, ranks: usize, rank: usize) -> Done<Handle> {
     rule!(rank < ranks, PARAMETER, "rank {rank} of {ranks}");
     let device = context::current()?.device;
@@ -122,7 +122,7 @@ pub(crate) fn join(root: u64, ranks: usize, rank: usize) -> Done<Handle> {
     Ok(Communicator::add(&group, rank, ranks, device))
 }
 
-/// Communicators of all devices of a process at once, in the order of the devices.
+/// Creates communicators of several devices of one process at once, in device order.
 pub(crate) fn join_all(devices: &[i32]) -> Done<Vec<Handle>> {
     let known = Setting::devices.get();
     for (at, device) in devices.iter().enumerate() {
@@ -150,7 +150,7 @@ impl Reduce {
         }
     }
 
-    /// All ranks' elements in the order of the ranks.
+    /// Combines one element of all ranks, in rank order.
     fn join(self, all: &[Arc<Vec<f32>>], i: usize) -> f32 {
         let values = all.iter().map(|one| one[i]);
         match self {
@@ -168,7 +168,7 @@ pub(crate) enum What {
     Broadcast(usize),
 }
 
-/// What all ranks must agree on.
+/// Arguments that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asked {
     what: What,
@@ -176,7 +176,7 @@ struct Asked {
     elem: Elem,
 }
 
-/// What a rank gives and takes.
+/// A rank's collective: its arguments and its two buffers.
 pub(crate) struct Plan {
     asked: Asked,
     send: usize,
@@ -201,7 +201,7 @@ impl Plan {
         Ok(Self { asked: Asked { what, count, elem }, send, recv })
     }
 
-    /// Both ends, with the ranks counted where an end holds a share of each.
+    /// Views of both buffers; a buffer with a share per rank has its size multiplied by the number of ranks.
     fn views(&self, ranks: usize) -> (View, View) {
         let Asked { what, count, elem } = self.asked;
         let view = |address, count| View {
@@ -222,7 +222,7 @@ impl Plan {
 }
 
 impl Asked {
-    /// What a rank receives.
+    /// Data that a rank receives.
     fn result(self, all: &[Arc<Vec<f32>>], rank: usize) -> Vec<f32> {
         let count = self.count;
         match self.what {
@@ -233,7 +233,7 @@ impl Asked {
         }
     }
 
-    /// A ring: each rank sends to the next what it has of the next share, step by step.
+    /// Cost of a ring: in each step every rank sends one share to the next.
     fn cost(self, ranks: usize) -> Cost {
         let bytes = (self.count * self.elem.bits() / 8) as u64;
         let (ranks, others) = (ranks as u64, ranks as u64 - 1);
@@ -246,7 +246,8 @@ impl Asked {
     }
 }
 
-/// A collective as a task of a stream on the communicator's device: the rendezvous before, the result as its body.
+/// Creates the task of a collective on the communicator's device: the rendezvous runs before the body, the body writes
+/// the result.
 pub(crate) fn task(name: &'static str, comm: &Arc<Communicator>, stream: &Stream, plan: Plan) -> Done<Work> {
     let device = stream.context.device;
     rule!(device == comm.device, PARAMETER, "a stream of device {device} for a rank on device {}", comm.device);
@@ -291,7 +292,7 @@ pub(crate) fn task(name: &'static str, comm: &Arc<Communicator>, stream: &Stream
     })))
 }
 
-/// A copy of what is sent; both ends must lie in device memory.
+/// Copies the data to send; both buffers must be in device memory.
 fn take(send: &View, recv: &View) -> Done<Vec<f32>> {
     let memory = memory();
     memory.check(send.address, send.bytes())?;
@@ -304,7 +305,7 @@ fn take(send: &View, recv: &View) -> Done<Vec<f32>> {
 }
 
 impl Communicator {
-    /// Leaves the own data and waits for everybody's. The clock comes to the latest rank's.
+    /// Deposits the rank's data and waits for all others. The clock advances to the latest rank's.
     fn exchange(
         &self,
         name: &str,
@@ -329,7 +330,7 @@ impl Communicator {
                     self.rank, round.asked
                 );
                 control::complain(words.clone());
-                // The real library does not look: its ranks wait for each other until they time out.
+                // The real library does not detect this: its ranks wait for each other until they time out.
                 round.failure.get_or_insert_with(|| Fail::new(RT_FFTS_PLUS_TIMEOUT, words));
             }
         }
@@ -342,12 +343,12 @@ impl Communicator {
             rule!(waited < limit, RT_FFTS_PLUS_TIMEOUT, "{name}: rank {} waited in vain", self.rank);
             let start = Instant::now();
             stream.pause()?;
-            // A process that was stopped meanwhile has not waited.
+            // A process that was suspended in the meantime has not waited.
             waited += start.elapsed().min(LONGEST_PAUSE);
         }
     }
 
-    /// The data of all ranks once all have come, or the failure of the round.
+    /// Returns the data of all ranks once all have arrived, or the failure of the collective.
     fn look(&self, number: u64, clock_ns: &mut u64) -> Option<Done<Vec<Arc<Vec<f32>>>>> {
         let mut state = lock(&self.group.state);
         let round = state.rounds.get_mut(&number)?;
@@ -368,7 +369,7 @@ impl Communicator {
     }
 }
 
-/// Forgets everything, for tests.
+/// Resets the state, for tests.
 pub(crate) fn reset() {
     lock(&GROUPS).clear();
     COMMUNICATORS.clear();

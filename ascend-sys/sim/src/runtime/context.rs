@@ -1,4 +1,4 @@
-//! Devices and contexts, and which context a thread has.
+//! Devices and contexts, and the current context of each thread.
 
 use crate::codes::{Done, Fail, RT_CONTEXT_NULL, RT_INVALID_DEVICE, RT_INVALID_HANDLE, rule};
 use crate::registry::{Handle, Registry, lock};
@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 pub(crate) static CONTEXTS: Registry<Context> = Registry::new("context");
 
-/// The default context of each device in use, with how often it was taken.
+/// Default context of each device in use, with its reference count.
 static DEFAULTS: LazyLock<Mutex<HashMap<i32, (Handle, u64)>>> = LazyLock::new(|| Mutex::new(HashMap::new()));
 
 thread_local! {
@@ -21,7 +21,7 @@ thread_local! {
 pub(crate) struct Context {
     pub(crate) device: i32,
     pub(crate) is_default: bool,
-    /// Why nothing runs in it any more.
+    /// Failure after which the context runs no more tasks.
     stopped: Mutex<Option<Fail>>,
     default_stream: Mutex<Option<Arc<Stream>>>,
 }
@@ -32,7 +32,7 @@ impl Context {
         CONTEXTS.add(Arc::new(context))
     }
 
-    /// A failure in stop mode: the first one counts.
+    /// Records a failure in stop mode; only the first one counts.
     pub(crate) fn stop(&self, fail: &Fail) {
         lock(&self.stopped).get_or_insert_with(|| fail.clone());
     }
@@ -41,7 +41,7 @@ impl Context {
         lock(&self.stopped).clone()
     }
 
-    /// The stream that a null handle stands for.
+    /// Stream of a null handle.
     pub(crate) fn default_stream(self: &Arc<Self>) -> Arc<Stream> {
         lock(&self.default_stream).get_or_insert_with(|| Stream::start(self.clone())).clone()
     }
@@ -74,7 +74,7 @@ fn check_device(device: i32) -> Done {
     Ok(())
 }
 
-/// Binds the thread to a device's default context, and counts that.
+/// Binds the thread to a device's default context and increments its reference count.
 pub(crate) fn set_device(device: i32) -> Done {
     check_device(device)?;
     let mut defaults = lock(&DEFAULTS);
@@ -84,7 +84,7 @@ pub(crate) fn set_device(device: i32) -> Done {
     Ok(())
 }
 
-/// Gives one binding back, or all: the last one ends the default context.
+/// Releases one reference or all; the last one destroys the default context.
 pub(crate) fn reset_device(device: i32, all: bool) -> Done {
     check_device(device)?;
     let mut defaults = lock(&DEFAULTS);
@@ -105,7 +105,7 @@ pub(crate) fn reset_device(device: i32, all: bool) -> Done {
     Ok(())
 }
 
-/// An explicit context, current from now on.
+/// Creates an explicit context and makes it current.
 pub(crate) fn create(device: i32) -> Done<Handle> {
     check_device(device)?;
     let handle = Context::add(device, false);
@@ -113,7 +113,7 @@ pub(crate) fn create(device: i32) -> Done<Handle> {
     Ok(handle)
 }
 
-/// Ends an explicit context and drops its streams.
+/// Destroys an explicit context and its streams.
 pub(crate) fn destroy(handle: Handle) -> Done {
     let context = CONTEXTS.get(handle, RT_INVALID_HANDLE)?;
     rule!(!context.is_default, RT_INVALID_HANDLE, "a default context is not destroyed but reset with its device");
@@ -126,7 +126,7 @@ pub(crate) fn destroy(handle: Handle) -> Done {
     Ok(())
 }
 
-/// Forgets everything, for tests.
+/// Resets the state, for tests.
 pub(crate) fn reset() {
     lock(&DEFAULTS).clear();
     for context in CONTEXTS.all() {

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 pub(crate) static EVENTS: Registry<Event> = Registry::new("event");
 
-/// How an event behaves.
+/// Behavior of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// `aclrtCreateEventExWithFlag`: the latest record counts, complete before the first.
+    /// `aclrtCreateEventExWithFlag`: the latest record counts; complete before the first record.
     Counting,
-    /// `aclrtCreateEventWithFlag`: recorded sets, reset clears, a wait waits for it to be set.
+    /// `aclrtCreateEventWithFlag`: a record sets the flag, a reset clears it, a wait waits until it is set.
     Flag,
-    /// The same, for the border of a captured graph.
+    /// Like [`Flag`](Self::Flag), for use across the boundary of a captured graph.
     External,
 }
 
@@ -27,13 +27,13 @@ pub(crate) struct Event {
 
 #[derive(Default)]
 struct State {
-    /// Records queued and records done.
+    /// Number of queued records, and of completed ones.
     queued: u64,
     done: u64,
     is_set: bool,
-    /// Modelled time of the latest record done.
+    /// Modeled time of the latest completed record.
     at_ns: u64,
-    /// Capture and place in it, where the latest record was captured.
+    /// Capture and node at which the latest record was captured.
     captured: Option<(usize, usize)>,
 }
 
@@ -46,7 +46,7 @@ impl Event {
         EVENTS.get(handle, RT_INVALID_HANDLE)
     }
 
-    /// A record is queued; the ticket says which.
+    /// Queues a record and returns its number.
     pub(crate) fn queue_record(&self) -> u64 {
         let mut state = lock(&self.state);
         state.captured = None;
@@ -54,7 +54,7 @@ impl Event {
         state.queued
     }
 
-    /// The record that a wait queued now is for.
+    /// Number of the record that a wait queued now waits for.
     pub(crate) fn latest(&self) -> u64 {
         lock(&self.state).queued
     }
@@ -67,7 +67,7 @@ impl Event {
         lock(&self.state).captured = Some((capture, mark));
     }
 
-    /// A stream has come to a record.
+    /// Completes a record.
     pub(crate) fn record(&self, ticket: u64, at_ns: u64) {
         let mut state = lock(&self.state);
         state.done = state.done.max(ticket);
@@ -80,7 +80,7 @@ impl Event {
         lock(&self.state).is_set = false;
     }
 
-    /// Whether a wait for this record may go on.
+    /// Whether a wait for this record can complete.
     pub(crate) fn has_passed(&self, ticket: u64) -> bool {
         let state = lock(&self.state);
         if self.kind == Kind::Counting { state.done >= ticket } else { state.is_set }
@@ -95,7 +95,7 @@ impl Event {
         state.done >= state.queued
     }
 
-    /// Waits on the host; `give_up` is asked now and then.
+    /// Waits on the host; `give_up` is polled and may end the wait.
     pub(crate) fn wait_host(&self, limit: Option<Duration>, give_up: impl Fn() -> Done) -> Done {
         let start = Instant::now();
         let mut state = lock(&self.state);

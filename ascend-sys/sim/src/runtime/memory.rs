@@ -1,9 +1,9 @@
-//! Device memory: addresses that no host may follow, and the bytes behind them.
+//! Device memory: addresses that the host cannot dereference, and the bytes they stand for.
 //!
-//! Addresses come from a range that is reserved without access, so that a host that follows one crashes at once; the bytes
-//! lie at the same distance in a second range. One lock guards all of it: a task runs alone, and which order tasks of
-//! different streams take is what shows a missing event. Memory is filled with 0xFF when it is given out and when it is
-//! given back: not-a-number in every float type, -1 in every integer.
+//! Addresses come from a range that is reserved without access, so that a host that dereferences one crashes at once.
+//! The bytes are at the same offset in a second range. One lock guards both: only one task runs at a time, and the
+//! order of tasks from different streams reveals a missing event. Memory is filled with 0xFF when it is allocated and
+//! when it is freed: NaN in every float type, -1 in every integer type.
 
 #![allow(unsafe_code)]
 
@@ -15,35 +15,35 @@ use std::collections::BTreeMap;
 use std::sync::{LazyLock, Mutex, MutexGuard};
 use std::{ptr, slice};
 
-/// Byte of memory nobody has written.
+/// Byte of unwritten memory.
 pub(crate) const POISON: u8 = 0xFF;
 
-/// Alignment that `aclrtMalloc` promises.
+/// Alignment guaranteed by `aclrtMalloc`.
 const ALIGNMENT: usize = 64;
 
-/// Unit of sizes, and what is added behind each allocation.
+/// Granularity of sizes, and padding after each allocation.
 pub(crate) const GRANULE: usize = 32;
 
-/// Address space of all devices together: sixteen of 64 GB. None of it is real before it is written.
+/// Address space of all devices together: sixteen of 64 GB. Physical memory is allocated when it is written.
 const SPAN: usize = 1 << 40;
 
-/// Page of the host.
+/// Page size of the host.
 const PAGE: usize = 1 << 12;
 
-/// Freed stretches from this size on go back to the host.
+/// Freed ranges of at least this size are returned to the host.
 const LARGE: usize = 1 << 20;
 
 pub(crate) struct DeviceMemory {
-    /// First device address; its range cannot be accessed.
+    /// First device address; the range cannot be accessed.
     base: usize,
-    /// Bytes of the first device address.
+    /// Start of the bytes, which corresponds to the first device address.
     shadow: *mut u8,
     blocks: BTreeMap<usize, Block>,
 }
 
-// SAFETY: the ranges belong to this alone and live until the process ends.
+// SAFETY: the ranges are owned by this value and are mapped until the process ends.
 unsafe impl Send for DeviceMemory {}
-// SAFETY: as above, and a shared reference only reads.
+// SAFETY: as above; a shared reference only reads.
 unsafe impl Sync for DeviceMemory {}
 
 struct Block {
@@ -53,7 +53,7 @@ struct Block {
 
 static MEMORY: LazyLock<Mutex<DeviceMemory>> = LazyLock::new(|| Mutex::new(DeviceMemory::reserve()));
 
-/// The memory, for one task or call alone.
+/// Locks the device memory for one task or call.
 pub(crate) fn memory() -> MutexGuard<'static, DeviceMemory> {
     lock(&MEMORY)
 }
@@ -62,7 +62,7 @@ impl DeviceMemory {
     fn reserve() -> Self {
         let map = |access| {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // SAFETY: a new range wherever there is room.
+            // SAFETY: creates a new mapping at an address that the system chooses.
             let start = unsafe { libc::mmap(ptr::null_mut(), SPAN, access, flags, -1, 0) };
             assert!(start != libc::MAP_FAILED, "no address space for the simulated device");
             start
@@ -71,12 +71,12 @@ impl DeviceMemory {
         Self { base: map(libc::PROT_NONE) as usize, shadow, blocks: BTreeMap::new() }
     }
 
-    /// Whether an address lies in the devices' range.
+    /// Whether an address is in the devices' range.
     pub(crate) fn holds(&self, address: usize) -> bool {
         (self.base..self.base + SPAN).contains(&address)
     }
 
-    /// Gives memory out, at the lowest address that fits: what was freed last is soon used again.
+    /// Allocates memory at the lowest address that fits, so that freed memory is soon reused.
     pub(crate) fn allocate(&mut self, bytes: usize, device: u32) -> Done<usize> {
         rule!(bytes > 0, RT_PARAM_INVALID, "size 0");
         let room = bytes.next_multiple_of(GRANULE).saturating_add(GRANULE);
@@ -105,7 +105,7 @@ impl DeviceMemory {
         Ok(address)
     }
 
-    /// Takes memory back at once, whatever is still queued.
+    /// Frees memory at once, even if queued work still uses it.
     pub(crate) fn free(&mut self, address: usize) -> Done {
         let Some(block) = self.blocks.remove(&address) else {
             fail!(RT_PARAM_INVALID, "{address:#x} was not allocated, or is freed already");
@@ -113,7 +113,8 @@ impl DeviceMemory {
         if block.bytes >= LARGE {
             let start = (self.shadow_of(address) as usize).next_multiple_of(PAGE);
             let end = (self.shadow_of(address) as usize + block.bytes) / PAGE * PAGE;
-            // SAFETY: whole pages of the own range; they read as zeros until the memory is given out and poisoned again.
+            // SAFETY: whole pages of the owned range; they read as zeros until the memory is allocated and poisoned
+            // again.
             unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_DONTNEED) };
         } else {
             self.poison(address, block.bytes);
@@ -125,7 +126,7 @@ impl DeviceMemory {
         self.blocks.values().filter(|block| block.device == device).map(|block| block.bytes as u64).sum()
     }
 
-    /// Takes everything back, for tests.
+    /// Frees all memory, for tests.
     pub(crate) fn clear(&mut self) {
         for address in self.blocks.keys().copied().collect::<Vec<_>>() {
             drop(self.free(address));
@@ -136,20 +137,20 @@ impl DeviceMemory {
         (self.blocks.len(), self.blocks.values().map(|block| block.bytes as u64).sum())
     }
 
-    /// The bytes of a stretch, all within one live allocation.
+    /// Bytes of a range, which must be within one live allocation.
     pub(crate) fn bytes(&self, address: usize, bytes: usize) -> Done<&[u8]> {
         self.check(address, bytes)?;
-        // SAFETY: inside a live allocation, hence inside the range; borrowed from the only owner.
+        // SAFETY: the range is inside a live allocation, so inside the mapping; `self` owns it.
         Ok(unsafe { slice::from_raw_parts(self.shadow_of(address), bytes) })
     }
 
     pub(crate) fn bytes_mut(&mut self, address: usize, bytes: usize) -> Done<&mut [u8]> {
         self.check(address, bytes)?;
-        // SAFETY: as above, exclusively.
+        // SAFETY: as in `bytes`; `&mut self` makes the access exclusive.
         Ok(unsafe { slice::from_raw_parts_mut(self.shadow_of(address), bytes) })
     }
 
-    /// Brings host bytes in. Without computation they stay where they are.
+    /// Copies bytes from the host. Does nothing if computation is off.
     pub(crate) fn copy_in(&mut self, dst: usize, src: HostBytes, bytes: usize) -> Done {
         self.check(dst, bytes)?;
         if computes() {
@@ -158,7 +159,7 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Takes bytes out to the host: zeros without computation.
+    /// Copies bytes to the host; zeros if computation is off.
     pub(crate) fn copy_out(&self, dst: HostBytes, src: usize, bytes: usize) -> Done {
         self.check(src, bytes)?;
         if computes() {
@@ -169,7 +170,7 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Fills with a byte, if anything is computed.
+    /// Fills a range with a byte, if computation is on.
     pub(crate) fn fill(&mut self, address: usize, byte: u8, bytes: usize) -> Done {
         self.check(address, bytes)?;
         if computes() {
@@ -184,12 +185,12 @@ impl DeviceMemory {
         if !computes() {
             return Ok(());
         }
-        // SAFETY: both inside live allocations; they may overlap.
+        // SAFETY: both ranges are inside live allocations; they may overlap.
         unsafe { ptr::copy(self.shadow_of(src), self.shadow_of(dst), bytes) };
         Ok(())
     }
 
-    /// A kernel that leaves its memory crashes.
+    /// Checks that a range is inside a live allocation; a kernel that leaves its memory crashes.
     pub(crate) fn check(&self, address: usize, bytes: usize) -> Done {
         let block = self.blocks.range(..=address).next_back();
         let is_inside = block
@@ -200,26 +201,26 @@ impl DeviceMemory {
 
     fn poison(&mut self, address: usize, bytes: usize) {
         if computes() {
-            // SAFETY: inside the range.
+            // SAFETY: the range is inside the mapping.
             unsafe { ptr::write_bytes(self.shadow_of(address), POISON, bytes) };
         }
     }
 
     fn shadow_of(&self, address: usize) -> *mut u8 {
-        // SAFETY: callers stay inside the range, which both maps cover.
+        // SAFETY: callers pass addresses inside the range, which both mappings cover.
         unsafe { self.shadow.add(address - self.base) }
     }
 }
 
-/// Whether anything is computed, and memory written.
+/// Whether kernels compute and memory is written.
 pub(crate) fn computes() -> bool {
     Setting::compute.get() != 0
 }
 
-/// Words of a pinned allocation, owned.
+/// Owned words of a pinned allocation.
 struct Pinned(*mut [u64]);
 
-// SAFETY: owned memory without ties to a thread.
+// SAFETY: owned memory that is not tied to a thread.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
@@ -232,13 +233,13 @@ impl Pinned {
     }
 }
 
-/// Pinned host memory by address.
+/// Pinned host memory, by address.
 static PINNED: Mutex<BTreeMap<usize, Pinned>> = Mutex::new(BTreeMap::new());
 
-/// Pinned memory from before a reset: not counted, but there until its owner gives it back.
+/// Pinned memory from before a reset: not counted, but valid until its owner frees it.
 static LEFT_OVER: Mutex<BTreeMap<usize, Pinned>> = Mutex::new(BTreeMap::new());
 
-/// Gives out pinned memory, poisoned if anything is computed.
+/// Allocates pinned memory; poisoned if computation is on.
 pub(crate) fn allocate_pinned(bytes: usize) -> Done<usize> {
     rule!(bytes > 0, RT_PARAM_INVALID, "size 0");
     let words = bytes.div_ceil(size_of::<u64>()) + ALIGNMENT / size_of::<u64>();
@@ -254,29 +255,29 @@ pub(crate) fn free_pinned(address: usize) -> Done {
     let Some(Pinned(words)) = found else {
         fail!(RT_PARAM_INVALID, "{address:#x} is not pinned memory, or is freed already");
     };
-    // SAFETY: made by `Box::into_raw` above and taken out of the map once.
+    // SAFETY: created by `Box::into_raw` above, and removed from the map once.
     drop(unsafe { Box::from_raw(words) });
     Ok(())
 }
 
-/// Whether a stretch lies inside one pinned allocation.
+/// Whether a range is inside one pinned allocation.
 pub(crate) fn is_pinned(address: usize, bytes: usize) -> bool {
     let pinned = lock(&PINNED);
     pinned.range(..=address).next_back().is_some_and(|(_, pinned)| address + bytes <= pinned.end())
 }
 
-/// Whether pinned memory is from before a reset.
+/// Whether pinned memory dates from before a reset.
 pub(crate) fn is_left_over(address: usize) -> bool {
     lock(&LEFT_OVER).contains_key(&address)
 }
 
-/// Forgets pinned memory, for tests; whoever still holds some may use it and free it.
+/// Stops counting pinned memory, for tests; its owners may still use and free it.
 pub(crate) fn reset_pinned() {
     let mut pinned = lock(&PINNED);
     lock(&LEFT_OVER).append(&mut pinned);
 }
 
-/// Blocks and bytes of pinned memory.
+/// Number of blocks and bytes of pinned memory.
 pub(crate) fn live_pinned() -> (usize, u64) {
     let pinned = lock(&PINNED);
     (pinned.len(), pinned.values().map(|pinned| pinned.bytes() as u64).sum())

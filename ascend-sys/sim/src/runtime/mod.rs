@@ -1,4 +1,5 @@
-//! The runtime's objects: contexts, streams, events, memory, captured graphs, communicators, and the tasks that streams run.
+//! Objects of the runtime: contexts, streams, events, memory, captured graphs, communicators, and the tasks that
+//! streams run.
 
 pub(super) mod capture;
 pub(super) mod collective;

@@ -1,8 +1,8 @@
 //! Streams: real queues, each with a thread of its own.
 //!
-//! A task runs some time after it was queued, and never beside another task: which of several streams goes on is left to
-//! the threads and to random delays. Work of one stream keeps its order. Nothing else is promised, so an event that is
-//! missing shows as wrong data.
+//! A task runs some time after it was queued, and never at the same time as another task. Thread scheduling and random
+//! delays decide which of several streams continues. Work of one stream keeps its order. No other order is guaranteed,
+//! so a missing event shows up as wrong data.
 
 use crate::codes::{
     Done, Fail, RT_AICORE_TIMEOUT, RT_CONTEXT_NULL, RT_INVALID_HANDLE, RT_NO_STREAM, RT_STREAM_ABORT,
@@ -26,24 +26,24 @@ use std::time::{Duration, Instant};
 
 pub(crate) static STREAMS: Registry<Stream> = Registry::new("stream");
 
-/// Limit of a kernel's run in seconds; 1091 on a 910B unless set.
+/// Limit of a kernel's run time in seconds; 1091 on a 910B unless set.
 pub(crate) static KERNEL_LIMIT_S: AtomicU64 = AtomicU64::new(1091);
 
-/// How long a blocked task sleeps before it looks again.
+/// Interval at which a blocked task polls.
 const POLL: Duration = Duration::from_micros(50);
 
-/// Work in a queue.
+/// A queued item.
 pub(crate) enum Work {
     Task(Arc<Task>),
     Record(Arc<Event>, u64),
     Wait(Arc<Event>, u64),
     Reset(Arc<Event>),
     Replay(Replay),
-    /// New tasks for slots of a graph.
+    /// New tasks for nodes of a graph.
     Update(Vec<(Arc<Slot>, Arc<Task>)>),
 }
 
-/// Slots of a group, and the tasks issued for them so far.
+/// Nodes of a group, and the tasks issued for them so far.
 pub(crate) type Update = (Vec<Arc<Slot>>, Vec<Arc<Task>>);
 
 pub(crate) struct Stream {
@@ -62,16 +62,16 @@ struct State {
     is_aborted: bool,
     stops_on_failure: bool,
     error: Option<Fail>,
-    /// Capture going on, and the stream's lane in it.
+    /// Active capture, and the stream's branch in it.
     capture: Option<(Arc<Capture>, usize)>,
     /// Group being updated, and the tasks issued so far.
     update: Option<Update>,
-    /// Modelled moment up to which the stream has worked.
+    /// Modeled time up to which the stream has worked.
     clock_ns: u64,
 }
 
 impl Stream {
-    /// Registers a stream of the current context.
+    /// Creates and registers a stream of the current context.
     pub(crate) fn create() -> Done<Handle> {
         let context = context::current()?;
         let used = STREAMS.len() as u64 + capture::streams_used();
@@ -79,7 +79,7 @@ impl Stream {
         Ok(STREAMS.add(Self::start(context)))
     }
 
-    /// A stream with its thread.
+    /// Starts a stream and its thread.
     pub(crate) fn start(context: Arc<Context>) -> Arc<Self> {
         let stream =
             Arc::new(Self { context, state: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(None) });
@@ -89,7 +89,7 @@ impl Stream {
         stream
     }
 
-    /// The stream of a handle, which must belong to the thread's context; null is the context's default stream.
+    /// Stream of a handle, which must belong to the thread's context; null is the context's default stream.
     pub(crate) fn from_handle(handle: Handle) -> Done<Arc<Self>> {
         let context = context::current()?;
         if handle == 0 {
@@ -125,7 +125,7 @@ impl Stream {
         Ok(())
     }
 
-    /// What was collected.
+    /// Returns the collected tasks.
     pub(crate) fn end_update(&self) -> Done<Update> {
         match lock(&self.state).update.take() {
             Some(update) => Ok(update),
@@ -133,7 +133,7 @@ impl Stream {
         }
     }
 
-    /// Queues work: into the capture, the open update, or the queue.
+    /// Submits work to the capture, the open update, or the queue.
     pub(crate) fn submit(&self, work: Work) -> Done {
         if let Some(fail) = self.context.stopped() {
             return Err(fail);
@@ -162,7 +162,7 @@ impl Stream {
         state.queue.is_empty() && !state.is_running
     }
 
-    /// Waits on the host until all is done, and answers the failure of what was done.
+    /// Waits on the host until all work is done, and returns the failure of that work.
     pub(crate) fn synchronize(&self, limit: Option<Duration>) -> Done {
         let start = Instant::now();
         let mut state = lock(&self.state);
@@ -180,7 +180,7 @@ impl Stream {
             state = wait.unwrap_or_else(PoisonError::into_inner).0;
         }
         task::host_waits_until(state.clock_ns);
-        // What was queued is skipped then: nobody may take it for done.
+        // Queued work was skipped, so the caller must not take it as done.
         if let Some(code) = control::is_lost() {
             fail!(code, "device lost");
         }
@@ -190,7 +190,7 @@ impl Stream {
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Waits until all is done; failures stay for the next synchronize.
+    /// Waits until all work is done; failures are kept for the next synchronize.
     pub(crate) fn drain(&self) -> Done {
         while !self.is_idle() {
             self.pause()?;
@@ -198,7 +198,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Drops what is queued and ends what runs, as far as it can be ended.
+    /// Drops queued work and ends running work where possible.
     pub(crate) fn abort(&self) {
         let mut state = lock(&self.state);
         state.queue.clear();
@@ -211,7 +211,7 @@ impl Stream {
         state.is_aborted = false;
     }
 
-    /// Ends the thread; without `force` after all that is queued.
+    /// Ends the thread; without `force`, after all queued work.
     pub(crate) fn close(&self, force: bool) {
         capture::abandon(self);
         if force {
@@ -221,7 +221,7 @@ impl Stream {
         self.changed.notify_all();
         let worker = lock(&self.worker).take();
         if let Some(worker) = worker {
-            // A worker that panicked has left its mark in the tests already.
+            // A panic of the worker has already failed the test.
             drop(worker.join());
         }
     }
@@ -308,7 +308,7 @@ impl Stream {
         Ok(())
     }
 
-    /// A short sleep of a blocked task; a failure if the stream was aborted or the device lost meanwhile.
+    /// Short sleep of a blocked task; fails if the stream was aborted or the device lost in the meantime.
     pub(crate) fn pause(&self) -> Done {
         std::thread::sleep(POLL);
         rule!(!lock(&self.state).is_aborted, RT_STREAM_ABORT, "the stream was aborted");
@@ -321,7 +321,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Blocks until hung tasks are let go once more than `releases` times.
+    /// Blocks until hanging tasks have been released more than `releases` times.
     fn hang(&self, name: &str, releases: i32) -> Done {
         let start = Instant::now();
         while control::releases() == releases {
@@ -333,7 +333,7 @@ impl Stream {
     }
 }
 
-/// Unregisters a stream and ends it; without `force` it finishes its work.
+/// Unregisters a stream and ends it; without `force`, after its work.
 pub(crate) fn destroy(handle: Handle, force: bool) -> Done {
     rule!(context::current_handle() != 0, RT_CONTEXT_NULL, "no context on this thread");
     let stream = Stream::from_handle(handle)?;
@@ -342,7 +342,7 @@ pub(crate) fn destroy(handle: Handle, force: bool) -> Done {
     Ok(())
 }
 
-/// Ends streams at once.
+/// Ends streams without waiting for their work.
 pub(crate) fn close_all(which: impl Fn(&Stream) -> bool) {
     for stream in STREAMS.drain(which) {
         stream.close(true);

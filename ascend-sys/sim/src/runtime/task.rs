@@ -1,4 +1,4 @@
-//! What a stream runs: a body over device memory, with its modelled cost.
+//! Tasks that streams run: a body over device memory, with its modeled cost.
 
 use crate::codes::Done;
 use crate::control::Fault;
@@ -9,34 +9,34 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a task does to memory.
+/// Effect of a task on memory.
 pub(crate) type Body = Arc<dyn Fn(&mut DeviceMemory) -> Done + Send + Sync>;
 
-/// What a task waits for before its body, on its stream's thread and without the memory; it may put the modelled clock on.
+/// Wait before a task's body, on its stream's thread and without the memory lock; it may advance the modeled clock.
 pub(crate) type Before = Arc<dyn Fn(&Stream, &mut u64) -> Done + Send + Sync>;
 
-/// Work that a task stands for.
+/// Amount of work of a task.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Cost {
     /// Bytes of device memory read and written.
     pub(crate) bytes: u64,
-    /// Operations of the cube at f16 rate; int8 counts half.
+    /// Number of cube operations at f16 rate; int8 counts half.
     pub(crate) cube: u64,
-    /// Operations of the vector units.
+    /// Number of vector operations.
     pub(crate) vector: u64,
-    /// Bytes between host and device.
+    /// Bytes copied between host and device.
     pub(crate) host_bytes: u64,
-    /// Bytes to another device, and the steps they are sent in.
+    /// Bytes sent to another device, and the number of steps.
     pub(crate) link_bytes: u64,
     pub(crate) link_steps: u64,
 }
 
 impl Cost {
-    /// Modelled nanoseconds: the slowest of what runs side by side.
+    /// Modeled nanoseconds: the slowest of the units that work in parallel.
     pub(crate) fn ns(self) -> u64 {
         let over = |amount: u64, per_ns: f64| if amount == 0 { 0.0 } else { amount as f64 / per_ns };
         let rate = |setting: Setting| setting.get().max(1) as f64;
-        // GB/s are bytes a ns; TFLOP/s are 1000 operations a ns; GFLOP/s are operations a ns.
+        // GB/s are bytes per ns; TFLOP/s are 1000 operations per ns; GFLOP/s are operations per ns.
         let slowest = over(self.bytes, rate(Setting::hbm_gb_per_s))
             .max(over(self.cube, rate(Setting::cube_tflops) * 1e3))
             .max(over(self.vector, rate(Setting::vector_gflops)))
@@ -55,20 +55,20 @@ pub(crate) struct Task {
     pub(crate) body: Body,
     pub(crate) cost: Cost,
     pub(crate) fault: Option<(Fault, i32)>,
-    /// Whether it is a single operation: what a task group may hold.
+    /// Whether it is a single operation, which a task group may hold.
     pub(crate) is_op: bool,
-    /// Workspace it was given.
+    /// Size of its workspace.
     pub(crate) workspace_bytes: u64,
 }
 
-/// Modelled time that any thread of the host has come to, in ns.
+/// Modeled time of the most advanced host thread, in ns.
 static HOST_NS: AtomicU64 = AtomicU64::new(0);
-/// How often the clocks were put back.
+/// Number of resets of the clocks.
 static RESETS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Modelled time of this thread, and the resets it has seen: threads work side by side. A new one
-    /// starts where the latest is.
+    /// Modeled time of this thread, and the number of resets it has seen: threads work in parallel. A new thread starts
+    /// at the time of the most advanced one.
     static THREAD_NS: Cell<(u64, u64)> = const { Cell::new((0, u64::MAX)) };
 }
 
@@ -83,24 +83,24 @@ fn set_thread_ns(ns: u64) {
     THREAD_NS.set((ns, RESETS.load(Ordering::Relaxed)));
     HOST_NS.fetch_max(ns, Ordering::Relaxed);
 }
-/// Modelled time the devices were busy, all together, in ns.
+/// Total modeled time during which the devices were busy, in ns.
 static BUSY_NS: AtomicU64 = AtomicU64::new(0);
-/// The latest moment any stream has come to, in ns.
+/// Modeled time of the most advanced stream, in ns.
 static DEVICE_NS: AtomicU64 = AtomicU64::new(0);
 
-/// The calling thread of the host works; answers when it has.
+/// Advances the calling host thread by a setting's time; returns its new time.
 pub(crate) fn host_works(setting: Setting) -> u64 {
     let ns = thread_ns() + setting.size();
     set_thread_ns(ns);
     ns
 }
 
-/// The calling thread of the host waits until a moment of the device.
+/// Advances the calling host thread to a time of the device.
 pub(crate) fn host_waits_until(ns: u64) {
     set_thread_ns(thread_ns().max(ns));
 }
 
-/// A stream has been busy up to a moment.
+/// Adds device work that ended at a given time.
 pub(crate) fn device_worked(ns: u64, until: u64) {
     BUSY_NS.fetch_add(ns, Ordering::Relaxed);
     DEVICE_NS.fetch_max(until, Ordering::Relaxed);
@@ -112,7 +112,7 @@ pub(crate) fn clocks() -> (u64, u64, u64) {
     (read(&HOST_NS), read(&DEVICE_NS), read(&BUSY_NS))
 }
 
-/// All clocks at 0, for tests.
+/// Sets all clocks to 0, for tests.
 pub(crate) fn reset() {
     for clock in [&HOST_NS, &DEVICE_NS, &BUSY_NS] {
         clock.store(0, Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! The forms a matrix can have on the card, and which of them the card's operations take.
+//! Layouts that a matrix can have on the card, and the choice among those that the card's operations accept.
 //!
-//! A form is chosen when weights are uploaded, by asking the operations themselves: what they refuse, or lack, is held in
-//! 16 bits, and a note says which and why.
+//! A layout is chosen when weights are uploaded, by querying the operations themselves. A matrix whose layout they
+//! refuse or lack is stored in 16 bits, and a note names the layout and the reason.
 
 #![forbid(unsafe_code)]
 
@@ -15,29 +15,29 @@ use crate::device::ascend::program::aclnn_op::AclnnOp;
 use crate::graph::{Weight, WeightRole};
 use crate::weights::DType;
 
-/// The same, to count with.
+/// Group size as a `usize`.
 pub(crate) const GROUP: usize = GROUP_SIZE as usize;
 
-/// How a weight lies on the card. `n` rows are outputs of the product, `k` columns its inputs.
+/// Layout of a weight on the card. `n` rows are outputs of the product, `k` columns its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum WeightLayout {
-    /// `[n, k]` or `[len]` in the type of the activations.
+    /// `[n, k]` or `[len]` in the element type of the activations.
     Rows,
-    /// `[n, k]` in the type of the activations, in tiles.
+    /// `[n, k]` in the element type of the activations, in tiles (the FRACTAL_NZ format).
     Tiles,
-    /// int8 or int4 `[k, n]`; scales and maybe offsets, in the type of the activations, `[k / 32, n]`:
-    /// `weight = (quant + offset) · scale`. Not turned round: what the documents recommend for groups.
+    /// int8 or int4 `[k, n]`, with scales and optional offsets `[k / 32, n]` in the element type of the activations:
+    /// `weight = (quant + offset) · scale`. Not transposed, as the vendor's documents recommend for groups.
     Groups { elem: ElemType, has_offsets: bool },
-    /// int8 `[n, k]` and f32 scales `[n]`, for rows that are rounded to int8 themselves.
+    /// int8 `[n, k]` and f32 scales `[n]`, for activation rows that are also rounded to int8.
     Channels { in_tiles: bool },
 }
 
 impl WeightLayout {
-    /// What a matrix is held in if the operations take it.
+    /// Layout of a matrix if the operations accept it.
     fn wanted(weight: &Weight, asked: WeightForm, tiles: WeightTiles) -> Self {
         let plain = if tiles == WeightTiles::Always { Self::Tiles } else { Self::Rows };
         if weight.role != WeightRole::Matrix {
-            // Embeddings are gathered by rows.
+            // An embedding table is gathered by rows.
             return Self::Rows;
         }
         let is_whole = weight.shape.last().is_some_and(|k| k.is_multiple_of(weight.dtype.block_len()));
@@ -57,7 +57,7 @@ impl WeightLayout {
         }
     }
 
-    /// What stands in for a form that is refused.
+    /// Layout to use instead if the operations refuse this one.
     fn fallback(self, tiles: WeightTiles) -> Self {
         match self {
             Self::Channels { in_tiles: true } => Self::Channels { in_tiles: false },
@@ -93,7 +93,7 @@ impl WeightLayout {
         })
     }
 
-    /// Why the operations do not take a matrix `[n, k]` in this form, if they do not.
+    /// Returns why the operations refuse a matrix `[n, k]` in this layout, or `None` if they accept it.
     fn refusal(
         self,
         [n, k]: [usize; 2],
@@ -109,7 +109,7 @@ impl WeightLayout {
                 }
             }
             let matrix = Matrix::new(self, elem, [n, k], [at; 3]);
-            // Phase 1 reads descriptions only, so that one address stands for all.
+            // Phase 1 only reads descriptors, so all tensors may share one address.
             let x = TensorDesc::new(at, elem, &[1, k]);
             let quantized = Quantized::new(at, at, &x);
             if matrix.takes_int8() {
@@ -128,7 +128,7 @@ impl WeightLayout {
         matches!(self, Self::Tiles | Self::Channels { in_tiles: true })
     }
 
-    /// The same without tiles.
+    /// The same layout without tiles.
     pub(crate) const fn untiled(self) -> Self {
         match self {
             Self::Tiles => Self::Rows,
@@ -138,12 +138,12 @@ impl WeightLayout {
     }
 }
 
-/// Bytes of the row of zeros behind an embedding table: what a rank looks up for ids that others have.
+/// Bytes of the row of zeros after an embedding table; a rank looks it up for ids of other ranks.
 pub(crate) fn zero_row_bytes(weight: &Weight) -> usize {
     if weight.role == WeightRole::Table { 2 * weight.shape.last().copied().unwrap_or(0) } else { 0 }
 }
 
-/// Whether a weight's sizes can be counted: eight bytes an element are more than any form takes.
+/// Whether a weight's sizes fit in `usize`: eight bytes per element are an upper bound for every layout.
 fn is_countable(shape: &[usize]) -> bool {
     let bytes = shape.iter().try_fold(8usize, |bytes, &dim| bytes.checked_mul(dim));
     shape.iter().copied().chain(bytes).all(|size| i64::try_from(size).is_ok()) && bytes.is_some()
@@ -158,13 +158,13 @@ pub(crate) fn is_refusal(error: &AscendError) -> bool {
     matches!(error.kind, AscendErrorKind::Refused | AscendErrorKind::Unsupported)
 }
 
-/// A weight's form, and bytes of its values, scales and offsets.
+/// A weight's layout, and the bytes of its values, scales and offsets.
 pub(crate) type Chosen = (WeightLayout, [usize; 3]);
 
-/// The form of each weight; none if sizes overflow.
+/// Chooses the layout of each weight; `None` if sizes overflow.
 ///
 /// # Errors
-/// What is neither an answer nor a refusal.
+/// Any failure of an operation that is neither an acceptance nor a refusal.
 pub(crate) fn choose(
     weights: &[Weight],
     (asked, tiles): (WeightForm, WeightTiles),
@@ -204,11 +204,11 @@ pub(crate) fn choose(
     Ok(Some(all))
 }
 
-/// A matrix as products read it.
+/// A matrix as an operand of a product.
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::large_enum_variant)] // made on the stack, one at a time
 pub(crate) enum Matrix {
-    /// The products of these take a bias.
+    /// Products with such a matrix accept a bias.
     Rows(TensorDesc),
     Tiles(TensorDesc),
     Groups {
@@ -223,7 +223,7 @@ pub(crate) enum Matrix {
 }
 
 impl Matrix {
-    /// A matrix `[n, k]` whose values, scales and offsets lie at three addresses.
+    /// Describes a matrix `[n, k]` whose values, scales and offsets are at three addresses.
     pub(crate) fn new(
         form: WeightLayout,
         elem: ElemType,
@@ -252,12 +252,12 @@ impl Matrix {
         }
     }
 
-    /// Whether its products take rows of int8.
+    /// Whether its products take int8 activation rows.
     pub(crate) const fn takes_int8(&self) -> bool {
         matches!(self, Self::Channels { .. })
     }
 
-    /// `out = x · matrixᵀ`, without a bias.
+    /// Computes `out = x · matrixᵀ`, without a bias.
     pub(crate) fn product(&self, x: TensorDesc, quantized: &Quantized, out: TensorDesc) -> AclnnOp {
         match *self {
             Self::Rows(weight) | Self::Tiles(weight) => AclnnOp::Linear { x, weight, bias: None, out },

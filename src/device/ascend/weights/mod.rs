@@ -1,4 +1,4 @@
-//! Weights on the card, in one allocation: the values of all, then the scales of those that have some, then the offsets.
+//! Weights on the card in one allocation: the values of all, then the scales, then the offsets of those that have them.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +16,7 @@ use crate::weights::DType;
 use layout::{Matrix, WeightLayout, is_refusal};
 use pack::WeightSection;
 
-/// All weights of one model, numbered as its graph numbers them.
+/// All weights of one model, in the order of its graph.
 #[derive(Debug)]
 pub(super) struct WeightSet {
     buffer: DeviceBuffer,
@@ -30,16 +30,16 @@ struct Held {
     shape: Vec<usize>,
     dtype: DType,
     form: WeightLayout,
-    /// First bytes of its values, scales and offsets.
+    /// Offsets of its values, scales and offsets in the allocation.
     at: [usize; 3],
 }
 
-/// What activations are held in for a model.
+/// Element type of the activations of a model.
 pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemType {
     let elements = |is_bf16: bool| -> usize {
         let matrices = weights.iter().filter(|weight| weight.role.is_matrix());
         let of_type = matrices.filter(|weight| (weight.dtype == DType::BF16) == is_bf16);
-        // Sizes are not checked yet.
+        // Sizes are not validated yet, so the product must not overflow.
         let count = |weight: &Weight| weight.shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
         of_type.map(count).fold(0, usize::saturating_add)
     };
@@ -50,19 +50,19 @@ pub(super) fn activation_elem(asked: Activations, weights: &[Weight]) -> ElemTyp
     }
 }
 
-/// The type of keys and values that goes with it.
+/// Element type of keys and values for these activations.
 pub(super) const fn kv_dtype(elem: ElemType) -> KvDType {
     if matches!(elem, ElemType::BF16) { KvDType::BF16 } else { KvDType::F16 }
 }
 
-/// First bytes of the values, scales and offsets of each weight, and bytes of all of them.
+/// Offsets of the values, scales and offsets of each weight, and the bytes of the allocation.
 pub(super) fn place(sizes: &[[usize; 3]]) -> Option<(Vec<[usize; 3]>, usize)> {
     let mut end = 0usize;
     let mut places = vec![[0; 3]; sizes.len()];
     for stretch in 0..3 {
         for (place, bytes) in places.iter_mut().zip(sizes) {
             place[stretch] = end;
-            // Nothing is left between tensors: those that follow each other may be multiplied as one.
+            // Without gaps between tensors: consecutive ones may be multiplied as one.
             end = end.checked_add(bytes[stretch])?.checked_next_multiple_of(ALIGNMENT)?;
         }
     }
@@ -82,7 +82,7 @@ impl WeightSet {
         Self { buffer, elem, held: held.collect() }
     }
 
-    /// Writes a piece of a weight, without waiting for streams.
+    /// Writes a piece of a weight, without synchronizing with streams.
     pub(super) fn write(
         &self,
         index: usize,
@@ -93,8 +93,8 @@ impl WeightSet {
         self.buffer.write(self.held[index].at[stretch as usize] + at, bytes)
     }
 
-    /// Brings a weight that is written by rows into tiles, if that is its form, and waits. Where the operation refuses, it
-    /// stays in rows, and a note says so.
+    /// Converts a weight written by rows into tiles, if that is its layout, and waits. If the operation refuses, the
+    /// weight stays in rows, and a note reports it.
     pub(super) fn tile(&mut self, index: usize, exec: &mut ExecContext) -> Result<(), AscendError> {
         let Held { shape, form, at, .. } = &self.held[index];
         let (&WeightLayout::Tiles | &WeightLayout::Channels { in_tiles: true }) = form else { return Ok(()) };
@@ -111,7 +111,7 @@ impl WeightSet {
         }
     }
 
-    /// Longest rows that its products take in int8; 0 if none does.
+    /// Length of the longest rows that products take in int8; 0 if none does.
     pub(super) fn int8_cols(&self) -> usize {
         let int8 = self.held.iter().filter(|held| matches!(held.form, WeightLayout::Channels { .. }));
         int8.map(|held| held.shape[1]).max().unwrap_or(0)
@@ -123,25 +123,25 @@ impl WeightSet {
         TypedAddress::new(self.buffer.address().offset(at[0]), self.elem).tensor(shape)
     }
 
-    /// What a product reads.
+    /// Operand of a product.
     pub(super) fn matrix(&self, id: WeightId) -> Matrix {
         let Held { shape, form, at, .. } = &self.held[id.0 as usize];
         let dims = [0, 1].map(|dim| shape.get(dim).copied().unwrap_or(1));
         Matrix::new(*form, self.elem, dims, at.map(|at| self.buffer.address().offset(at)))
     }
 
-    /// An embedding table with the row of zeros behind it.
+    /// An embedding table, including the row of zeros after it.
     pub(super) fn table_with_zeros(&self, id: WeightId) -> TensorDesc {
         let Held { shape, at, .. } = &self.held[id.0 as usize];
         TypedAddress::new(self.buffer.address().offset(at[0]), self.elem).tensor(&[shape[0] + 1, shape[1]])
     }
 
-    /// Rows of a matrix.
+    /// Number of rows of a matrix.
     pub(super) fn rows(&self, id: WeightId) -> usize {
         self.held[id.0 as usize].shape[0]
     }
 
-    /// Several matrices of one width as one, where they lie by rows and follow each other without a gap.
+    /// Describes several matrices of one width as one, if they are stored by rows and consecutive without a gap.
     pub(super) fn fused(&self, ids: &[WeightId]) -> Option<Matrix> {
         let held = |id: &WeightId| &self.held[id.0 as usize];
         let first = held(ids.first()?);
@@ -166,7 +166,7 @@ impl WeightSet {
         ))
     }
 
-    /// Whether it holds the weights a plan names.
+    /// Whether the set holds the weights of a plan.
     pub(super) fn serves(&self, weights: &[Weight]) -> bool {
         let is_same = |(weight, held): (&Weight, &Held)| (&weight.shape, weight.dtype) == (&held.shape, held.dtype);
         self.held.len() == weights.len() && weights.iter().zip(&self.held).all(is_same)

@@ -1,4 +1,4 @@
-//! What a card's thread and its callers share: the queue of commands, and what goes to and fro.
+//! State that a card's thread shares with its callers: the command queue and the buffers passed between them.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +16,7 @@ use crate::device::ascend::notes::Diagnostics;
 use crate::device::{Bindings, DeviceError, LaunchShape, Span};
 use crate::kv_cache::BlockId;
 
-/// What callers ask of the thread. Lists come from a pool and go back to it.
+/// Commands to the thread. Lists are taken from a pool and returned to it.
 pub(crate) enum Command {
     Write {
         dst: Span,
@@ -47,7 +47,7 @@ pub(crate) enum Command {
         on: usize,
         event: u64,
     },
-    /// Waits for an event, or for all that is queued.
+    /// Waits for an event, or for all queued work.
     WaitHost {
         event: Option<u64>,
     },
@@ -65,20 +65,20 @@ pub(crate) enum Command {
         pairs: Vec<u32>,
         on: usize,
     },
-    /// Frees slots whose copies have ended.
+    /// Frees slots whose copies have completed.
     Reclaim,
     Call(Box<dyn FnOnce(&mut Worker) + Send>),
     Stop,
 }
 
-/// What the thread and its callers share.
+/// State that the thread shares with its callers.
 #[derive(Debug)]
 pub(crate) struct WorkerShared {
     pub queue: Queue<Command>,
     pub errors: Arc<ErrorState>,
     pub slots: Arc<FreeSlots>,
     pub readback: Readback,
-    /// Emptied lists, to be used again.
+    /// Empty lists for reuse.
     pub lists: parking_lot::Mutex<Vec<Vec<u32>>>,
     pub diagnostics: Arc<Diagnostics>,
 }
@@ -90,12 +90,12 @@ impl std::fmt::Debug for Command {
 }
 
 impl WorkerShared {
-    /// An empty list.
+    /// Returns an empty list.
     pub(crate) fn list(&self) -> Vec<u32> {
         self.lists.lock().pop().unwrap_or_default()
     }
 
-    /// A slot to fill, waiting for one; none once the device has ended.
+    /// Returns a slot to fill, waiting for one if necessary; `None` once the device has ended.
     pub(crate) fn free_slot(&self) -> Option<PinnedBuffer> {
         self.slots.try_take().or_else(|| {
             self.queue.push_with(|| (Command::Reclaim, ()))?;
@@ -109,7 +109,7 @@ impl WorkerShared {
     }
 }
 
-/// Lets nobody wait for a thread that has ended.
+/// Closes all queues when dropped, so that no caller waits for a thread that has ended.
 pub(crate) struct CloseOnDrop<'a>(pub &'a WorkerShared);
 
 impl Drop for CloseOnDrop<'_> {

@@ -1,5 +1,5 @@
-//! What the cards of a device decide together, such as whether a step is captured: ranks that replay a graph cannot meet
-//! ranks that issue operations.
+//! Decisions that the cards of a device take together, such as whether a step is captured: ranks that replay a graph
+//! cannot run a collective with ranks that issue operations.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::wait::{POLL_INTERVAL, peer_failed};
 use crate::device::ascend::error::ErrorState;
 
-/// A vote of all cards, again and again.
+/// Reusable barrier: all ranks agree on success or failure.
 #[derive(Debug)]
 pub(crate) struct Consensus {
     cards: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Consensus {
 struct State {
     votes: usize,
     all_agree: bool,
-    /// Votes that are over, and what the last one came to.
+    /// Number of completed votes, and the outcome of the last one.
     rounds: u64,
     outcome: bool,
 }
@@ -37,10 +37,10 @@ impl Consensus {
         Self { cards, errors, limit, state: Mutex::new(state), decided: Condvar::new() }
     }
 
-    /// Waits for all cards' votes; whether all agree.
+    /// Waits for the votes of all cards; returns whether all agree.
     ///
     /// # Errors
-    /// Another card has failed, or does not come within the limit.
+    /// If another card has failed, or does not vote within the time limit.
     pub(crate) fn all_agree(&self, agrees: bool) -> Result<bool, AscendError> {
         let mut state = self.state.lock();
         state.votes += 1;
@@ -51,7 +51,7 @@ impl Consensus {
             return Ok(state.outcome);
         }
         let (round, start) = (state.rounds, Instant::now());
-        // The next vote ends only with this card's, so the outcome stays until it was read.
+        // The next vote cannot complete without this card's, so the outcome stays until it has been read.
         while state.rounds == round {
             if self.errors.fatal().is_some() || start.elapsed() >= self.limit {
                 return Err(peer_failed());

@@ -1,12 +1,12 @@
-//! The cards of a device: a thread each, one rank of the model each, and one order of commands for all.
+//! The cards of a device: each has a thread and one rank of the model, and all receive commands in one order.
 //!
 //! ```text
-//!  callers ──► order ──► card 0: queue ─ thread ─ context ─ streams ──┐
+//! callers ──► order ──► card 0: queue ─ thread ─ context ─ streams ──┐
 //!                   ├──► card 1: queue ─ thread ─ context ─ streams ──┤ collectives meet on the streams
 //!                   └──► …                                          ──┘
 //! ```
-//! Memory is mirrored: a buffer is one on each card, writes go to all of them, reads come from the first. Ranks meet in
-//! collectives in the order of their queues, so whatever goes to all cards goes to all queues under one lock.
+//! Memory is mirrored: a buffer exists on each card, writes go to all cards, reads come from the first. Ranks meet in
+//! collectives in the order of their queues, so a command for all cards is pushed to all queues under one lock.
 
 #![forbid(unsafe_code)]
 
@@ -42,23 +42,23 @@ struct WorkerHandle {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The right to hand commands to all cards.
+/// Exclusive right to push commands to all cards.
 pub(crate) struct Broadcast<'a> {
     group: &'a WorkerGroup,
     _order: MutexGuard<'a, ()>,
 }
 
-/// What a card's thread hears once all others have opened: what to join with, if there are several.
+/// Sent to a card's thread once all cards are open: the data needed to join the others, if there are several.
 type JoinInfo = Option<(Collectives, RootInfo, Arc<Consensus>)>;
 
-/// A card whose thread has its context and waits for the word.
+/// A card whose thread has its context and waits for [`JoinInfo`].
 struct ReadyWorker {
     shared: Arc<WorkerShared>,
     info: CardInfo,
     root: Option<RootInfo>,
 }
 
-/// A thread on its way.
+/// A thread that is starting.
 struct PendingWorker {
     card: u32,
     thread: JoinHandle<()>,
@@ -68,7 +68,10 @@ struct PendingWorker {
 }
 
 impl WorkerGroup {
-    /// Starts a thread a card, and joins them if there are several.
+    /// Starts one thread per card, and joins the cards if there are several.
+    ///
+    /// # Errors
+    /// If a thread cannot start, a card cannot be opened, or the cards cannot join.
     pub(crate) fn open(
         library: &Arc<Library>,
         runtime: &Runtime,
@@ -108,7 +111,7 @@ impl WorkerGroup {
         let consensus = Arc::new(Consensus::new(pending.len(), Arc::clone(&errors), limit));
         let join_info = collectives.zip(root).map(|(collectives, root)| (collectives, root, consensus));
         for pending in &pending {
-            // One that has ended says so below.
+            // A thread that has ended reports its error below.
             let _ = pending.join_info.send(join_info.clone());
         }
         let joined = pending.iter().map(PendingWorker::joined).collect::<Vec<_>>();
@@ -117,7 +120,7 @@ impl WorkerGroup {
             handles.push(WorkerHandle { shared: ready.shared, thread: Some(pending.thread) });
             info.push(ready.info);
         }
-        // From here on dropping it ends all threads.
+        // From here on, dropping the group ends all threads.
         let group = Self { handles, errors, notes, order: Mutex::new(()) };
         joined.into_iter().collect::<Result<(), _>>()?;
         Ok((group, info))
@@ -127,7 +130,7 @@ impl WorkerGroup {
         to_u32(self.handles.len())
     }
 
-    /// The desk of the first card, which answers reads.
+    /// Shared state of the first card, which serves reads.
     pub(crate) fn first(&self) -> &WorkerShared {
         &self.handles[0].shared
     }
@@ -136,17 +139,17 @@ impl WorkerGroup {
         self.handles.iter().map(|handle| &*handle.shared)
     }
 
-    /// Waits for the right to hand commands to all cards.
+    /// Waits for the exclusive right to push commands to all cards.
     pub(crate) fn broadcast(&self) -> Broadcast<'_> {
         Broadcast { group: self, _order: self.order.lock() }
     }
 
-    /// What ended the device.
+    /// The error that ended the device.
     pub(crate) fn end(&self) -> DeviceError {
         self.errors.fatal().unwrap_or(DeviceError::Lost)
     }
 
-    /// Runs something on one card's thread and waits for what it gives.
+    /// Runs a function on one card's thread and waits for its result.
     pub(crate) fn call<R: Send + 'static>(
         &self,
         rank: usize,
@@ -156,7 +159,7 @@ impl WorkerGroup {
         self.ask(shared, run)?.recv().map_err(|_| self.end())
     }
 
-    /// Runs something on every card's thread, all at once, and waits for what they give.
+    /// Runs a function on every card's thread at the same time and waits for the results.
     pub(crate) fn call_each<R: Send + 'static, F: FnOnce(&mut Worker) -> R + Send + 'static>(
         &self,
         mut make: impl FnMut(usize) -> F,
@@ -175,7 +178,7 @@ impl WorkerGroup {
         run: impl FnOnce(&mut Worker) -> R + Send + 'static,
     ) -> Result<mpsc::Receiver<R>, DeviceError> {
         let (sender, answer) = mpsc::sync_channel(1);
-        // Whoever asked waits, unless it is gone with its whole thread.
+        // The receiver is gone only if the calling thread has ended.
         let command = Command::Call(Box::new(move |card| drop(sender.send(run(card)))));
         shared.queue.push_with(|| (command, ())).ok_or_else(|| self.end())?;
         Ok(answer)
@@ -183,12 +186,12 @@ impl WorkerGroup {
 }
 
 impl Broadcast<'_> {
-    /// Hands every card a command: `make` is given its rank and desk.
+    /// Pushes a command to every card; `make` receives its rank and shared state.
     pub(crate) fn push(&self, mut make: impl FnMut(usize, &WorkerShared) -> Command) -> Result<(), DeviceError> {
         self.try_push(|rank, shared| Some(make(rank, shared)))
     }
 
-    /// The same; `None` from `make` says that the device has ended.
+    /// Pushes a command to every card; if `make` returns `None`, the device has ended.
     pub(crate) fn try_push(
         &self,
         mut make: impl FnMut(usize, &WorkerShared) -> Option<Command>,
@@ -219,7 +222,7 @@ impl PendingWorker {
             if open.send(Ok(ReadyWorker { shared: Arc::clone(&shared), info, root })).is_err() {
                 return;
             }
-            // No word comes if another card could not be opened.
+            // The sender is dropped if another card could not be opened.
             let Ok(join_info) = word.recv() else { return };
             let outcome =
                 join_info.map_or(Ok(()), |(collectives, root, consensus)| card.join(&collectives, &root, consensus));
@@ -232,11 +235,11 @@ impl PendingWorker {
         Ok(Self { card, thread, ready, join_info, joined })
     }
 
-    /// Ends a thread that waits for the word.
+    /// Ends a thread that waits for its [`JoinInfo`].
     fn give_up(self) {
         let Self { thread, join_info, .. } = self;
         drop(join_info);
-        // Nothing is told of it any more.
+        // Its error is of no interest any longer.
         let _ = thread.join();
     }
 
@@ -257,12 +260,12 @@ impl PendingWorker {
 impl Drop for WorkerGroup {
     fn drop(&mut self) {
         for shared in self.all_shared() {
-            // A thread that has ended takes nothing any more.
+            // A thread that has ended has closed its queue.
             let _ = shared.queue.push_with(|| (Command::Stop, ()));
         }
         for handle in &mut self.handles {
             if let Some(thread) = handle.thread.take() {
-                // It reports its failures where it meets them.
+                // The thread reports its failures where they occur.
                 let _ = thread.join();
             }
         }

@@ -1,4 +1,4 @@
-//! One card: the thread that owns its context, and what it does for each command.
+//! One card: the thread that owns its context, and the execution of its commands.
 
 #![forbid(unsafe_code)]
 
@@ -34,7 +34,7 @@ use queue::Queue;
 use readback::Readback;
 use wait::WaitPolicy;
 
-/// Most bytes that come back in one copy; larger reads take several.
+/// Largest number of bytes copied back at once; larger reads take several copies.
 const READBACK_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
@@ -43,39 +43,39 @@ enum Memory {
     Pinned(PinnedBuffer),
 }
 
-/// A card with all that lives on it.
+/// A card with everything allocated on it.
 #[derive(Debug)]
 pub(super) struct Worker {
     programs: HashMap<u64, Program>,
     weights: HashMap<u64, Arc<WeightSet>>,
     buffers: HashMap<u64, Memory>,
     pub exec: ExecContext,
-    /// Feeding's four lists on the device, and the bytes of each.
+    /// The four lists on the device used to copy deferred tokens, and the bytes of each.
     feed: Option<(DeviceBuffer, usize)>,
     capture_max_rows: usize,
     rank: TpRank,
-    /// Whether it has ended: nothing is waited for any more.
+    /// Whether the card has ended; waits then return at once.
     is_lost: bool,
 }
 
-/// What a card is opened with.
+/// Configuration of a card.
 pub(super) struct WorkerConfig {
     pub library: Arc<Library>,
     pub runtime: Runtime,
     pub card: u32,
-    /// Its place among the cards of the device.
+    /// Its rank among the cards of the device.
     pub rank: TpRank,
     pub wait_policy: WaitPolicy,
     pub is_deterministic: bool,
-    /// 0: nothing is captured.
+    /// Largest number of rows of a captured step; 0 disables capture.
     pub capture_max_rows: usize,
-    /// Given to the card that makes what all join with.
+    /// Set for the card that creates the root information that all cards join with.
     pub root_of: Option<Collectives>,
     pub errors: Arc<ErrorState>,
     pub diagnostics: Arc<Diagnostics>,
 }
 
-/// What an open card says of itself.
+/// Information about an open card.
 #[derive(Clone, Debug)]
 pub(super) struct CardInfo {
     pub chip: Option<String>,
@@ -85,14 +85,14 @@ pub(super) struct CardInfo {
 }
 
 impl Worker {
-    /// Binds the calling thread to the card.
+    /// Opens the card and binds the calling thread to it.
     pub(super) fn open(config: &WorkerConfig) -> Result<(Self, Arc<WorkerShared>, CardInfo), AscendError> {
         let runtime = &config.runtime;
         runtime.init()?;
         let context = Context::create(runtime, config.card)?;
         let notes = Arc::clone(&config.diagnostics);
         if runtime.capabilities().kernel_time_limit {
-            // A kernel that hangs shows after 18 minutes otherwise.
+            // Otherwise a kernel that hangs is detected only after 18 minutes.
             runtime.set_kernel_time_limit(config.wait_policy.limit)?;
         } else {
             notes.add("this CANN cannot limit a kernel's time: one that hangs is noticed by the host only".into());
@@ -144,7 +144,7 @@ impl Worker {
         Ok((card, Arc::new(shared), info))
     }
 
-    /// Makes what all cards join with, if it is this one's part.
+    /// Creates the root information that all cards join with, if this card is the one to create it.
     pub(super) fn make_root(&self, config: &WorkerConfig) -> Result<Option<RootInfo>, AscendError> {
         config.root_of.map(|collectives| collectives.root_info(self.exec.context.runtime())).transpose()
     }
@@ -162,9 +162,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Serves commands until the last.
+    /// Executes commands until `Stop`.
     pub(super) fn serve(mut self, shared: &WorkerShared) {
-        // Whoever waits must hear of it, whatever ends this thread.
+        // Waiting callers must receive an error, whatever ends this thread.
         let _closing = CloseOnDrop(shared);
         loop {
             let command = shared.queue.pop();
@@ -184,15 +184,15 @@ impl Worker {
             match command {
                 Command::Write { slot, .. } => shared.slots.give(slot),
                 Command::Read { .. } | Command::WaitHost { .. } => shared.readback.answer(Err(fatal)),
-                // It gives memory back, or answers with a failure of its own.
+                // The call frees memory, or returns a failure of its own.
                 Command::Call(call) => call(self),
                 _ => {}
             }
             return;
         }
         if shared.errors.has_unreported() {
-            // Work behind a failure would run on stale lengths and slots. Whoever waits next hears of it; what is queued after
-            // that stands on its own.
+            // Work queued after a failure would use stale lengths and slots, so it is skipped. The next waiting call
+            // receives the error; later work runs again.
             match command {
                 Command::Write { slot, .. } => return shared.slots.give(slot),
                 Command::Feed { rows: list, .. }
@@ -248,7 +248,7 @@ impl Worker {
         }
     }
 
-    /// Keeps a failure of queued work for the next call that waits.
+    /// Records a failure of queued work for the next call that waits.
     fn record_failure(&mut self, shared: &WorkerShared, error: AscendError) {
         let words = error.to_string();
         let error = device_error(error, 0, self.exec.wait_policy.limit, &self.exec.context);
@@ -264,7 +264,7 @@ impl Worker {
         }
     }
 
-    /// Runs calls of the runtime for a caller that waits; their failure as the contract has it.
+    /// Runs runtime calls for a waiting caller, and converts a failure to the error of the device contract.
     pub(super) fn attempt<R>(
         &mut self,
         asked_bytes: u64,
@@ -273,7 +273,7 @@ impl Worker {
         run(self).map_err(|error| device_error(error, asked_bytes, self.exec.wait_policy.limit, &self.exec.context))
     }
 
-    /// Ends what runs: nothing is waited for any more.
+    /// Marks the card as ended and aborts its streams; nothing waits any longer.
     fn end(&mut self) {
         if !self.is_lost {
             self.is_lost = true;
@@ -281,7 +281,7 @@ impl Worker {
         }
     }
 
-    /// The answer to a call that waits: its own failure, or that of queued work before it.
+    /// Result of a waiting call: its own failure, or that of queued work before it.
     fn report(&mut self, shared: &WorkerShared, outcome: Result<(), AscendError>) -> Result<(), DeviceError> {
         if let Err(error) = outcome {
             self.record_failure(shared, error);
@@ -292,7 +292,7 @@ impl Worker {
     fn address(&self, span: Span) -> DeviceAddress {
         match self.buffers.get(&span.buffer.0) {
             Some(Memory::Device(buffer)) => buffer.address().offset(to_usize(span.offset)),
-            // Spans were checked when the command was made; a buffer freed meanwhile leads nowhere.
+            // Spans were checked when the command was created; a buffer freed since then has a null address.
             _ => DeviceAddress(0),
         }
     }
@@ -307,7 +307,7 @@ impl Worker {
     fn write(&mut self, dst: Span, mut slot: PinnedBuffer, bytes: usize, on: usize) -> Result<(), AscendError> {
         let offset = to_usize(dst.offset);
         if let Some(Memory::Pinned(_)) = self.buffers.get(&dst.buffer.0) {
-            // Host memory: behind what is queued before, and at once.
+            // Host memory: wait for earlier queued work, then copy at once.
             self.exec.streams.synchronize(on, &self.exec.wait_policy)?;
             if let Some(Memory::Pinned(buffer)) = self.buffers.get_mut(&dst.buffer.0) {
                 buffer.as_mut_slice()[offset..offset + bytes].copy_from_slice(&slot.as_mut_slice()[..bytes]);
@@ -336,7 +336,7 @@ impl Worker {
             (None, None) => stream.copy_within(self.address(dst), self.address(src), bytes),
             (Some(host), None) => copy_pinned(host, to_usize(dst.offset), self.address(src), bytes, false, stream),
             (None, Some(host)) => copy_pinned(host, to_usize(src.offset), self.address(dst), bytes, true, stream),
-            // Refused when the command was made.
+            // Refused when the command was created.
             (Some(_), Some(_)) => Ok(()),
         }
     }
@@ -381,7 +381,7 @@ impl Worker {
         Ok(())
     }
 
-    /// `ids[to] = ids_by_number[best[from] + 1]`, on the device.
+    /// Computes `ids[to] = ids_by_number[best[from] + 1]` on the device.
     fn copy_sampled_tokens(&mut self, ids: Span, best: Span, rows: &[u32], on: usize) -> Result<(), AscendError> {
         let count = rows.len() / 2;
         if count == 0 {
@@ -440,7 +440,7 @@ impl Worker {
             q_lens,
             kv_lens,
         };
-        // Unloaded meanwhile: nobody waits for it.
+        // The program was unloaded in the meantime; no caller waits for it.
         let Some(program) = self.programs.get_mut(&program) else { return Ok(()) };
         self.exec.begin_launch(on)?;
         if program.can_replay(&batch, self.capture_max_rows) && program.replay(&mut self.exec, &batch, on)? {
@@ -449,7 +449,7 @@ impl Worker {
         program.launch(&mut self.exec, &batch, on)
     }
 
-    /// Copies whole blocks: as many pieces as layers have keys and values.
+    /// Copies whole blocks: one piece for the keys and one for the values of each layer.
     fn copy_blocks(&self, cache: &KvShard, src: Span, dst: Span, pairs: &[u32], on: usize) -> Result<(), AscendError> {
         let piece = cache.block_bytes();
         let place = |pool: Span, layer: usize, side: usize, block: u32| {
@@ -476,9 +476,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Makes sure that nothing runs that could use what is given back.
+    /// Waits until no queued work can use the memory to be freed.
     fn flush(&mut self) {
-        // Memory of a device that does not answer is given back all the same, once nothing of it runs.
+        // Memory of a device that does not respond is also freed, once none of its work runs.
         if !self.is_lost && self.exec.synchronize().is_err() {
             self.end();
         }
@@ -499,7 +499,7 @@ impl Worker {
         }
     }
 
-    /// Gives scratch back that no program needs any more.
+    /// Frees scratch that no program needs any longer.
     pub(super) fn shrink(&mut self) {
         if self.programs.is_empty() && !self.is_lost {
             self.exec.shrink();
@@ -521,7 +521,7 @@ impl Worker {
         self.weights.get(&id).map(Arc::clone)
     }
 
-    /// A set that no program uses yet, with what it is filled by.
+    /// Returns a weight set that no program uses yet, and the execution context to fill it with.
     pub(super) fn new_weights(&mut self, id: u64) -> Option<(&mut WeightSet, &mut ExecContext)> {
         Arc::get_mut(self.weights.get_mut(&id)?).map(|set| (set, &mut self.exec))
     }

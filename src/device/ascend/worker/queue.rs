@@ -1,4 +1,4 @@
-//! The bounded queue between callers and the device's thread. Its room is reserved once.
+//! Bounded queue between callers and the device's thread. Its capacity is reserved once.
 
 #![forbid(unsafe_code)]
 
@@ -6,10 +6,11 @@ use std::collections::VecDeque;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Commands that may wait. A step is some ten of them, so this is several steps ahead; whoever is further waits.
+/// Largest number of queued commands. A step has about ten of them, so this is several steps ahead; further callers
+/// wait.
 const CAPACITY: usize = 256;
 
-/// First in, first out.
+/// A FIFO queue.
 #[derive(Debug)]
 pub(crate) struct Queue<T> {
     state: Mutex<State<T>>,
@@ -29,7 +30,7 @@ impl<T> Queue<T> {
         Self { state: Mutex::new(state), filled: Condvar::new(), drained: Condvar::new() }
     }
 
-    /// Adds what `make` gives, which is called in the queue's order; `None` once nobody takes anything any more.
+    /// Pushes the value that `make` returns; `make` is called in queue order. Returns `None` once the queue is closed.
     pub(crate) fn push_with<R>(&self, make: impl FnOnce() -> (T, R)) -> Option<R> {
         let mut state = self.state.lock();
         while state.items.len() == CAPACITY && !state.is_closed {
@@ -45,7 +46,7 @@ impl<T> Queue<T> {
         Some(result)
     }
 
-    /// Takes the oldest, waiting for one.
+    /// Pops the oldest value, waiting for one if necessary.
     pub(crate) fn pop(&self) -> T {
         let mut state = self.state.lock();
         loop {
@@ -58,14 +59,14 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Refuses everything from now on, and drops what waits.
+    /// Refuses all further values, and drops those that are queued.
     pub(crate) fn close(&self) {
         let left = {
             let mut state = self.state.lock();
             state.is_closed = true;
             std::mem::take(&mut state.items)
         };
-        // What commands hold may call back when it is dropped.
+        // Dropped outside the lock: values owned by commands may call back when dropped.
         drop(left);
         self.drained.notify_all();
     }

@@ -1,4 +1,4 @@
-//! The one place where reads and host waits are answered: a landing buffer and an answer, used again and again.
+//! Channel for the results of reads and host waits: one reusable landing buffer and one reusable answer.
 
 #![forbid(unsafe_code)]
 
@@ -7,10 +7,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::device::DeviceError;
 
-/// Where the device's thread answers; one caller waits at a time.
+/// Slot for the answer of the device's thread; one caller waits at a time.
 #[derive(Debug)]
 pub(crate) struct Readback {
-    /// Held by the caller that waits.
+    /// Held by the waiting caller.
     turn: Mutex<()>,
     state: Mutex<State>,
     answered: Condvar,
@@ -20,7 +20,7 @@ pub(crate) struct Readback {
 struct State {
     buffer: Option<PinnedBuffer>,
     answer: Option<Result<(), DeviceError>>,
-    /// What everybody hears once the thread has ended.
+    /// Error that every caller receives once the thread has ended.
     end: Option<DeviceError>,
 }
 
@@ -30,12 +30,12 @@ impl Readback {
         Self { turn: Mutex::new(()), state: Mutex::new(state), answered: Condvar::new() }
     }
 
-    /// Keeps other callers out.
+    /// Excludes other callers.
     pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock()
     }
 
-    /// Waits for the answer to what was asked; `then` sees the landing buffer of a good one.
+    /// Waits for the answer; if it is a success, `then` receives the landing buffer.
     pub(crate) fn wait(&self, then: impl FnOnce(&PinnedBuffer)) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
         loop {
@@ -53,10 +53,10 @@ impl Readback {
         }
     }
 
-    /// Takes the buffer out, to be filled.
+    /// Takes the landing buffer to fill it.
     ///
     /// # Panics
-    /// If it is out already: there is one thread, which puts it back.
+    /// If it is already taken: only one thread takes it, and it puts it back.
     pub(crate) fn take(&self) -> PinnedBuffer {
         self.state.lock().buffer.take().expect("the landing buffer is in")
     }
@@ -70,7 +70,7 @@ impl Readback {
         self.answered.notify_all();
     }
 
-    /// Answers everybody from now on.
+    /// Makes every further wait return `end`.
     pub(crate) fn close(&self, end: DeviceError) -> Option<PinnedBuffer> {
         let mut state = self.state.lock();
         state.end.get_or_insert(end);

@@ -1,4 +1,4 @@
-//! How long the host waits for queued work, and what ends a wait early.
+//! How long the host waits for queued work, and early termination of a wait.
 
 #![forbid(unsafe_code)]
 
@@ -9,14 +9,14 @@ use ascend_sys::{AscendError, AscendErrorKind, SHIM_MISUSE};
 
 use crate::device::ascend::error::ErrorState;
 
-/// How often a card that waits looks whether another one has failed.
+/// Interval at which a waiting card checks whether another one has failed.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A limit for waits of one card.
+/// Time limit for waits of one card.
 #[derive(Clone, Debug)]
 pub(crate) struct WaitPolicy {
     pub limit: Duration,
-    /// Of a device of several cards: what a failed card owes the others in a collective never comes.
+    /// Error state of the other cards, if there are several: a collective that waits for a failed card never completes.
     others: Option<Arc<ErrorState>>,
 }
 
@@ -25,7 +25,7 @@ impl WaitPolicy {
         Self { limit, others }
     }
 
-    /// Waits by `wait`, which is given how long it may take.
+    /// Waits with `wait`, which receives the time it may take.
     pub(crate) fn wait(&self, wait: impl Fn(Duration) -> Result<(), AscendError>) -> Result<(), AscendError> {
         let Some(errors) = &self.others else { return wait(self.limit) };
         let start = Instant::now();
@@ -42,7 +42,7 @@ impl WaitPolicy {
     }
 }
 
-/// What a card ends with whose partner has failed; the partner's failure is what callers hear.
+/// Error of a card whose peer has failed; callers receive the peer's failure.
 pub(crate) fn peer_failed() -> AscendError {
     AscendError {
         call: "aclrtSynchronizeStream",

@@ -1,5 +1,5 @@
-//! Weights as files store them, brought into the forms of the card: in pieces, on the caller's thread, so that no second
-//! copy of the weights stands in host memory.
+//! Converts weights from a file's format to the card's layouts, piece by piece on the calling thread, so that host
+//! memory never holds a second copy of all weights.
 
 #![forbid(unsafe_code)]
 
@@ -16,14 +16,14 @@ use crate::graph::Weight;
 use crate::weights::convert::QuantGroup;
 use crate::weights::{DType, WeightSource, convert};
 
-/// Bytes converted at a time.
+/// Number of bytes converted at a time.
 const CHUNK_BYTES: usize = 4 << 20;
-/// Elements of a row that are converted together where rows become columns: a block of the largest format.
+/// Number of elements of a row that are converted together if rows become columns: a block of the largest format.
 const UNIT: usize = 256;
-/// Largest offset that stands beside quants; from there on a group's elements are alike in f16.
+/// Largest offset that is stored with quants; with a larger one, all elements of a group are equal in f16.
 const MOST_OFFSET: f32 = 32_768.0;
 
-/// Which of a weight's three stretches a piece belongs to.
+/// Part of a weight's storage that a piece belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WeightSection {
     Values,
@@ -31,13 +31,14 @@ pub(crate) enum WeightSection {
     Offsets,
 }
 
-/// Takes a piece and the byte of its stretch that it begins at.
+/// Receives a piece and its byte offset in its section.
 type Write<'a> = dyn FnMut(WeightSection, usize, Vec<u8>) -> Result<(), DeviceError> + 'a;
 
-/// Converts one weight to a form and hands it to `write` piece by piece.
+/// Converts one weight to a layout and passes it to `write` piece by piece.
 ///
 /// # Errors
-/// [`DeviceError::Invalid`] names a tensor that is not what the graph says, or has finite values that f16 does not hold.
+/// [`DeviceError::Invalid`] names a tensor that differs from the graph, or that has finite values out of the range of
+/// f16.
 pub(crate) fn pack(
     source: &dyn WeightSource,
     weight: &Weight,
@@ -99,7 +100,7 @@ fn rows(
     Ok(())
 }
 
-/// int8 rows, each with the scale that makes its largest element 127.
+/// Packs int8 rows, each with the scale that maps its largest element to 127.
 fn channels(dtype: DType, data: &[u8], k: usize, write: &mut Write<'_>) -> Result<(), DeviceError> {
     let row_bytes = k / dtype.block_len() * dtype.block_bytes();
     let rows = (CHUNK_BYTES / k.max(1)).max(1);
@@ -109,7 +110,7 @@ fn channels(dtype: DType, data: &[u8], k: usize, write: &mut Write<'_>) -> Resul
         let mut quants = Vec::with_capacity(rows * k);
         for row in chunk.chunks_exact(row_bytes) {
             convert::dequantize(dtype, row, &mut floats);
-            // Not `max`: a value that is no number must not go unseen.
+            // Not `max`, which would hide a NaN.
             let largest = floats.iter().fold(0.0f32, |most, x| if x.abs() <= most { most } else { x.abs() });
             let scale = largest / 127.0;
             let factor = if scale > 0.0 { scale.recip() } else { 0.0 };
@@ -121,7 +122,7 @@ fn channels(dtype: DType, data: &[u8], k: usize, write: &mut Write<'_>) -> Resul
     write(WeightSection::Scales, 0, scales)
 }
 
-/// A matrix `[n, k]` that becomes `[k, n]` with a scale for each group of a column.
+/// A matrix `[n, k]` that is stored as `[k, n]` with a scale per group of a column.
 #[derive(Clone, Copy, Debug)]
 struct Columns {
     elem: ElemType,
@@ -132,7 +133,7 @@ struct Columns {
 }
 
 impl Columns {
-    /// Some rows of `[k, n]` at a time: a unit of every row of the file.
+    /// Packs some rows of `[k, n]` at a time: one unit of every row of the file.
     fn pack(
         self,
         dtype: DType,
@@ -158,7 +159,7 @@ impl Columns {
                     for (i, quant) in packed.quants.iter().enumerate() {
                         let place = (group * GROUP + i) * n + column;
                         if bits == 4 {
-                            // The low half of a byte comes first.
+                            // The low half of a byte is first.
                             values[place / 2] |= (quant.cast_unsigned() & 0xf) << (4 * (place % 2));
                         } else {
                             values[place] = quant.cast_unsigned();
@@ -185,7 +186,7 @@ impl Columns {
     }
 }
 
-/// 32 elements as the card's product reads them: `(quant + offset) · scale`.
+/// 32 elements in the form that the card's product reads: `(quant + offset) · scale`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Packed {
     quants: [i8; GROUP],
@@ -194,18 +195,19 @@ struct Packed {
 }
 
 impl Packed {
-    /// Scale and offset are numbers of `elem`.
+    /// Packs a group; scale and offset are rounded to `elem`.
     fn new(group: &QuantGroup, quants: ElemType, has_offsets: bool, elem: ElemType) -> Self {
         if has_offsets {
             return Self::with_offset(group, if quants == ElemType::I4 { 8 } else { 0 }, elem);
         }
         let [first, second] = group.scales;
         if first == second || !(first.is_finite() && second.is_finite()) {
-            // Whatever is no number stays none.
+            // A NaN or an infinity must stay one.
             let scale = if first.is_finite() { second } else { first };
             return Self { quants: group.quants, scale: narrow(scale, elem), offset: 0.0 };
         }
-        // Two scales, six bits: quarters of the larger one hold its half exactly, and are nearest for the other.
+        // Two scales, six bits: quarters of the larger scale represent its half exactly, and are the nearest values for
+        // the other.
         let scale = if first.abs() >= second.abs() { first } else { second } / 4.0;
         let mut packed = Self { quants: [0; GROUP], scale: narrow(scale, elem), offset: 0.0 };
         for (i, quant) in packed.quants.iter_mut().enumerate() {
@@ -214,19 +216,19 @@ impl Packed {
         packed
     }
 
-    /// Quants of 0 and more, moved down by `shift`, with an offset that brings them up again and the minimum in.
+    /// Shifts unsigned quants down by `shift`; the offset shifts them back up and includes the minimum.
     fn with_offset(group: &QuantGroup, shift: i8, elem: ElemType) -> Self {
         let scale = narrow(group.scales[0], elem);
         let offset = narrow(group.min / scale + f32::from(shift), elem);
         if !group.scales[0].is_finite() || offset.abs() <= MOST_OFFSET {
             return Self { quants: group.quants.map(|quant| quant - shift), scale, offset };
         }
-        // No step, or one too small beside the minimum to be seen in 11 bits: all are the minimum.
+        // The step is zero, or too small relative to the minimum to show in 11 bits: every element is the minimum.
         Self { quants: [0; GROUP], scale: narrow(group.min, elem), offset: 1.0 }
     }
 }
 
-/// Whether no finite element becomes infinite in f16.
+/// Whether all finite elements stay finite in f16.
 fn fits_f16(group: &QuantGroup) -> bool {
     let largest_quant = group.quants.iter().map(|quant| quant.unsigned_abs()).max().unwrap_or(0);
     let scale = group.scales[0].abs().max(group.scales[1].abs());
@@ -234,13 +236,13 @@ fn fits_f16(group: &QuantGroup) -> bool {
     !largest.is_finite() || f16::from_f32(largest).is_finite()
 }
 
-/// The nearest of -128 to 127; 0 for what is no number.
+/// Rounds to the nearest of -128 to 127; NaN becomes 0.
 #[allow(clippy::cast_possible_truncation)]
 fn round_to_i8(value: f32) -> i8 {
     value.round_ties_even() as i8
 }
 
-/// The nearest number of f16 or bf16, ties to even.
+/// Rounds to the nearest f16 or bf16, ties to even.
 fn narrow(value: f32, elem: ElemType) -> f32 {
     if elem == ElemType::BF16 { bf16::from_f32(value).to_f32() } else { f16::from_f32(value).to_f32() }
 }

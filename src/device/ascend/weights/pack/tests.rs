@@ -1,4 +1,4 @@
-//! Promise: what is packed is what the file says, within each form's bound, wherever a matrix is cut.
+//! Packed weights equal the file's values within the bound of each layout, wherever a matrix is sharded.
 
 #![forbid(unsafe_code)]
 
@@ -37,7 +37,7 @@ fn weight(dtype: DType, shape: [usize; 2], slice: Option<WeightSlice>) -> Weight
     Weight { name: "w".into(), shape: shape.to_vec(), dtype, role: WeightRole::Matrix, slice }
 }
 
-/// The three stretches of a packed weight.
+/// The three sections of a packed weight.
 fn packed(source: &MemorySource, weight: &Weight, form: WeightLayout, elem: ElemType) -> [Vec<u8>; 3] {
     let mut all = [const { Vec::new() }; 3];
     let mut write = |stretch: WeightSection, at: usize, bytes: Vec<u8>| {
@@ -56,7 +56,7 @@ fn source(dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> MemorySource {
     source
 }
 
-/// What the card's product makes of groups, in the type of the activations: `[k, n]`.
+/// Values of groups as the card's product computes them, in the element type of the activations: `[k, n]`.
 fn read_back(
     [values, scales, offsets]: &[Vec<u8>; 3],
     form: WeightLayout,
@@ -101,7 +101,7 @@ fn groups_give_the_files_values_within_their_bounds() {
                     assert_eq!(got, narrow(expected, elem), "{label}");
                     continue;
                 }
-                // Scale, offset, their sum and product are rounded once each.
+                // Scale, offset, their sum and their product are each rounded once.
                 let [a, b] = group.scales.map(f32::abs);
                 let largest =
                     expected.abs().max(group.min.abs()).max(16.0 * f32::from(u8::from(dtype != DType::Q6_K)) * a);
@@ -136,7 +136,7 @@ fn channels_are_within_half_a_step() {
     }
 }
 
-/// What a rank is given is what the whole matrix has there.
+/// A rank's shard equals the same part of the whole matrix.
 #[test]
 fn parts_of_a_matrix_are_packed_like_matrices() {
     for (seed, dtype) in (21..).zip(BLOCKS) {
@@ -159,7 +159,7 @@ fn parts_of_a_matrix_are_packed_like_matrices() {
     }
 }
 
-/// Steps of zero, minima far beyond the step, scales that are no numbers, and values that f16 does not hold.
+/// Steps of zero, minima far larger than the step, scales that are NaN or infinite, and values out of the range of f16.
 #[test]
 fn odd_groups_stay_what_they_are() {
     let group = |scale: f32, min: f32| QuantGroup { quants: [3; GROUP], scales: [scale; 2], min };
