@@ -1,4 +1,5 @@
-//! [`Device`] for the processor: buffers are host memory, streams run inline, a launch runs the plan on the team.
+//! [`Device`] implementation for the CPU: buffers are host memory, streams run inline, and a launch runs the plan on
+//! the thread pool.
 
 use crate::graph::NO_TOKEN;
 use std::collections::HashMap;
@@ -24,25 +25,25 @@ use crate::graph::{CompileError, Plan, Target, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
-/// How to set up a [`CpuDevice`].
+/// Options of a [`CpuDevice`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CpuOptions {
-    /// Members of the team, the calling thread included; `None` = the processors this process may use.
+    /// Number of worker threads, including the calling thread; `None` = the number of processors this process may use.
     pub threads: Option<usize>,
-    /// Instruction-set path; `None` = the best this machine has.
+    /// Instruction-set path; `None` = the fastest this machine supports.
     pub isa: Option<Isa>,
-    /// Whether each step of a plan is timed; read with [`CpuDevice::take_profile`].
+    /// Whether to time each step of a plan; read the times with [`CpuDevice::take_profile`].
     pub profile: bool,
-    /// What the machine is known to do at most; `None` = measured when it is first asked for, once a process for each
-    /// instruction-set path and number of threads. See [`Telemetry::peak_rates`](crate::device::Telemetry::peak_rates).
+    /// Peak rates of the machine; `None` = measured on the first query, once per process, instruction-set path and
+    /// number of threads. See [`Telemetry::peak_rates`](crate::device::Telemetry::peak_rates).
     pub peaks: Option<PeakRates>,
-    /// For tests of placement: what of the arena is filled with NaN between steps.
+    /// Which parts of the arena are filled with NaN between steps; for tests of the memory plan.
     #[cfg(feature = "internals")]
     pub poison: Poison,
 }
 
-/// The processor as a device.
+/// The CPU as a [`Device`].
 #[derive(Debug)]
 pub struct CpuDevice {
     caps: DeviceCaps,
@@ -51,9 +52,9 @@ pub struct CpuDevice {
     threads: ThreadPool,
     profile: bool,
     peaks: Option<PeakRates>,
-    /// Looked for when it is first asked for.
+    /// Energy meter, opened on the first query.
     energy: OnceLock<PackageEnergy>,
-    /// High bits of every id, so that another device's ids are not found here.
+    /// High bits of every id; ids of another device have other bits and are rejected.
     tag: u64,
     state: Mutex<State>,
 }
@@ -61,9 +62,9 @@ pub struct CpuDevice {
 #[derive(Debug, Default)]
 struct State {
     next: u64,
-    /// Streams handed out so far; they are never given back.
+    /// Number of streams created so far; streams are never freed.
     streams: u64,
-    /// Events recorded so far.
+    /// Number of events recorded so far.
     events: u64,
     buffers: HashMap<u64, AlignedBytes>,
     weights: HashMap<u64, Arc<WeightSet>>,
@@ -75,7 +76,10 @@ fn invalid(what: impl Into<String>) -> DeviceError {
 }
 
 impl CpuDevice {
-    /// Starts the team.
+    /// Creates the device and starts its thread pool.
+    ///
+    /// # Errors
+    /// [`DeviceError`] if the machine does not support `isa`, or if the threads cannot be started.
     pub fn new(options: CpuOptions) -> Result<Self, DeviceError> {
         static DEVICES: AtomicU64 = AtomicU64::new(1);
         let isa = match options.isa {
@@ -96,7 +100,7 @@ impl CpuDevice {
             default_block_size: 16,
             static_shapes: false,
             unified_memory: true,
-            // A launch has ended when the call returns: there is nothing to run beside it.
+            // A launch is complete when the call returns, so a second step in flight would gain nothing.
             default_pipeline_depth: 1,
             batch_invariant: true,
             cards: 1,
@@ -115,7 +119,7 @@ impl CpuDevice {
         Ok(Self { caps, isa, poison, threads, profile, peaks, energy, tag, state: Mutex::default() })
     }
 
-    /// Members of the team.
+    /// Number of worker threads, including the calling thread.
     pub fn threads(&self) -> usize {
         self.threads.count()
     }
@@ -125,8 +129,8 @@ impl CpuDevice {
         self.isa
     }
 
-    /// What each step of this plan took since the last call, for the steps that ran. Nothing where the device was made
-    /// without [`CpuOptions::profile`], or the program is not one of its own.
+    /// Time of each executed step of this plan since the last call. Empty if the device was created without
+    /// [`CpuOptions::profile`] or does not own the program.
     pub fn take_profile(&self, program: ProgramId) -> Vec<StepTime> {
         self.state.lock().programs.get_mut(&program.0).map_or(Vec::new(), Program::take_profile)
     }
@@ -136,14 +140,14 @@ impl CpuDevice {
         self.tag | state.next
     }
 
-    /// The state, once `stream` is known to be one of this device's.
+    /// Locks the state after checking that `stream` belongs to this device.
     fn on(&self, stream: StreamId) -> Result<MutexGuard<'_, State>, DeviceError> {
         let state = self.state.lock();
         self.known(stream.0, state.streams, "stream")?;
         Ok(state)
     }
 
-    /// Streams and events are numbered from 1 without gaps, so a count tells which exist.
+    /// Checks an id. Streams and events are numbered from 1 without gaps, so a count is enough.
     fn known(&self, id: u64, count: u64, what: &str) -> Result<(), DeviceError> {
         if id.checked_sub(self.tag).is_some_and(|number| (1..=count).contains(&number)) {
             return Ok(());
@@ -151,9 +155,10 @@ impl CpuDevice {
         Err(invalid(format!("unknown {what}")))
     }
 
-    /// The layout of keys and values, if this device has one for the geometry.
+    /// Layout of keys and values for the geometry.
     fn layout(&self, geometry: &KvGeometry) -> Result<kv_cache::CpuKvLayout, DeviceError> {
-        // Two and the type's bytes at most 4, or 8 where one int8 has a scale and padding: a factor of 16.
+        // At most 4 times the head size for two values of up to 2 bytes each, or 8 times for a single int8 head with
+        // scale and padding; 16 is a safe bound.
         self.caps.check_geometry(geometry, 16)?;
         Ok(kv_cache::CpuKvLayout::new(*geometry))
     }
@@ -241,7 +246,7 @@ impl Device for CpuDevice {
             let mut token = [0; 4];
             token.copy_from_slice(state.bytes(word(best, from))?);
             if token == NO_TOKEN.to_ne_bytes() {
-                // What the row computes is nobody's, but its id has to be one.
+                // The row's result is undefined and must be ignored, but its id must be a valid token.
                 token = [0; 4];
             }
             state.bytes_mut(word(ids, to))?.copy_from_slice(&token);
@@ -261,7 +266,7 @@ impl Device for CpuDevice {
         Ok(EventId(self.tag | state.events))
     }
 
-    // Streams run inline: by the time an event exists, it has been reached.
+    // Streams run inline: an event that exists has already completed.
     fn wait(&self, on: StreamId, event: EventId) -> Result<(), DeviceError> {
         let state = self.on(on)?;
         self.known(event.0, state.events, "event")
@@ -373,7 +378,7 @@ impl Device for CpuDevice {
             let end = end.ok_or_else(|| invalid(format!("block {} is outside the pool", block.0)))?;
             Ok(pool.offset + end - bytes)
         };
-        // All or nothing: what is wrong is said before anything moves.
+        // Validate all pairs before anything moves, so that a failing call changes nothing.
         for &(from, to) in pairs {
             offset(src_pool, from)?;
             offset(dst_pool, to)?;
@@ -392,7 +397,7 @@ impl Device for CpuDevice {
 
 impl Telemetry for CpuDevice {
     fn peak_rates(&self) -> Option<PeakRates> {
-        // Without memory to read there is nothing to say.
+        // The measurement fails only if its buffers cannot be allocated; the rates are then unknown.
         self.peaks.or_else(|| super::measure::peak_rates::peak_rates(&self.threads, self.isa).ok())
     }
 
@@ -401,7 +406,7 @@ impl Telemetry for CpuDevice {
     }
 }
 
-/// Bytes that can be seen as words of 32 bits.
+/// Returns `bytes` if they can be viewed as 32-bit words.
 fn aligned(bytes: &mut [u8]) -> Result<&mut [u8], DeviceError> {
     let sound = bytemuck::try_cast_slice_mut::<u8, u32>(bytes).is_ok();
     if sound { Ok(bytes) } else { Err(invalid("a buffer of words is unaligned or of odd length")) }

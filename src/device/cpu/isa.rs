@@ -1,31 +1,31 @@
-//! Instruction-set paths: which there are, and which this machine has.
+//! Instruction-set paths and their detection on this machine.
 
 #![forbid(unsafe_code)]
 
 use std::sync::OnceLock;
 
-/// An instruction-set path. Results are bit-equal within one, never promised across.
+/// An instruction-set path. Results are bit-equal within one path, but not promised to be equal across paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
-    /// Plain Rust, for any machine.
+    /// Portable Rust.
     Plain,
     /// AVX2, FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL; AVX2 for int8 dot products.
+    /// AVX-512 F, BW, DQ and VL; int8 dot products use AVX2.
     Avx512,
     /// AVX-512 with VNNI: int8 dot products in one instruction.
     Avx512Vnni,
-    /// The same with dot products of bfloat16 pairs.
+    /// AVX-512 with VNNI and BF16: also dot products of bfloat16 pairs.
     Avx512Bf16,
-    /// NEON, which every aarch64 machine has; int8 products by widening multiplications.
+    /// NEON, the baseline of aarch64; int8 products by widening multiplications.
     Neon,
     /// NEON with int8 dot products in one instruction (`sdot`).
     NeonDot,
 }
 
 impl Isa {
-    /// All that this machine has, slowest first.
+    /// Paths that this machine supports, slowest first.
     pub fn available() -> &'static [Self] {
         static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
         AVAILABLE.get_or_init(|| {
@@ -48,7 +48,7 @@ impl Isa {
                     }
                 }
             }
-            // Panels and rows are read as little-endian machines see them.
+            // The kernels read packed panels and rows in little-endian order.
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             if std::arch::is_aarch64_feature_detected!("neon") {
                 isas.push(Self::Neon);
@@ -60,7 +60,7 @@ impl Isa {
         })
     }
 
-    /// The name used in settings, logs and plans.
+    /// Name used in settings, logs and plans.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -73,13 +73,13 @@ impl Isa {
         }
     }
 
-    /// Whether this machine has it.
+    /// Whether this machine supports the path.
     pub fn is_available(self) -> bool {
         Self::available().contains(&self)
     }
 
     /// # Panics
-    /// If this machine lacks it: running on would be undefined behaviour.
+    /// If this machine does not support the path: running its kernels would be undefined behavior.
     pub(crate) fn assert_available(self) {
         assert!(Self::available().contains(&self), "this machine has no {}", self.name());
     }

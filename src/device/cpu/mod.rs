@@ -1,18 +1,20 @@
-//! The CPU device: runs plans on a fixed team of threads.
+//! The CPU device: runs plans on a fixed pool of threads.
 //!
-//! Reading order: [`CpuDevice`] (buffers, weights, programs), `program` (the steps of a plan on the team), then the kernels:
-//! `matmul` over `pack`ed panels, `attention` over the `kv` pool, and the row functions (`norm`, `rope`, `activation`,
-//! `quant`). `pool` is the team, `arena` the memory that its members share; `simd` holds the instruction sets. `reference`
+//! Reading order: [`CpuDevice`] (buffers, weights, programs), `executor` (the steps of a plan on the thread pool), then
+//! `kernels`: `matmul` over packed panels (`weights`), `attention` over the KV pool (`kv_cache`), and the row kernels
+//! (`norm`, `rope`, `activation`, `quantize`). `thread_pool` runs a closure on all workers, `memory` splits the arena
+//! into disjoint ranges, `simd` holds the instruction sets, and `measure` profiles and measures rates. `reference`
 //! defines every operation in plain Rust.
 //!
-//! Promise: a row's bits depend on its own sequence only, whatever the batch, the chunks, the blocks and the threads.
+//! Guarantee: a row's bits depend only on its own sequence, whatever the batch, the chunks, the blocks and the number
+//! of threads.
 
 mod device;
 mod executor;
 mod isa;
 mod measure;
 
-/// A module that only tests and benches outside the crate see.
+/// Declares modules that are public only for tests and benches outside the crate.
 macro_rules! internals {
     ($($name:ident),*) => {$(
         #[cfg(feature = "internals")]

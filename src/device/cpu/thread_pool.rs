@@ -1,22 +1,22 @@
-//! A fixed team of threads that runs one closure at a time, the caller being member 0.
+//! A fixed pool of threads that runs one closure at a time; the calling thread is worker 0.
 //!
-//! It promises a cheap start, end and barrier (one cache line each while everyone is awake), the same split of work in
-//! every run (a result cannot depend on timing), and that a panic in one member ends the run on all of them and comes out
-//! of [`ThreadPool::run`] on the caller. Threads that wait spin for about as long as waking one up costs, then give their time
-//! slice away, then sleep. It allocates nothing after a thread's first run and never pins threads.
+//! Guarantees: start, end and barrier are cheap (one cache line each while all threads are awake); the work is split
+//! the same way in every run, so a result cannot depend on timing; a panic in one worker ends the run on all workers
+//! and is resumed by [`ThreadPool::run`] on the caller. Waiting threads spin for about as long as a wake-up costs, then
+//! yield their time slice, then sleep. After a thread's first run the pool does not allocate. Threads are never pinned.
 //!
-//! In a run without barriers ([`ThreadPool::run_parallel`]) the work is cut into more parts than there are threads, and it is open which
-//! thread does one: each begins with its own, then takes those that nobody has begun. So nobody waits for a thread that has no
-//! processor, because another program has it, or whose memory is slower just now, or that is slower to hear of a short run than
-//! the run takes.
+//! A run without barriers ([`ThreadPool::run_parallel`]) splits the work into more parts than there are threads. Each
+//! thread starts with its own parts, then steals parts that have not begun. The run therefore does not wait for a
+//! thread that has lost its processor to another program, whose memory is slower at the moment, or that wakes up only
+//! after the work is done.
 //!
 //! ```text
 //! run:   caller  job ─ epoch+1 ─ own parts ─ (parts not begun) ─ wait left == parts ─ raise a panic, if any
 //!        thread  wait epoch ─── own parts ─ (parts not begun) ─ wait epoch …
 //! ```
 //!
-//! A part of run `e` is begun by moving its counter from `e - 1` to `e`. Every run moves every counter, so that succeeds once,
-//! in run `e` only, and the run does not end before what was begun has ended.
+//! A thread begins a part of run `e` by moving the part's counter from `e - 1` to `e`. Every run moves every counter,
+//! so this succeeds exactly once, and only in run `e`. The run ends after every part that was begun has ended.
 
 #![allow(unsafe_code)]
 
@@ -31,28 +31,28 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Most members a team can have: the width of the claim masks in [`arena`](super::memory).
+/// Largest number of threads in a pool: the width of the claim masks in [`memory`](super::memory).
 pub const MAX_WORKERS: usize = 256;
 
-/// Parts that a thread begins with in a shared run. Two are enough for the other threads to take one over; with more the
-/// streams that products read get short.
+/// Parts per thread in a parallel run. Two are enough for other threads to steal one; more would shorten the streams
+/// that matrix products read.
 const PARTS_PER_THREAD: u32 = 2;
 
-/// Spinning longer than a wake-up costs (5-50 µs by scheduler and load) cannot pay off.
+/// Spinning longer than a wake-up costs (5 to 50 µs, depending on scheduler and load) cannot pay off.
 const SPIN: Duration = Duration::from_micros(20);
 /// Between two steps the host samples and schedules; sleeping in that gap would add a wake-up to every step.
 const YIELD: Duration = Duration::from_micros(200);
-/// Spins between two looks at the clock, which costs about as much as 20 of them.
+/// Spins between two clock reads; a clock read costs about as much as 20 spins.
 const SPINS_PER_LOOK: u32 = 128;
 
 type Body<'a> = dyn Fn(&WorkerCtx<'_>) + Sync + 'a;
 type Payload = Box<dyn Any + Send>;
 
-/// What a run does.
+/// Body of a run and its mode.
 #[derive(Clone, Copy)]
 struct Job {
     body: &'static Body<'static>,
-    /// Whether each member's part runs on a thread of its own, so that they can wait for each other.
+    /// Whether each worker has a thread of its own, so that workers can wait for each other.
     together: bool,
 }
 
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Job {
     }
 }
 
-/// Keeps what members spin on away from what others write.
+/// Aligns a value to cache lines of its own, so that threads that spin on it are not disturbed by other writes.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Line<T>(T);
@@ -70,48 +70,49 @@ struct Line<T>(T);
 #[derive(Debug)]
 struct Shared {
     count: u32,
-    /// Parts of a shared run; in others each thread has one.
+    /// Number of parts in a parallel run; a run with barriers has one part per thread.
     parts: u32,
-    /// The body of the current run; written by the caller before it moves `epoch`, gone when `left` reached `parts`.
+    /// Body of the current run; the caller writes it before it moves `epoch` and clears it when `left` has reached
+    /// `parts`.
     job: UnsafeCell<Option<Job>>,
-    /// The last run in which each part was begun.
+    /// For each part, the last run in which it was begun.
     begun: Box<[Line<AtomicU32>]>,
-    /// Number of runs so far; moving it starts one.
+    /// Number of runs so far; incrementing it starts a run.
     epoch: Line<AtomicU32>,
-    /// Parts of the current run that have ended.
+    /// Number of parts of the current run that have ended.
     left: Line<AtomicU32>,
-    /// Members that reached the current barrier.
+    /// Number of workers that have reached the current barrier.
     arrived: Line<AtomicU32>,
-    /// Number of barriers passed so far; moving it opens one.
+    /// Number of barriers passed so far; incrementing it opens one.
     passed: Line<AtomicU32>,
     sleepers: AtomicU32,
     stop: AtomicBool,
     lock: Mutex<()>,
     wake: Condvar,
-    /// The first panic of the run, and whether members left each other waiting at a barrier.
+    /// First panic of the run. `uneven` is set if a worker left others waiting at a barrier.
     panic: Mutex<Option<Payload>>,
     uneven: AtomicBool,
 }
 
-// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no part runs (before `epoch`
-// moves and after all have left) and members read it only behind a part that they have begun; `epoch` and `left` order the
-// two.
+// SAFETY: `job` is the only field that is not `Sync` by itself. The caller writes it while no part runs (before it
+// moves `epoch` and after all parts have ended). Workers read it only after they have begun a part. `epoch` and `left`
+// order the two.
 unsafe impl Sync for Shared {}
 // SAFETY: the reference in `job` is to a `Sync` closure.
 unsafe impl Send for Shared {}
 
-/// Raised in members that wait for one which will not come; never seen outside.
+/// Panic payload of a worker that waited for a worker which had already left; never visible outside.
 struct Abandoned;
 
 thread_local! {
-    /// The team whose body this thread is in, to refuse a run within a run, which could never end.
+    /// Pool whose body this thread is executing; used to refuse a nested run, which would deadlock.
     static INSIDE: Cell<*const Shared> = const { Cell::new(std::ptr::null()) };
-    /// Whether this thread has slept in a lock before.
+    /// Whether this thread has already slept in a lock.
     static HAS_SLEPT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A thread's first sleep makes the lock library enter it in a table, which may have to grow. Whether a run has to sleep
-/// is a matter of timing; so each thread does it once at its start, for no time at all.
+/// Makes this thread sleep once, for no time. A thread's first sleep makes the lock library register it in a table that
+/// may have to grow. Whether a run sleeps depends on timing, so each thread registers at its start.
 fn sleep_once() {
     if !HAS_SLEPT.replace(true) {
         let nobody = Mutex::new(());
@@ -120,8 +121,8 @@ fn sleep_once() {
 }
 
 impl Shared {
-    /// Returns once `ready` does. Whoever makes it true must call [`Self::notify`] afterwards; both sides use `SeqCst`, so
-    /// either the waiter sees the change or the notifier sees the sleeper.
+    /// Returns once `ready` returns true. The thread that makes it true must then call [`Self::notify`]. Both sides use
+    /// `SeqCst`, so either the waiter sees the change or the notifier sees the sleeper.
     fn wait(&self, ready: impl Fn() -> bool) {
         for _ in 0..SPINS_PER_LOOK {
             if ready() {
@@ -164,14 +165,14 @@ impl Shared {
         }
     }
 
-    /// Begins a part of a run, unless somebody has.
+    /// Begins a part of a run; false if another thread has begun it.
     fn begin(&self, part: u32, epoch: u32) -> bool {
         let begun = &self.begun[part as usize].0;
         begun.compare_exchange(epoch.wrapping_sub(1), epoch, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
-    /// Runs a thread's own parts of a run in order, as far as nobody has begun them, and then, if they may be anybody's, those
-    /// of the threads behind it, the last first: their owners come to these last.
+    /// Runs a thread's own parts in order, then steals parts of the other threads, starting with the next thread and
+    /// with each thread's last part, which its owner would reach last.
     fn take_parts(&self, thread: u32, epoch: u32) {
         let each = self.parts / self.count;
         for other in (thread..self.count).chain(0..thread) {
@@ -180,8 +181,8 @@ impl Shared {
                 if !self.begin(part, epoch) {
                     continue;
                 }
-                // SAFETY: a part of the run is begun and has not ended, so the run has not; the caller wrote `job` before it
-                // moved `epoch`.
+                // SAFETY: the part has been begun and has not ended, so the run has not ended; the caller wrote `job`
+                // before it moved `epoch`.
                 let Some(job) = (unsafe { *self.job.get() }) else { return };
                 if job.together {
                     return self.part(thread, self.count, job);
@@ -191,7 +192,7 @@ impl Shared {
         }
     }
 
-    /// Runs the body for one of `count` members and reports its end, panic or not.
+    /// Runs the body for one of `count` workers and records its end, with or without a panic.
     fn part(&self, index: u32, count: u32, job: Job) {
         let shared = job.together.then_some(self);
         let outcome = catch_unwind(AssertUnwindSafe(|| (job.body)(&WorkerCtx { shared, index, count })));
@@ -215,7 +216,7 @@ impl Shared {
             if self.stop.load(Ordering::SeqCst) {
                 return;
             }
-            // Runs that others ended meanwhile are gone.
+            // Runs that other threads completed in the meantime are skipped.
             seen = self.epoch.0.load(Ordering::SeqCst);
             self.take_parts(index, seen);
         }
@@ -229,17 +230,17 @@ impl Shared {
             self.notify();
             return;
         }
-        // In a run with barriers each thread has one part; the others count as ended from the start.
+        // In a run with barriers each thread has one part; the other parts count as ended from the start.
         let ended = self.parts - self.count;
         self.wait(|| self.passed.0.load(Ordering::SeqCst) != passed || self.left.0.load(Ordering::SeqCst) > ended);
-        // A member may have passed this barrier and left already: only an unopened barrier is an abandoned one.
+        // A worker may have passed this barrier and already left; the barrier is abandoned only if it was never opened.
         if self.passed.0.load(Ordering::SeqCst) == passed {
             resume_unwind(Box::new(Abandoned));
         }
     }
 }
 
-/// One member's view of a run: a thread's, or, in a shared run, that of whoever does a part.
+/// Context of one worker in a run. In a parallel run, one thread may execute several workers.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerCtx<'a> {
     shared: Option<&'a Shared>,
@@ -248,21 +249,21 @@ pub struct WorkerCtx<'a> {
 }
 
 impl WorkerCtx<'_> {
-    /// This member, `0..count`; in [`ThreadPool::run`] 0 is the thread that called it.
+    /// Index of this worker, `0..count`; in [`ThreadPool::run`] 0 is the calling thread.
     pub fn index(&self) -> usize {
         self.index as usize
     }
 
-    /// Members of the run.
+    /// Number of workers in the run.
     pub fn count(&self) -> usize {
         self.count as usize
     }
 
-    /// Waits until every member is here; what any wrote before, all see after. All members must meet the same number of
-    /// barriers in a run: otherwise the run ends in a panic on the caller.
+    /// Waits until every worker has arrived; writes made before the barrier are visible to all workers after it. All
+    /// workers must pass the same number of barriers in a run: otherwise the run panics on the caller.
     ///
     /// # Panics
-    /// In [`ThreadPool::run_parallel`], whose members may be one thread.
+    /// In [`ThreadPool::run_parallel`], where one thread may execute several workers.
     pub fn barrier(&self) {
         match self.shared {
             Some(shared) => shared.barrier(),
@@ -270,32 +271,35 @@ impl WorkerCtx<'_> {
         }
     }
 
-    /// This member's share of `n` items, cut at multiples of `granule`.
+    /// This worker's share of `n` items, split at multiples of `granule`.
     pub fn span(&self, n: usize, granule: usize) -> Range<usize> {
         split(n, granule, self.count(), self.index())
     }
 }
 
-/// Part `index` of `parts` of `0..n`, cut at multiples of `granule`: ascending, disjoint, together all of it, and within
-/// one granule of even. The one split that everything on this device uses.
+/// Part `index` of `parts` of `0..n`, split at multiples of `granule`. Parts are ascending, disjoint and cover the
+/// whole range; their sizes differ by at most one granule. All work on this device is split by this function.
 pub fn split(n: usize, granule: usize, parts: usize, index: usize) -> Range<usize> {
     let granules = n.div_ceil(granule);
     let cut = |i: usize| (granules * i / parts * granule).min(n);
     cut(index)..cut(index + 1)
 }
 
-/// A fixed team of threads. Dropping it ends and joins them.
+/// A fixed pool of threads. Dropping it stops and joins them.
 #[derive(Debug)]
 pub struct ThreadPool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// One run at a time.
+    /// Serializes runs.
     turn: Mutex<()>,
 }
 
 impl ThreadPool {
-    /// A team of `threads` members, the caller included; by default one for each CPU that this process may use, by its
-    /// affinity mask and its cgroup's quota.
+    /// Creates a pool of `threads` threads, including the caller. `None` = one per CPU that this process may use, by
+    /// its affinity mask and its cgroup's quota.
+    ///
+    /// # Errors
+    /// [`DeviceError`] if `threads` is 0 or above [`MAX_WORKERS`], or if the system cannot start a thread.
     pub fn new(threads: Option<usize>) -> Result<Self, DeviceError> {
         let count = match threads {
             Some(count) if (1..=MAX_WORKERS).contains(&count) => count,
@@ -343,28 +347,28 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Threads, the caller included.
+    /// Number of threads, including the caller.
     pub fn count(&self) -> usize {
         self.shared.count as usize
     }
 
-    /// Members of a shared run: as many for each thread, neighbours.
+    /// Number of workers in a parallel run. Each thread owns the same number of neighboring workers.
     pub fn parts(&self) -> usize {
         self.shared.parts as usize
     }
 
-    /// Runs `body` once in every member, each on a thread of its own, and returns when all have ended. A second caller waits
-    /// its turn.
+    /// Runs `body` once per worker, each on its own thread, and returns when all have ended. A second caller waits
+    /// until the first run has ended.
     ///
     /// # Panics
-    /// With the first member's panic, after all have ended; if members met different numbers of barriers; or if called from
-    /// within a run of the same team.
+    /// Resumes the first worker's panic after all workers have ended. Panics if workers passed different numbers of
+    /// barriers, or if called from within a run of the same pool.
     pub fn run(&self, body: &Body<'_>) {
         self.start(body, true);
     }
 
-    /// Runs `body` once for each of [`parts`](Self::parts) members, which do not wait for each other: one thread may do the
-    /// parts of several, one after the other.
+    /// Runs `body` once for each of [`parts`](Self::parts) workers, which cannot wait for each other: one thread may
+    /// execute several in sequence.
     ///
     /// # Panics
     /// As [`run`](Self::run).
@@ -372,11 +376,11 @@ impl ThreadPool {
         self.start(body, false);
     }
 
-    /// The same for work so short that handing it to others would take longer: the caller does the parts of all members,
-    /// one after the other, and no other thread hears of it. A panic leaves the parts behind it undone.
+    /// Runs all workers of a parallel run in sequence on the calling thread. Use it for work so short that waking other
+    /// threads would take longer. After a panic the remaining workers do not run.
     ///
     /// # Panics
-    /// With the body's panic.
+    /// Resumes the body's panic.
     pub fn run_inline(&self, body: &Body<'_>) {
         let count = self.shared.parts;
         for index in 0..count {
@@ -397,17 +401,17 @@ impl ThreadPool {
         let each = shared.parts / shared.count;
         let taken = if together { shared.parts - shared.count } else { 0 };
         if together {
-            // A thread has one part, its first; the others are begun and have ended.
+            // Each thread has one part, its first; the other parts are marked as begun and ended.
             let others = (0..shared.parts).filter(|part| !part.is_multiple_of(each));
             others.for_each(|part| shared.begun[part as usize].0.store(next, Ordering::SeqCst));
         }
         shared.left.0.store(taken, Ordering::Relaxed);
         shared.arrived.0.store(0, Ordering::Relaxed);
-        // SAFETY: only the lifetime is changed. Members use the reference before they leave, and this function does not
-        // return or unwind before all have left: `Shared::part` catches every panic.
+        // SAFETY: only the lifetime changes. Workers use the reference before their part ends, and this function
+        // neither returns nor unwinds before all parts have ended: `Shared::part` catches every panic.
         let body = unsafe { std::mem::transmute::<&Body<'_>, &'static Body<'static>>(body) };
-        // SAFETY: all parts of the runs before were begun and have ended, so nobody begins one and reads `job` now; `turn`
-        // keeps other callers out.
+        // SAFETY: all parts of earlier runs have been begun and have ended, so no thread begins one and reads `job`
+        // now; `turn` excludes other callers.
         unsafe { *shared.job.get() = Some(Job { body, together }) };
         shared.epoch.0.store(next, Ordering::SeqCst);
         shared.notify();
@@ -508,7 +512,7 @@ mod tests {
             let counters = |n: usize| (0..n).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>();
             let (ran, shared, alone) = (counters(count), counters(threads.parts()), counters(threads.parts()));
             for round in 1..2000 {
-                // Runs that wait for each other in between must find every part unbegun, too.
+                // Also test that a run with barriers, placed between parallel runs, finds every part not yet begun.
                 if round % 5 == 0 {
                     threads.run(&|worker| {
                         worker.barrier();
@@ -528,15 +532,15 @@ mod tests {
         }
     }
 
-    /// A member whose thread does not come is nobody's loss: the caller, held up until another thread has taken a part of its
-    /// own and waits in it, must do all the others.
+    /// A thread that does not arrive delays no part: the caller, blocked until another thread has begun one of its own
+    /// parts and waits in it, must run all the others.
     #[test]
     fn parts_of_threads_that_are_busy_are_done_by_others() {
         let threads = ThreadPool::new(Some(4)).unwrap();
         let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         threads.run_parallel(&|worker| {
             if begun.fetch_add(1, Ordering::SeqCst) == 0 {
-                // The first part lasts until all others are done, so three threads at most do these.
+                // The first part lasts until all others are done, so at most three threads run these.
                 while done.load(Ordering::SeqCst) + 1 < threads.parts() {
                     std::thread::yield_now();
                 }

@@ -1,4 +1,4 @@
-//! Writing keys and values, and attention over them.
+//! Executes KV-cache writes and attention.
 
 use super::group::GroupContext;
 use super::launch::{AttentionBuffers, broken, floats, floats_mut, overlap};
@@ -25,8 +25,8 @@ pub(super) fn shape_of(shape: &graph::AttentionShape) -> AttentionDims {
 }
 
 impl GroupContext<'_> {
-    /// Stores the rows' keys and values; keys are normed and rotated first where the operation is fused. Inputs are
-    /// (k, v), or (k, angles, v) with a rotation.
+    /// Stores the rows' keys and values. In the fused operation, keys are first normalized and rotated. Inputs are (k,
+    /// v), or (k, angles, v) with a rotation.
     pub(super) fn kv_write(
         &self,
         layer: usize,
@@ -102,7 +102,8 @@ impl GroupContext<'_> {
         };
         let mut scratch = self.scratch.attention.try_borrow_mut().map_err(|_| broken("attention within attention"))?;
         let AttentionBuffers { schedule, partials } = &mut *scratch;
-        // Layers of one window share a plan, but planning is cheap beside a layer and keeps no state between steps.
+        // Layers with the same window could share a schedule, but computing it is cheap compared with a layer and
+        // leaves no state between steps.
         schedule.plan(&shape, batch, self.kv.geometry().block_size);
         let schedule = &*schedule;
         if schedule.needs_merge() {
@@ -142,7 +143,7 @@ impl GroupContext<'_> {
         Ok(())
     }
 
-    /// Runs `body(member, its room)` on the team.
+    /// Runs `body(worker, scratch)` on the thread pool.
     fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
         self.start(usize::MAX, &|worker, scratch: &mut WorkerScratch| {
             if let Some(scratch) = &mut scratch.attention {

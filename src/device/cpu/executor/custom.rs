@@ -1,4 +1,4 @@
-//! Operations that a user registered: one sequence's rows at a time, on the launching thread.
+//! Executes custom operations: one call per sequence, on the launching thread.
 
 use crate::num::to_u32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,8 +10,8 @@ use crate::graph::{CustomCall, Step};
 use crate::panic_message::panic_message;
 
 impl GroupContext<'_> {
-    /// Calls the operation for each sequence. Rows of a sequence for which it fails or panics go on as they came in, and
-    /// all of them are marked.
+    /// Calls the operation for each sequence. If a call fails or panics, the sequence's rows pass through unchanged and
+    /// are marked.
     pub(super) fn custom(&self, index: usize, step: &Step) -> Result<(), DeviceError> {
         let registered = self.plan.customs.get(index).ok_or_else(|| broken("there is no such custom operation"))?;
         let width = self.cols(step.inputs[0]);
@@ -24,7 +24,8 @@ impl GroupContext<'_> {
             let (x, out) = (&x[elements.clone()], &mut out[elements]);
             let first_position = to_u32(sequence.first_position);
             let call = CustomCall::new(&self.launch.token_ids[rows.clone()], first_position, width);
-            // What a panic leaves behind in `out` is overwritten; the operation's own state is its own business.
+            // A panic may leave `out` half written, so it is overwritten below; the state of the operation itself is up
+            // to its author.
             let outcome = catch_unwind(AssertUnwindSafe(|| registered.op.run(&call, x, out)));
             let reason = match outcome {
                 Ok(Ok(())) => continue,

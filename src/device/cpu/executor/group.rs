@@ -1,8 +1,8 @@
-//! Runs steps that may run side by side as one run of the team.
+//! Executes independent steps as one run of the thread pool.
 //!
-//! Each step hands in what every member is to do, bound to its operands; the works of a group are chained on the stack and
-//! run one after the other by each member, with one barrier at the end of all. Operands are lent by [`ArenaBorrows`], so two steps
-//! that would race are refused, whatever the plan says.
+//! Each step submits a closure for the workers, bound to its operands. The closures of a group are chained on the
+//! stack; each worker runs them in sequence, with one barrier at the end. [`ArenaBorrows`] lends the operands, so two
+//! steps that would race are refused, whatever the plan says.
 
 use crate::device::cpu::executor::scratch::{Continuation, Task};
 use crate::device::cpu::executor::{Scratch, StreamScratch, WorkerScratch};
@@ -17,11 +17,11 @@ use crate::device::cpu::thread_pool::WorkerCtx;
 use crate::device::cpu::weights::WeightSet;
 use crate::graph::{Op, Plan, Step};
 
-/// Elements read and written up to which the caller does everybody's part: handing a run over and hearing of its end takes
-/// 2 to 3 µs, in which one thread norms or rotates about as many.
+/// Number of elements read and written up to which the caller executes all parts itself. Starting a parallel run and
+/// waiting for its end takes 2 to 3 µs, in which one thread normalizes or rotates about this many elements.
 const SMALL_ELEMENTS: usize = 8192;
 
-/// Everything a group of steps may touch, borrowed for its run.
+/// All memory that a group of steps may access, borrowed for the run.
 pub(super) struct GroupContext<'a> {
     pub launch: &'a Launch<'a>,
     pub plan: &'a Plan,
@@ -35,7 +35,7 @@ pub(super) struct GroupContext<'a> {
     pub kv_pool: ArenaBorrows<'a>,
 }
 
-/// Works that will run together, the last first.
+/// Linked list of tasks that run together, last one first.
 struct TaskChain<'c> {
     work: &'c Task<'c>,
     elements: usize,
@@ -68,13 +68,13 @@ impl GroupContext<'_> {
         self.launch.flags
     }
 
-    /// Room of the lane that a step is on.
+    /// Scratch of the step's stream.
     pub(super) fn stream_scratch(&self, step: &Step) -> Result<std::cell::RefMut<'_, StreamScratch>, DeviceError> {
         let lane = self.scratch.streams.get(usize::from(step.stream)).and_then(|lane| lane.try_borrow_mut().ok());
         lane.ok_or_else(|| broken("two steps of one group are on one lane"))
     }
 
-    /// Runs the steps of a group: all in one run of the team, but those that take several runs by themselves.
+    /// Runs the steps of a group in a single run of the thread pool, except for steps that need several runs.
     pub(super) fn run_group(&self, steps: &[Step]) -> Result<(), DeviceError> {
         self.chain(steps, None)
     }
@@ -84,7 +84,7 @@ impl GroupContext<'_> {
             return before
                 .map_or(Ok(()), |chain| self.start(chain.elements(), &|worker, scratch| chain.run(worker, scratch)));
         };
-        // A batch whose rows are all mid-prompt has no rows of logits.
+        // A batch whose rows all lie inside their prompts has no rows of logits.
         let rows_at = step.outputs.iter().chain(&step.inputs).next();
         if rows_at.is_some_and(|&value| self.rows(value) == 0) {
             return self.chain(rest, before);
@@ -97,7 +97,7 @@ impl GroupContext<'_> {
         self.prepare(step, &mut |work| self.chain(rest, Some(&TaskChain { work, elements, before })))
     }
 
-    /// Elements that a step reads and writes; no end of them where it multiplies with weights.
+    /// Number of elements that a step reads and writes; `usize::MAX` for a matrix product.
     pub(super) fn elements(&self, step: &Step) -> usize {
         if matches!(step.op, Op::Linear(_) | Op::LinearMulti(_)) {
             return usize::MAX;
@@ -105,7 +105,7 @@ impl GroupContext<'_> {
         step.inputs.iter().chain(&step.outputs).map(|&value| self.rows(value) * self.cols(value)).sum()
     }
 
-    /// Runs a work on the whole team, or on this thread where that is sooner done.
+    /// Runs a task on the thread pool, or on the calling thread if that is faster.
     pub(super) fn start(&self, elements: usize, work: &Task<'_>) -> Result<(), DeviceError> {
         let mut workers = self.scratch.workers.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
         let scratches = Partition::rows(&mut workers, 1, self.workers(), 1);
@@ -121,7 +121,7 @@ impl GroupContext<'_> {
         Ok(())
     }
 
-    /// Steps of one run: hands their work to `then`.
+    /// Builds the task of a step that needs one run and passes it to `then`.
     fn prepare(&self, step: &Step, then: Continuation<'_>) -> Result<(), DeviceError> {
         match &step.op {
             Op::Embed { table, first_id } => self.embed(*table, *first_id, step, then),
@@ -155,7 +155,7 @@ impl GroupContext<'_> {
         }
     }
 
-    /// Steps that take several runs, or none.
+    /// Executes a step that needs several runs, or none.
     fn run_unfused(&self, step: &Step) -> Result<(), DeviceError> {
         match &step.op {
             Op::Attention(shape) => self.attention(shape, step),

@@ -1,4 +1,4 @@
-//! What all steps of a launch know, and views of their operands.
+//! State shared by all steps of a launch, and views of their operands.
 
 use crate::device::cpu::Isa;
 use crate::device::cpu::executor::RowStatusFlags;
@@ -22,7 +22,7 @@ pub(super) fn overlap() -> DeviceError {
     broken("operands overlap or lie outside the arena")
 }
 
-/// Buffers of one launch.
+/// Bytes of a launch's bound buffers.
 #[derive(Debug)]
 pub(crate) struct IoBytes<'a> {
     pub token_ids: &'a [u32],
@@ -35,15 +35,15 @@ pub(crate) struct IoBytes<'a> {
     pub kv_pool: &'a mut [u8],
 }
 
-/// Room of attention's steps.
+/// Scratch of attention steps.
 #[derive(Debug)]
 pub(super) struct AttentionBuffers {
     pub schedule: WorkSplit,
-    /// Partial sums over split segments.
+    /// Partial sums of split segments.
     pub partials: Vec<f32>,
 }
 
-/// What all steps of a launch know.
+/// State shared by all steps of a launch.
 pub(super) struct Launch<'a> {
     pub threads: &'a ThreadPool,
     pub isa: Isa,

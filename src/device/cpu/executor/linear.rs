@@ -1,4 +1,4 @@
-//! Products with weights: members take whole panels of output columns.
+//! Executes matrix products with weights; each worker computes whole panels of output columns.
 
 use super::group::GroupContext;
 use super::launch::{floats, floats_mut};
@@ -14,7 +14,7 @@ use crate::device::cpu::thread_pool::split;
 use crate::device::cpu::weights::pack::{PANEL, PackedMatrix};
 use crate::graph::{ActivationKind, ActivationType, Elem, LinearPart, NO_TOKEN, RowStatus, Step};
 
-/// Rows that a product reads.
+/// Input rows of a product.
 #[derive(Clone, Copy)]
 enum Input<'a> {
     F32(FloatRows<'a>),
@@ -31,7 +31,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Fills a tile whose columns begin at a panel.
+    /// Computes a tile whose first column is the first of a panel.
     fn multiply(self, isa: Isa, w: &PackedMatrix, bias: Option<&[f32]>, out: &mut Tile<'_, f32>) {
         let first = out.first() / PANEL;
         let panels = first..first + out.cols().div_ceil(PANEL);
@@ -63,7 +63,7 @@ impl<'a> GroupContext<'a> {
         then(&|worker, _| x.multiply(isa, w, bias, &mut parts.claim(worker.index())))
     }
 
-    /// The product and, while a member's columns are warm, the largest of each row in them.
+    /// Computes the product and, while a worker's columns are in cache, each row's argmax over them.
     pub(super) fn linear_argmax(&self, part: &LinearPart, step: &Step) -> Result<(), DeviceError> {
         let (isa, workers) = (self.isa(), self.workers());
         let (out, best) = (step.outputs[0], step.outputs[1]);
@@ -83,7 +83,7 @@ impl<'a> GroupContext<'a> {
             }
             x.multiply(isa, w, bias, &mut tile);
             for row in 0..tile.rows() {
-                // Members' parts of the list are as many columns as there are members: one each.
+                // The list has one column per worker.
                 bests.row_mut(row)[0] = argmax_row(isa, tile.row(row), tile.first());
             }
         })?;
@@ -105,7 +105,7 @@ impl<'a> GroupContext<'a> {
         step: &Step,
     ) -> Result<(), DeviceError> {
         let (isa, out) = (self.isa(), step.outputs[0]);
-        // The product is read where it was written: one loan serves both runs.
+        // The product is read where it was written, so one borrow serves both runs.
         let (elem, rows, k) = (self.elem(scratch), self.rows(scratch), self.cols(scratch));
         let scratch = self.write(scratch)?;
         self.act_mul_into(product, step, scratch, &mut |work| self.start(3 * rows * k, work))?;
@@ -131,7 +131,7 @@ impl<'a> GroupContext<'a> {
         }
     }
 
-    /// Several products of one input in one run: the panels of all are one list that members share evenly.
+    /// Computes several products of one input in one run: workers share the panels of all matrices evenly, as one list.
     fn linear_many<const N: usize>(
         &self,
         parts: &[LinearPart],

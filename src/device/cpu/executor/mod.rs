@@ -1,9 +1,9 @@
-//! A loaded plan, or one a rank: runs its steps one group after the other, each on the whole team.
+//! A loaded plan, or one per rank: runs its steps group by group, each group on the whole thread pool.
 //!
-//! A group is one run of the team, which all its steps share (more where a step has several phases): steps hand in their
-//! operands as slices lent from the arena, checked to be disjoint, and members write disjoint parts of them. The run's end
-//! is the barrier. Ranks run one after the other up to each collective. All scratch is reserved at the bucket's size when
-//! the plan is loaded; only the first launch on a pool allocates (its maps of blocks).
+//! A group is one run of the thread pool shared by all its steps (more runs if a step has several phases). Steps pass
+//! their operands as slices borrowed from the arena and checked to be disjoint; workers write disjoint parts of them.
+//! The end of the run is the barrier. Ranks run in sequence up to each collective. All scratch is reserved at the
+//! bucket's size when the plan is loaded; only the first launch on a pool allocates (its block maps).
 
 #![forbid(unsafe_code)]
 
@@ -42,7 +42,7 @@ use rank::RankProgram;
 use row_status::RowStatusFlags;
 use scratch::{Scratch, StreamScratch, WorkerScratch};
 
-/// The plan's int8 rows and this device's are one layout.
+/// The plan's int8 rows and this device's have the same layout.
 const _: () = {
     let mut cols = 1;
     while cols < 600 {
@@ -51,23 +51,23 @@ const _: () = {
     }
 };
 
-/// The plans of all ranks with their weights and arenas, and room for each member.
+/// The plans of all ranks with their weights, arenas and scratch.
 #[derive(Debug)]
 pub(super) struct Program {
     ranks: Vec<RankProgram>,
-    /// The cache as a whole.
+    /// Layout of the whole KV pool.
     kv: CpuKvLayout,
     scratch: Scratch,
     flags: RowStatusFlags,
-    /// Block tables of the launch, concatenated.
+    /// Concatenated block tables of the launch.
     tables: Vec<BlockId>,
-    /// A bit for each block that the launch writes.
+    /// One bit per block that the launch writes.
     written: Vec<u64>,
     times: Option<StepTimes>,
 }
 
 impl Program {
-    /// Prepares plans that passed their own check, one a rank with its weights.
+    /// Prepares plans that passed their own check, one per rank with its weights.
     pub(super) fn new(
         plans: &[Plan],
         weights: Vec<Arc<WeightSet>>,
@@ -80,7 +80,7 @@ impl Program {
         for step in plans.iter().flat_map(|plan| &plan.steps) {
             let Op::Attention(shape) = &step.op else { continue };
             let shape = attention::shape_of(shape);
-            // Room for the widest group of heads, and for the loop order that needs most.
+            // Reserve scratch for the widest group of heads and for the loop order that needs most.
             attention = Some(attention.map_or(shape, |most| if shape.heads > most.heads { shape } else { most }));
         }
         let bucket = plans[0].bucket;
@@ -109,7 +109,7 @@ impl Program {
         Ok(Self { ranks, kv, scratch, flags, tables, written: Vec::new(), times: None })
     }
 
-    /// Times its steps if asked to.
+    /// Enables timing of each step.
     pub(super) fn timed(mut self, timed: bool) -> Self {
         self.times = timed.then(|| StepTimes::new(&self.ranks[0].plan));
         self
@@ -119,12 +119,12 @@ impl Program {
         self.times.as_mut().map_or(Vec::new(), StepTimes::take)
     }
 
-    /// Elements that overflowed so far, by operation.
+    /// Number of elements that overflowed so far, by operation.
     pub(super) fn overflows(&self) -> Vec<(&'static str, u64)> {
         self.flags.overflows().collect()
     }
 
-    /// Calls of custom operations that failed in the last launch.
+    /// Custom operation calls that failed in the last launch.
     pub(super) fn custom_failures(&self) -> Vec<CustomFailure> {
         self.flags.custom_failures()
     }
@@ -157,7 +157,7 @@ impl Program {
             flags: &self.flags,
         };
         let mut next = 0;
-        // Plans of ranks have their collectives at the same groups.
+        // The plans of all ranks have their collectives at the same groups.
         loop {
             let mut met = None;
             for rank in &mut self.ranks {
@@ -169,12 +169,12 @@ impl Program {
         }
     }
 
-    /// Whether some rank has the embedding of this id.
+    /// Whether any rank holds the embedding of this id.
     fn knows(&self, id: u32) -> bool {
         self.ranks.iter().any(|rank| rank.ids.contains(&(id as usize)))
     }
 
-    /// What kernels rely on: sizes agree, every id, row and block is in range, and no block has two writers.
+    /// Checks what the kernels rely on: sizes agree; every id, row and block is in range; no block has two writers.
     fn check(&mut self, args: &LaunchArgs<'_>, io: &IoBytes<'_>) -> Result<(), DeviceError> {
         let LaunchShape { tokens, seqs, logit_rows, table_stride } = args.shape;
         let plan = &self.ranks[0].plan;
@@ -231,7 +231,7 @@ impl Program {
     }
 }
 
-/// Floats of partial sums that a step can need: none for a member alone, who never splits a segment off.
+/// Number of floats of partial sums that a step may need; 0 with a single worker, which never splits a segment.
 fn most_partials(attention: Option<&AttentionDims>, workers: usize, kv_tokens: usize) -> usize {
     match attention {
         Some(shape) if workers > 1 => shape.max_partials(workers, kv_tokens) * shape.partial_len(),
@@ -243,7 +243,7 @@ fn no_arena(bytes: u64) -> ArenaTooLarge {
     ArenaTooLarge { bytes, free_bytes: available_bytes() }
 }
 
-/// Room that stays untouched pages until it is used, so that no step has to ask for it.
+/// Reserves capacity for `len` items whose pages stay untouched until first use, so that no step allocates.
 fn vec_with_capacity<T>(len: usize) -> Result<Vec<T>, CompileError> {
     let mut scratch = Vec::new();
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);

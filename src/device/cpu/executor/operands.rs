@@ -1,4 +1,4 @@
-//! Where a step's operands are: ranges of the arena or of a bound buffer, cut to the batch's actual rows.
+//! Locates a step's operands: ranges of the arena or of a bound buffer, limited to the batch's actual rows.
 
 use super::group::GroupContext;
 use crate::device::DeviceError;
@@ -7,7 +7,7 @@ use crate::device::cpu::memory::ArenaBorrows;
 use crate::graph::{Elem, Io, Operand, RowDim};
 
 impl<'a> GroupContext<'a> {
-    /// Rows that a value has in this batch.
+    /// Number of rows of a value in this batch.
     pub(super) fn rows(&self, value: usize) -> usize {
         match self.plan.values[value].rows {
             RowDim::Tokens => self.launch.shape.tokens,
@@ -23,13 +23,13 @@ impl<'a> GroupContext<'a> {
         self.plan.values[value].elem
     }
 
-    /// A value's rows, to read.
+    /// Borrows a value's rows for reading.
     pub(super) fn read(&self, value: usize) -> Result<&'a [u8], DeviceError> {
         let (borrows, range) = self.place(value)?;
         borrows.read(range).ok_or_else(overlap)
     }
 
-    /// A value's rows, to write.
+    /// Borrows a value's rows for writing.
     #[allow(clippy::mut_from_ref)] // every byte is lent once
     pub(super) fn write(&self, value: usize) -> Result<&'a mut [u8], DeviceError> {
         let (borrows, range) = self.place(value)?;

@@ -1,13 +1,13 @@
-//! A check of placement by running: fills what nothing may read with NaN, so that a value read too late, too early, or
-//! past its rows shows in the logits.
+//! Run-time check of the memory plan: fills dead memory with NaN, so that a value read too late, too early or past its
+//! rows shows up in the logits.
 //!
-//! Off unless a test asks for it; then launches are slow and allocate.
+//! Off unless a test enables it; launches are then slow and allocate.
 
 use std::ops::Range;
 
 use crate::graph::{Operand, Plan};
 
-/// What is filled with NaN before each step.
+/// Which part of the arena is filled with NaN before each step.
 #[cfg_attr(not(feature = "internals"), allow(dead_code, reason = "only tests ask for it"))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -15,13 +15,13 @@ pub enum Poison {
     /// Nothing.
     #[default]
     Off,
-    /// All of the arena but the rows that were written before and are read from now on.
+    /// All of the arena except rows that were written before and are still to be read.
     Dead,
-    /// All of the arena: shows that a fill of what is alive does not pass unseen.
+    /// All of the arena; proves that overwriting live values is detected.
     All,
 }
 
-/// A program's poison with the lives of its plan's values.
+/// A program's poison mode and the live ranges of its plan's values.
 #[derive(Debug)]
 pub(super) struct ArenaPoison {
     what: Poison,
@@ -35,8 +35,8 @@ impl ArenaPoison {
 }
 
 impl ArenaPoison {
-    /// Fills what is dead when the group of steps that begins at `at` begins; its outputs and scratch are. `range` gives a
-    /// value's bytes in this batch.
+    /// Fills all memory that is dead when the group of steps at `at` begins, which includes its outputs and scratch.
+    /// `range` returns a value's bytes in this batch.
     pub(super) fn fill(&self, plan: &Plan, at: usize, range: impl Fn(usize) -> Range<usize>, arena: &mut [u8]) {
         let keep = match self.what {
             Poison::Off => return,
@@ -51,7 +51,7 @@ impl ArenaPoison {
             }
         }
         alive.sort_unstable_by_key(|range| range.start);
-        // Bytes of ones are a NaN in every float type.
+        // Bytes of all ones are a NaN in every float type.
         let mut start = 0;
         for range in alive {
             if start < range.start {

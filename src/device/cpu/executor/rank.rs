@@ -1,8 +1,8 @@
-//! The parts of a model that were cut for several ranks, run by one team on one host.
+//! The shards of a tensor-parallel model, run by one thread pool on one host.
 //!
-//! Each rank has its plan, weights and arena; the KV pool holds the heads of all, and the buffers of a launch are shared:
-//! what is the same on all ranks, rank 0 writes. A collective adds or joins in the order of the ranks, so results are the
-//! same bits in every run.
+//! Each rank has its own plan, weights and arena. The KV pool holds the heads of all ranks, and the launch's buffers
+//! are shared: rank 0 writes what is equal on all ranks. A collective adds or concatenates in rank order, so results
+//! have the same bits in every run.
 
 use super::group::GroupContext;
 use super::launch::{IoBytes, Launch, floats, floats_mut, overlap};
@@ -14,24 +14,24 @@ use super::{
 use crate::device::cpu::memory::Partition;
 use crate::graph::{Io, Operand, PlanValue, RowDim};
 
-/// Most ranks of one program.
+/// Largest number of ranks of a program.
 pub(super) const MAX_RANKS: usize = 16;
 
-/// One rank's plan with what it runs on.
+/// One rank's plan, weights and arena.
 #[derive(Debug)]
 pub(super) struct RankProgram {
     pub plan: Plan,
-    /// Token ids whose embedding it has.
+    /// Token ids whose embeddings this rank holds.
     pub ids: Range<usize>,
     weights: Arc<WeightSet>,
     arena: AlignedBytes,
-    /// The cache as it sees it.
+    /// Layout of this rank's heads in the KV pool.
     kv: CpuKvLayout,
     groups: Vec<Range<usize>>,
     poison: ArenaPoison,
 }
 
-/// Checks that plans, weights and cache belong together, and reserves the arenas.
+/// Checks that plans, weights and KV layout match, and reserves the arenas.
 pub(super) fn load(
     plans: &[Plan],
     weights: Vec<Arc<WeightSet>>,
@@ -95,7 +95,7 @@ fn same_collectives(plan: &Plan, first: &Plan) -> bool {
     meetings.all(|at| result(plan, at) == result(first, at))
 }
 
-/// Whether the columns that ranks bring to each gathering are all of a row.
+/// Whether the columns of all ranks cover a whole row in each all-gather.
 fn gather_whole_rows(plans: &[Plan]) -> bool {
     let gathers = |at: &usize| plans[0].steps[*at].op == Op::AllGather;
     (0..plans[0].steps.len()).filter(gathers).all(|at| {
@@ -104,7 +104,7 @@ fn gather_whole_rows(plans: &[Plan]) -> bool {
     })
 }
 
-/// KV heads of the plan, which must fit the cache.
+/// Number of KV heads of the plan, which must fit the KV layout.
 fn heads_of(plan: &Plan, kv: CpuKvLayout) -> Result<usize, CompileError> {
     let g = kv.geometry();
     let mut heads = None;
@@ -146,7 +146,7 @@ fn range_of(plan: &Plan, value: usize, launch: &Launch<'_>) -> Range<usize> {
 }
 
 impl RankProgram {
-    /// Runs the groups from `next` on; stops before a collective and says at which group.
+    /// Runs the groups from `next` on; stops before a collective and returns its group.
     pub(super) fn run(
         &mut self,
         next: usize,
@@ -187,7 +187,7 @@ impl RankProgram {
     }
 }
 
-/// Runs the collective that all ranks have come to.
+/// Runs the collective that all ranks have reached.
 pub(super) fn run_collective(
     ranks: &mut [RankProgram],
     group: usize,
@@ -206,7 +206,7 @@ pub(super) fn run_collective(
         *result = floats_mut(borrows.write(range_of(&rank.plan, to, launch)).ok_or_else(overlap)?);
     }
     let parts = &parts[..count];
-    // Logits leave the plans; everything else goes to every rank's arena.
+    // Logits are outputs of the plan; other results are copied to every rank's arena.
     let (first, others) = results[..count].split_at_mut(1);
     let whole = if operand == Operand::Io(Io::Logits) { floats_mut(logits) } else { &mut *first[0] };
     let rows = Partition::rows(&mut *whole, cols, launch.threads.parts(), 1);
@@ -227,7 +227,7 @@ pub(super) fn run_collective(
     Ok(())
 }
 
-/// One row of every rank's, added in the order of the ranks.
+/// Adds one row of every rank, in rank order.
 fn add_rows(parts: &[&[f32]], row: usize, out: &mut [f32]) {
     let cols = out.len();
     out.copy_from_slice(&parts[0][row * cols..][..cols]);
@@ -236,7 +236,7 @@ fn add_rows(parts: &[&[f32]], row: usize, out: &mut [f32]) {
     }
 }
 
-/// One row of every rank's, side by side. A rank's columns are its share of all elements.
+/// Concatenates one row of every rank. A rank's columns are its share of all elements.
 fn join_rows(parts: &[&[f32]], row: usize, cols: usize, out: &mut [f32]) {
     let elements: usize = parts.iter().map(|part| part.len()).sum();
     let rows = elements / cols.max(1);

@@ -1,4 +1,4 @@
-//! Operations that work row by row: members take whole rows.
+//! Executes operations that work row by row; each worker takes whole rows.
 
 use super::group::GroupContext;
 use super::launch::{floats, floats_mut, overlap};
@@ -20,7 +20,7 @@ use crate::graph::{
     ActivationKind, ActivationType, NO_TOKEN, NormSpec, Op, RopeStyle, RowDim, RowStatus, Step, WeightId, row_bytes,
 };
 
-/// Runs `body(row, out row, the member's own room)` for every row of a row-major matrix, rows split among members.
+/// Runs `body(row, out row, worker's scratch)` for every row of a row-major matrix; rows are split among workers.
 fn each_row<T: Send + Sync>(
     workers: usize,
     out: &mut [T],
@@ -38,19 +38,20 @@ fn each_row<T: Send + Sync>(
     })
 }
 
-/// How the rows of a step are rounded.
+/// Rounding of the rows of a step.
 #[derive(Clone, Copy)]
 struct RowCast<'a> {
     isa: Isa,
     to: ActivationType,
     op: &'a Op,
     flags: &'a RowStatusFlags,
-    /// The rows of the batch behind the step's own, where these are not the same.
+    /// Batch rows that correspond to the step's rows, if they differ.
     logit_rows: Option<&'a [u32]>,
 }
 
 impl RowCast<'_> {
-    /// Rounds one row. Half precision saturates; what did is counted, and marks the row unless clamping is the policy.
+    /// Rounds one row. Half precision saturates; saturated elements are counted and mark the row, unless the policy is
+    /// to clamp.
     fn row(&self, row: usize, x: &[f32], out: &mut [u8]) {
         match self.to {
             ActivationType::Int8 => quantize_row(self.isa, QuantLayout::new(x.len()), x, out),
@@ -98,7 +99,7 @@ impl GroupContext<'_> {
         })
     }
 
-    /// out = f(x), row by row.
+    /// Computes out = f(x), row by row.
     fn map_rows(
         &self,
         step: &Step,
@@ -139,7 +140,7 @@ impl GroupContext<'_> {
         })
     }
 
-    /// out = f(a, b), row by row.
+    /// Computes out = f(a, b), row by row.
     fn zip_rows(
         &self,
         step: &Step,
@@ -167,7 +168,7 @@ impl GroupContext<'_> {
         self.zip_rows(step, then, |a, b, out| mul_row(isa, a, b, out))
     }
 
-    /// `out = f(row)` rounded, row by row of `cols` elements. `f` writes to the room it is given.
+    /// Computes `out = f(row)`, rounded, row by row of `cols` elements. `f` writes to a scratch row.
     fn cast_rows(
         &self,
         to: ActivationType,
@@ -268,7 +269,7 @@ impl GroupContext<'_> {
         self.act_mul_into((kind, ActivationType::F32), step, self.write(step.outputs[0])?, then)
     }
 
-    /// out = act(gate) · up, rounded.
+    /// Computes out = act(gate) · up, rounded.
     pub(super) fn act_mul_into(
         &self,
         (kind, to): (ActivationKind, ActivationType),
@@ -322,7 +323,7 @@ impl GroupContext<'_> {
     }
 }
 
-/// Head norm (if any) and rotation of one row in place. `angles` holds cosines, then sines.
+/// Applies the head norm (if any) and the rotation to one row in place. `angles` holds cosines, then sines.
 pub(super) fn rotate(
     isa: Isa,
     row: &mut [f32],

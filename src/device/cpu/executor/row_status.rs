@@ -1,4 +1,4 @@
-//! What goes wrong in rows while a plan runs, as members find it.
+//! Row status flags that workers set while a plan runs.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use crate::device::CustomFailure;
 use crate::graph::{Op, OverflowPolicy, RowStatus};
 
-/// Status of the rows of a launch, and how many elements overflowed in which operation.
+/// Status of a launch's rows, and the number of elements that overflowed in each operation.
 #[derive(Debug)]
 pub(super) struct RowStatusFlags {
     rows: Vec<AtomicU8>,
@@ -17,7 +17,7 @@ pub(super) struct RowStatusFlags {
 }
 
 impl RowStatusFlags {
-    /// For launches of at most `rows` rows.
+    /// Creates flags for launches of at most `rows` rows.
     pub(super) fn new(rows: usize, policy: OverflowPolicy) -> Self {
         let overflows = [const { AtomicU64::new(0) }; Op::NAMES.len()];
         Self {
@@ -28,29 +28,29 @@ impl RowStatusFlags {
         }
     }
 
-    /// Begins a launch.
+    /// Resets the flags for a launch.
     pub(super) fn clear(&mut self, rows: usize) {
         self.custom_failures.get_mut().clear();
         self.rows[..rows].iter_mut().for_each(|row| *row.get_mut() = RowStatus::Ok as u8);
     }
 
-    /// Marks a row, unless it is marked worse.
+    /// Marks a row; a more severe mark stays.
     pub(super) fn mark(&self, row: usize, status: RowStatus) {
         self.rows[row].fetch_max(status as u8, Ordering::Relaxed);
     }
 
-    /// Marks the rows of a custom operation's call that failed.
+    /// Marks the rows of a custom operation call that failed.
     pub(super) fn custom_failure(&self, failure: CustomFailure) {
         failure.rows.clone().for_each(|row| self.mark(row, RowStatus::CustomOpFailed));
         self.custom_failures.lock().push(failure);
     }
 
-    /// Calls that failed in this launch.
+    /// Custom operation calls that failed in this launch.
     pub(super) fn custom_failures(&self) -> Vec<CustomFailure> {
         self.custom_failures.lock().clone()
     }
 
-    /// Counts elements that were clamped where activations are rounded, and marks their row unless that is wanted.
+    /// Counts elements that saturated where activations are rounded, and marks their row unless the policy is to clamp.
     pub(super) fn overflow(&self, op: &Op, row: usize, elements: usize) {
         if elements > 0 {
             self.count(op, elements);
@@ -60,8 +60,8 @@ impl RowStatusFlags {
         }
     }
 
-    /// The same for stored keys and values. f32 activations would not help them, so a row that will be retried so is not
-    /// marked for that.
+    /// Does the same for stored keys and values. The f32 fallback would not help them, so under the retry policy the
+    /// row is not marked.
     pub(super) fn store_overflow(&self, op: &Op, row: usize, elements: usize) {
         if elements > 0 {
             self.count(op, elements);
@@ -80,7 +80,8 @@ impl RowStatusFlags {
         self.rows[row].load(Ordering::Relaxed)
     }
 
-    /// Elements that overflowed, by operation, since the plan was loaded; operations without any are left out.
+    /// Number of elements that overflowed since the plan was loaded, by operation; operations without overflow are
+    /// omitted.
     pub(super) fn overflows(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         let counts = self.overflows.iter().map(|count| count.load(Ordering::Relaxed));
         Op::NAMES.into_iter().zip(counts).filter(|(_, count)| *count > 0)

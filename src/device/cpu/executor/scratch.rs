@@ -1,4 +1,4 @@
-//! What the members of the team keep from step to step, and the form of their work.
+//! Scratch that workers keep from step to step, and the type of their tasks.
 
 use crate::device::DeviceError;
 use crate::device::cpu::executor::launch::AttentionBuffers;
@@ -8,32 +8,32 @@ use crate::device::cpu::thread_pool::WorkerCtx;
 use std::cell::RefCell;
 use std::sync::atomic::AtomicU64;
 
-/// What one member does for a step.
+/// Work of one worker for a step.
 pub(super) type Task<'w> = dyn Fn(&WorkerCtx<'_>, &mut WorkerScratch) + Sync + 'w;
 
-/// What becomes of a step's work: it is run, alone or with others.
+/// Receives a step's task and runs it, by itself or chained with others.
 pub(super) type Continuation<'t> = &'t mut dyn FnMut(&Task<'_>) -> Result<(), DeviceError>;
 
-/// Room of one member.
+/// Scratch of one worker.
 #[derive(Debug)]
 pub(super) struct WorkerScratch {
     pub attention: Option<AttentionScratch>,
-    /// The widest row.
+    /// Sized for the widest row.
     pub row: Vec<f32>,
 }
 
-/// Room of a step that shares a group with others, one a lane.
+/// Scratch of a step that shares a group with steps of other streams.
 #[derive(Debug, Default)]
 pub(super) struct StreamScratch {
-    /// A bit for each piece that members claim.
+    /// One bit per piece of work that workers claim.
     pub claims: Vec<AtomicU64>,
-    /// Where members' shares of several matrices begin.
+    /// Start of each worker's share of several matrices.
     pub bounds: Vec<Vec<usize>>,
-    /// The largest logit of each row in each member's columns.
+    /// Argmax of each row over each worker's columns.
     pub bests: Vec<Argmax>,
 }
 
-/// Room that steps need besides the arena.
+/// Scratch of steps in addition to the arena.
 #[derive(Debug)]
 pub(super) struct Scratch {
     pub workers: RefCell<Vec<WorkerScratch>>,
