@@ -20,7 +20,7 @@ fn prompt() -> Vec<u32> {
 /// A pool that has computed `tokens` for one sequence.
 fn cached_pool(tokens: &[u32]) -> BlockAllocator {
     let mut blocks = BlockAllocator::new(4096, BLOCK_SIZE).with_prefix_cache(1);
-    blocks.admit(SeqId(0), &PrefixHit::miss(b""), PROMPT_TOKENS).expect("room");
+    blocks.admit(SeqId(0), &PrefixHit::miss(b""), PROMPT_TOKENS).expect("free blocks");
     blocks.publish(SeqId(0), tokens);
     blocks
 }
@@ -33,7 +33,7 @@ fn come_and_go(c: &mut Criterion) {
     let miss = PrefixHit::miss(b"");
     group.bench_function("admit_release/1024_tokens", |b| {
         b.iter(|| {
-            blocks.admit(SeqId(1), &miss, PROMPT_TOKENS).expect("room");
+            blocks.admit(SeqId(1), &miss, PROMPT_TOKENS).expect("free blocks");
             blocks.release(SeqId(1)).expect("it holds blocks");
         });
     });
@@ -45,7 +45,7 @@ fn come_and_go(c: &mut Criterion) {
         b.iter(|| {
             tokens[0] = tokens[0].wrapping_add(1);
             blocks.lookup_into(&tokens, b"", &mut hit);
-            blocks.admit(SeqId(1), &hit, PROMPT_TOKENS).expect("room");
+            blocks.admit(SeqId(1), &hit, PROMPT_TOKENS).expect("free blocks");
             blocks.publish(SeqId(1), &tokens);
             blocks.release(SeqId(1)).expect("it holds blocks");
         });
@@ -60,7 +60,7 @@ fn come_and_go(c: &mut Criterion) {
     group.bench_function("admit_hit_release/1024_tokens", |b| {
         b.iter(|| {
             blocks.lookup_into(&tokens, b"", &mut hit);
-            blocks.admit(SeqId(1), &hit, PROMPT_TOKENS).expect("room");
+            blocks.admit(SeqId(1), &hit, PROMPT_TOKENS).expect("free blocks");
             blocks.release(SeqId(1)).expect("it holds blocks");
         });
     });
@@ -71,7 +71,7 @@ fn come_and_go(c: &mut Criterion) {
         b.iter(|| {
             copies.clear();
             blocks.fork(SeqId(0), SeqId(1)).expect("a new sequence");
-            blocks.make_writable(SeqId(1), PROMPT_TOKENS - 1, &mut copies).expect("room");
+            blocks.make_writable(SeqId(1), PROMPT_TOKENS - 1, &mut copies).expect("free blocks");
             assert_eq!(copies.len(), 1);
             blocks.release(SeqId(1)).expect("it holds blocks");
         });
@@ -91,7 +91,7 @@ fn grow(c: &mut Criterion) {
         for seq in 0..SEQS {
             // Different lengths, so that blocks fill up in different steps.
             let tokens = 1 + u32::try_from(seq).expect("a small number") % BLOCK_SIZE;
-            blocks.admit(SeqId(seq), &PrefixHit::miss(b""), tokens).expect("room");
+            blocks.admit(SeqId(seq), &PrefixHit::miss(b""), tokens).expect("free blocks");
             blocks.reserve_table(SeqId(seq), LIFE + BLOCK_SIZE).expect("it is there");
         }
         (blocks, 0)
@@ -101,7 +101,7 @@ fn grow(c: &mut Criterion) {
             *step += 1;
             for seq in 0..SEQS {
                 let tokens = 1 + u32::try_from(seq).expect("a small number") % BLOCK_SIZE + *step;
-                blocks.grow(SeqId(seq), tokens).expect("room");
+                blocks.grow(SeqId(seq), tokens).expect("free blocks");
             }
         });
     });

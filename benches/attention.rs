@@ -126,7 +126,7 @@ impl Inputs {
 /// The thread pool and the workers' outputs.
 struct Bench {
     threads: ThreadPool,
-    rooms: Vec<AttentionScratch>,
+    scratches: Vec<AttentionScratch>,
     schedule: WorkSplit,
     partials: Vec<f32>,
     out: Vec<f32>,
@@ -137,7 +137,7 @@ impl Bench {
         let threads = ThreadPool::new(None).expect("a team");
         let workers = threads.parts();
         Self {
-            rooms: (0..workers).map(|_| AttentionScratch::new(&AttentionDims { schedules, ..SHAPE })).collect(),
+            scratches: (0..workers).map(|_| AttentionScratch::new(&AttentionDims { schedules, ..SHAPE })).collect(),
             schedule: WorkSplit::new(workers).parts_per_thread(workers / threads.count()),
             threads,
             partials: Vec::new(),
@@ -147,24 +147,24 @@ impl Bench {
 
     /// Runs one layer's attention the way the device does.
     fn run(&mut self, attention: &Attention<'_>) {
-        let Self { threads, rooms, schedule, partials, out } = self;
+        let Self { threads, scratches, schedule, partials, out } = self;
         schedule.plan(&attention.shape, attention.rows, BLOCK_SIZE);
         out.resize(attention.rows.total() * Q_WIDTH, 0.0);
         if !schedule.needs_merge() {
             let parts = Partition::rows_at(out, SHAPE.piece_len(), schedule.bounds());
-            attend(threads, rooms, attention, schedule, &parts);
+            attend(threads, scratches, attention, schedule, &parts);
             return;
         }
         partials.resize(schedule.bounds().last().map_or(0, |end| end * SHAPE.partial_len()), 0.0);
         let parts = Partition::rows_at(partials, SHAPE.partial_len(), schedule.bounds());
-        attend(threads, rooms, attention, schedule, &parts);
+        attend(threads, scratches, attention, schedule, &parts);
         let partials = parts.read();
         let parts = Partition::rows_at(out, SHAPE.piece_len(), schedule.merge_bounds());
-        let rooms = Partition::rows(rooms, 1, threads.parts(), 1);
+        let scratches = Partition::rows(scratches, 1, threads.parts(), 1);
         threads.run_parallel(&|worker| {
-            let (mut room, mut tile) = (rooms.claim(worker.index()), parts.claim(worker.index()));
+            let (mut scratch, mut tile) = (scratches.claim(worker.index()), parts.claim(worker.index()));
             let first = tile.first();
-            attention.merge(schedule, worker.index(), partials, &mut room.row_mut(0)[0], &mut |piece, values| {
+            attention.merge(schedule, worker.index(), partials, &mut scratch.row_mut(0)[0], &mut |piece, values| {
                 tile.row_mut(piece - first).copy_from_slice(values);
             });
         });
@@ -173,16 +173,16 @@ impl Bench {
 
 fn attend(
     threads: &ThreadPool,
-    rooms: &mut [AttentionScratch],
+    scratches: &mut [AttentionScratch],
     attention: &Attention<'_>,
     schedule: &WorkSplit,
     parts: &Partition<'_, f32>,
 ) {
-    let rooms = Partition::rows(rooms, 1, threads.parts(), 1);
+    let scratches = Partition::rows(scratches, 1, threads.parts(), 1);
     threads.run_parallel(&|worker| {
-        let (mut room, mut tile) = (rooms.claim(worker.index()), parts.claim(worker.index()));
+        let (mut scratch, mut tile) = (scratches.claim(worker.index()), parts.claim(worker.index()));
         let first = tile.first();
-        attention.attend(schedule, worker.index(), &mut room.row_mut(0)[0], &mut |piece, values| {
+        attention.attend(schedule, worker.index(), &mut scratch.row_mut(0)[0], &mut |piece, values| {
             tile.row_mut(piece - first).copy_from_slice(values);
         });
     });

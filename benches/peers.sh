@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Measures this engine and installed peers on the same models, one after the other in each round, and prints medians and
+# Measures this engine and installed peers on the same models, in turn in each round, and prints medians and
 # ratios. Not part of the tests: it needs the peers, the models and a quiet machine.
 #
 #   benches/peers.sh [ROUNDS]                       (3 rounds if not given)
 #
-# What it runs is told by the environment; whatever is not given is left out.
+# Environment variables select the runs; what a variable does not name is skipped.
 #   MODELS         folder with NAME/{bf16,f16,q8_0,q4_0,q4_1}.gguf, and perhaps NAME/ov_{f16,int8,int4}/ for OpenVINO (needed)
 #   NAMES          models below it                          (smollm2)
 #   LLAMA_BIN      folder with llama-bench and llama-batched-bench of llama.cpp
 #   IK_BIN         the same of ik_llama.cpp
 #   OV_PYTHON      a Python with openvino_genai
-#   THREADS        threads of everybody                     (2)
+#   THREADS        threads of each engine                   (2)
 #   WHAT           scenarios: pp,tg,bg,load                 (pp,tg,bg)
 #   BATCHES        BxP+G, several with commas               (8x128+64,32x128+64,64x64+32)
 #   RESULTS        JSON lines are appended there            (target/peers.jsonl)

@@ -47,7 +47,7 @@ impl Loop {
         }
         new.step();
         assert_eq!(new.scheduler.running(), seqs as usize);
-        new.scheduler.set_step_budget_tokens(STEP_TOKENS).expect("room for every sequence");
+        new.scheduler.set_step_budget_tokens(STEP_TOKENS).expect("the budget covers every sequence");
         new
     }
 

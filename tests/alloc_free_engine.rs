@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use ascend_llm::engine::Request;
-use ascend_llm::runner::scripted::Pieces;
+use ascend_llm::runner::scripted::ListedVocabulary;
 use ascend_llm::sampler::SamplingParams;
 use common::scripted_engine::{Rig, drain};
 
@@ -33,7 +33,7 @@ fn steady_steps_allocate_nothing() {
         let piece = |id: usize| {
             if id.is_multiple_of(5) { vec![0xf0, 0x9f, 0x99] } else { vec![b'a' + (id % 26) as u8; 1 + id % 8] }
         };
-        rig.vocabulary = Some(Pieces::new((0..60).map(piece)).shared());
+        rig.vocabulary = Some(ListedVocabulary::new((0..60).map(piece)).shared());
         let mut core = rig.core(rig.hashed());
         let submit = |change: fn(&mut SamplingParams)| {
             let mut params = SamplingParams::default();

@@ -1,5 +1,5 @@
-//! Loop orders of attention by number of visible tokens. All orders make the same additions in the same order, so the
-//! choice never changes a result. A device may have other orders, or only one.
+//! Loop orders of attention by number of visible tokens. All orders perform the same additions in the same order, so
+//! the choice never changes a result. A device may have other orders, or only one.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ impl Default for AttentionSchedules {
 }
 
 impl AttentionSchedules {
-    /// Full up to 512 visible tokens, partial up to 2048.
+    /// Full up to 512 visible tokens, partial up to 2048, blocked for longer rows.
     pub const DEFAULT: Self = Self { full_max: 512, partial_max: 2048 };
 
     /// Upper bound of `partial_max`. The partial order keeps a partial result for each segment, so its scratch grows
@@ -33,7 +33,7 @@ impl AttentionSchedules {
         self.full_max <= self.partial_max && self.partial_max <= Self::LARGEST_PARTIAL_MAX
     }
 
-    /// The loop order for a row with `visible_tokens` visible tokens.
+    /// Returns the loop order for a row with `visible_tokens` visible tokens.
     pub const fn choose(&self, visible_tokens: usize) -> LoopOrder {
         if visible_tokens <= self.full_max as usize {
             LoopOrder::Full
@@ -44,7 +44,8 @@ impl AttentionSchedules {
         }
     }
 
-    /// Most tokens of the partial order. Values that are not valid only ever choose another order, with the same bits.
+    /// Largest number of visible tokens of the partial order. An invalid setting only selects another order, which
+    /// gives the same bits.
     pub(crate) const fn partial_end(self) -> usize {
         if self.partial_max < Self::LARGEST_PARTIAL_MAX {
             self.partial_max as usize
@@ -54,14 +55,14 @@ impl AttentionSchedules {
     }
 }
 
-/// How attention walks the segments of a sequence and the blocks of queries that see them.
+/// Order in which attention traverses the segments of a sequence and the blocks of queries that see them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LoopOrder {
-    /// Block by block, each through all its segments: the block's queries and running state stay in the first-level cache.
+    /// Block by block, each through all its segments: the block's queries and running state stay in the L1 cache.
     Full,
-    /// The same in two passes a block: the partials of all segments, then their merge.
+    /// Block by block, in two passes: the partials of all segments, then their merge.
     Partial,
-    /// Segment by segment, each for all blocks: only one segment of a long sequence is read at a time. Suits any
+    /// Segment by segment, each for all blocks: a long sequence is read only one segment at a time. Suitable for any
     /// length.
     Blocked,
 }

@@ -14,17 +14,17 @@ pub struct GraphBuilder {
 }
 
 impl GraphBuilder {
-    /// An empty graph.
+    /// Creates an empty graph.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Assigns the next nodes to this layer, or to none.
+    /// Assigns the following nodes to this layer, or to none.
     pub fn set_layer(&mut self, layer: Option<u32>) {
         self.layer = layer;
     }
 
-    /// Declares a weight; the same name declared twice is the same weight.
+    /// Declares a weight; a second declaration of the same name returns the same weight.
     pub fn weight(&mut self, weight: Weight) -> WeightId {
         let known = self.graph.weights.iter().position(|w| w.name == weight.name);
         let index = known.unwrap_or_else(|| {
@@ -34,7 +34,7 @@ impl GraphBuilder {
         WeightId(to_u32(index))
     }
 
-    /// The weight with this id.
+    /// Returns the weight with this id.
     pub fn weight_of(&self, id: WeightId) -> &Weight {
         self.graph.weight(id)
     }
@@ -53,13 +53,13 @@ impl GraphBuilder {
             Some(layer) => format!("{tag}.{layer}"),
             None => tag.to_owned(),
         };
-        debug_assert!(self.graph.values.iter().all(|value| value.name != name), "value {name} named twice");
+        debug_assert!(self.graph.values.iter().all(|value| value.name != name), "two values are named {name}");
         self.graph.values.push(Value { name, rows, cols, elem });
         self.graph.nodes.push(Node { op, inputs, outputs: vec![id], layer: self.layer });
         id
     }
 
-    /// Rows of an embedding table for the batch's tokens.
+    /// Gathers rows of an embedding table for the batch's tokens.
     pub fn embed(&mut self, table: WeightId, tag: &str) -> ValueId {
         let weight = &mut self.graph.weights[table.0 as usize];
         weight.role = WeightRole::Table;
@@ -67,7 +67,7 @@ impl GraphBuilder {
         self.push(Op::Embed { table, first_id: 0 }, vec![], tag, RowDim::Tokens, hidden, Elem::F32)
     }
 
-    /// Cosines and sines for the batch's positions: `2 × pairs` columns.
+    /// Computes cosines and sines for the batch's positions: `2 × pairs` columns.
     pub fn rope_angles(&mut self, rope: RopeFrequencies, tag: &str) -> ValueId {
         let cols = 2 * rope.inv_freq.len();
         let index = self.graph.ropes.len();
@@ -75,33 +75,33 @@ impl GraphBuilder {
         self.push(Op::RopeAngles { rope: index }, vec![], tag, RowDim::Tokens, cols, Elem::F32)
     }
 
-    /// RMS norm over groups of each row.
+    /// Computes the RMS norm over groups of each row.
     pub fn rms_norm(&mut self, x: ValueId, norm: NormSpec, tag: &str) -> ValueId {
         self.push(Op::RmsNorm(norm), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
-    /// x · Wᵀ + b.
+    /// Computes x · Wᵀ + b.
     pub fn linear(&mut self, x: ValueId, part: LinearPart, tag: &str) -> ValueId {
         let n = self.graph.weight(part.weight).shape[0];
         self.push(Op::Linear(part), vec![x], tag, self.rows(x), n, Elem::F32)
     }
 
-    /// a + b.
+    /// Computes a + b.
     pub fn add(&mut self, a: ValueId, b: ValueId, tag: &str) -> ValueId {
         self.push(Op::Add, vec![a, b], tag, self.rows(a), self.cols(a), Elem::F32)
     }
 
-    /// a · b.
+    /// Computes a · b.
     pub fn mul(&mut self, a: ValueId, b: ValueId, tag: &str) -> ValueId {
         self.push(Op::Mul, vec![a, b], tag, self.rows(a), self.cols(a), Elem::F32)
     }
 
-    /// act(x).
+    /// Computes act(x).
     pub fn activation(&mut self, x: ValueId, kind: super::ActivationKind, tag: &str) -> ValueId {
         self.push(Op::Activation(kind), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
-    /// x · factor.
+    /// Computes x · factor.
     pub fn scale(&mut self, x: ValueId, factor: f32, tag: &str) -> ValueId {
         self.push(Op::Scale(factor), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
@@ -116,25 +116,25 @@ impl GraphBuilder {
         self.push(Op::KvWrite { layer }, vec![k, v], tag, RowDim::Tokens, 0, Elem::Effect)
     }
 
-    /// Attention of the rows' queries over the stored keys and values.
+    /// Computes attention of the rows' queries over the stored keys and values.
     pub fn attention(&mut self, q: ValueId, stored: ValueId, shape: AttentionShape, tag: &str) -> ValueId {
         self.push(Op::Attention(shape), vec![q, stored], tag, RowDim::Tokens, self.cols(q), Elem::F32)
     }
 
-    /// The rows whose logits are requested.
+    /// Gathers the rows whose logits are requested.
     pub fn gather_rows(&mut self, x: ValueId, tag: &str) -> ValueId {
         self.push(Op::GatherRows, vec![x], tag, RowDim::LogitRows, self.cols(x), Elem::F32)
     }
 
-    /// x after the user's operation.
+    /// Applies the user's operation to x.
     pub fn custom(&mut self, x: ValueId, op: RegisteredOp, tag: &str) -> ValueId {
         self.graph.customs.push(op);
         let index = self.graph.customs.len() - 1;
         self.push(Op::Custom(index), vec![x], tag, self.rows(x), self.cols(x), Elem::F32)
     }
 
-    /// Ends the graph. Its outputs are `logits`, the argmax of each row of them, and a status for each row of the
-    /// batch, computed from `last`, the final sums of the layers.
+    /// Completes the graph. Its outputs are `logits`, the argmax of each of their rows, and a status for each row of
+    /// the batch, computed from `last`, the final hidden state.
     pub fn finish(mut self, last: ValueId, logits: ValueId) -> Graph {
         self.graph.vocab_size = self.cols(logits);
         let best = self.push(Op::ArgMax, vec![logits], "best", RowDim::LogitRows, 1, Elem::U32);

@@ -1,4 +1,4 @@
-//! From a graph to a plan: the passes in order, then streams and memory.
+//! Compiles a graph to a plan: the passes in order, then streams and memory.
 
 use crate::graph::passes::{PrecisionPolicy, apply_precision, fuse, legalize};
 use crate::graph::plan::memory::{lower_bound_bytes, plan_arena, plan_without_reuse};
@@ -24,7 +24,10 @@ pub fn compile(
     options.validate(numerics)?;
     let (fusion, memory_reuse) = (options.resolved_fusion(), options.resolved_memory_reuse());
     if !target.alignment.is_power_of_two() || target.alignment < 64 {
-        return Err(CompileError::Invalid(format!("alignment {} is no power of two of at least 64", target.alignment)));
+        return Err(CompileError::Invalid(format!(
+            "alignment {} is not a power of two of at least 64",
+            target.alignment
+        )));
     }
     let policy = PrecisionPolicy::new(options, numerics, target);
     let graph = apply_precision(graph, &policy)?;
@@ -56,7 +59,7 @@ pub fn compile(
             plan.values.push(unplaced(&value));
             plan.values.len() - 1
         });
-        // Logits and the largest of them leave the plan where they are made.
+        // Logits and argmax ids are outputs of the plan, whichever node computes them.
         let leaving = match node.op {
             Op::ArgMax => Some((node.inputs[0], node.outputs[0])),
             Op::LinearArgMax(_) => Some((node.outputs[0], node.outputs[1])),
@@ -78,7 +81,7 @@ pub fn compile(
         });
     }
     if !counts(&bucket) {
-        return Err(CompileError::Invalid(format!("{bucket:?} counts beyond 32 bits")));
+        return Err(CompileError::Invalid(format!("{bucket:?} exceeds 32-bit counts")));
     }
     if let Some(value) = plan.values.iter().find(|value| !fits(value, &bucket)) {
         let (rows, cols) = (bucket.rows(value.rows), value.cols);
@@ -126,14 +129,17 @@ fn check_customs(graph: &Graph) -> Result<(), CompileError> {
         let Op::Custom(index) = node.op else { continue };
         let refuse = |name: &str, reason| CompileError::Custom { name: name.to_owned(), reason };
         let Some(RegisteredOp { op, .. }) = graph.customs.get(index) else {
-            return Err(refuse("?", format!("there are {} registered, none is number {index}", graph.customs.len())));
+            return Err(refuse(
+                "?",
+                format!("index {index} is out of range: {} operations are registered", graph.customs.len()),
+            ));
         };
         op.check(graph.value(node.inputs[0]).cols).map_err(|error| refuse(op.name(), error.to_string()))?;
     }
     Ok(())
 }
 
-/// Scratch for the activated product inside a fused MLP.
+/// Scratch of a fused MLP for its activated product.
 fn scratch_of(graph: &Graph, node: &Node) -> Option<Value> {
     let Op::SwigluLinear { to, .. } = node.op else { return None };
     let gate = graph.value(node.inputs[0]);

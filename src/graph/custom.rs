@@ -8,25 +8,25 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// Why a custom operation failed.
+/// Reason why a custom operation failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CustomOpError(pub String);
 
-/// The rows of one call.
+/// The rows of one call of a custom operation.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct CustomCall<'a> {
     /// Token id of each row.
     pub tokens: &'a [u32],
-    /// Position of the first row in its sequence; the others follow.
+    /// Position of the first row in its sequence; the others follow consecutively.
     pub first_position: u32,
-    /// Elements per row: the model's hidden size.
+    /// Number of elements per row: the model's hidden size.
     pub width: usize,
 }
 
 impl<'a> CustomCall<'a> {
-    /// A call over the rows of these tokens.
+    /// Creates a call over the rows of these tokens.
     pub const fn new(tokens: &'a [u32], first_position: u32, width: usize) -> Self {
         Self { tokens, first_position, width }
     }
@@ -43,7 +43,8 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     /// Checks whether the operation supports rows of this width; called once, when the plan is compiled.
     ///
     /// # Errors
-    /// The reason why not; building the engine fails with it and the name of the operation.
+    /// [`CustomOpError`] with the reason if it does not. Building the engine then fails with that reason and the
+    /// operation's name.
     fn check(&self, width: usize) -> Result<(), CustomOpError> {
         let _ = width;
         Ok(())
@@ -52,7 +53,7 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     /// Computes `out` from `x`, each `tokens.len() × width` in row-major order. `out` starts as a copy of `x`.
     ///
     /// # Errors
-    /// The reason why these rows cannot be computed; only their request ends.
+    /// [`CustomOpError`] with the reason if these rows cannot be computed. Only their request ends.
     fn run(&self, call: &CustomCall<'_>, x: &[f32], out: &mut [f32]) -> Result<(), CustomOpError>;
 }
 
@@ -75,7 +76,7 @@ impl fmt::Display for CustomSite {
     }
 }
 
-/// An operation with its place.
+/// A custom operation and its position in the model.
 #[derive(Clone, Debug)]
 pub struct RegisteredOp {
     /// Its position. Several operations at one position run in the order of registration.
@@ -84,7 +85,7 @@ pub struct RegisteredOp {
     pub op: Arc<dyn CustomOp>,
 }
 
-/// The same place and the very same operation.
+/// Equal if the position is equal and the operation is the same object.
 impl PartialEq for RegisteredOp {
     fn eq(&self, other: &Self) -> bool {
         self.site == other.site && Arc::ptr_eq(&self.op, &other.op)

@@ -32,7 +32,7 @@ pub use plan::{Operand, Plan, PlanValue, Step, Target};
 use crate::settings::with_methods;
 use crate::weights::DType;
 
-/// Argmax of a row with a logit that is not finite: no vocabulary has this id.
+/// Argmax id of a row with a logit that is not finite; no vocabulary contains this id.
 pub const NO_TOKEN: u32 = u32::MAX;
 
 /// Status of a row: whether its results may be used. Plans write one status per row of the batch. Of several problems,
@@ -43,7 +43,7 @@ pub const NO_TOKEN: u32 = u32::MAX;
 pub enum RowStatus {
     /// All values are finite and were stored unchanged.
     Ok = 0,
-    /// A value was too large for the type it is stored in, and was clamped.
+    /// A value was too large for its storage type and was clamped.
     Overflow = 1,
     /// A value of the last layer or a logit is infinite or NaN.
     NonFinite = 2,
@@ -52,7 +52,7 @@ pub enum RowStatus {
 }
 
 impl RowStatus {
-    /// The status of a byte; an unknown byte is the worst status.
+    /// Decodes a status; an unknown byte decodes to the most severe status.
     pub const fn from_byte(byte: u8) -> Self {
         match byte {
             0 => Self::Ok,
@@ -89,15 +89,15 @@ pub enum Elem {
     F32,
     /// bfloat16.
     BF16,
-    /// Rows quantized to int8 in blocks of 32, with a scale and a sum a block.
+    /// Rows quantized to int8 in blocks of 32, with a scale and a sum per block.
     Q8,
     /// 32-bit unsigned integers.
     U32,
-    /// No bytes: the order between writing a layer's keys and values and reading them.
+    /// No bytes: orders the write of a layer's keys and values before their reads.
     Effect,
 }
 
-/// A buffer that crosses the border of the plan: bound at launch.
+/// An input or output buffer of the plan, bound at launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Io {
@@ -105,13 +105,13 @@ pub enum Io {
     TokenIds,
     /// `u32` position of each row in its sequence.
     Positions,
-    /// `u32` block ids, one line of `table_stride` entries a sequence.
+    /// `u32` block ids, one row of `table_stride` entries per sequence.
     BlockTables,
     /// `u32` rows whose logits are requested.
     LogitRows,
     /// `f32` logits, `logit_rows × vocab`.
     Logits,
-    /// `u32` id of the largest logit of each row of logits.
+    /// `u32` argmax id of each row of logits.
     ArgMax,
     /// `u8` [`RowStatus`] of each row of the batch.
     RowStatus,
@@ -134,49 +134,50 @@ pub struct Value {
 }
 
 impl Value {
-    /// A value of the graph.
+    /// Creates a value.
     pub fn new(name: impl Into<String>, rows: RowDim, cols: usize, elem: Elem) -> Self {
         Self { name: name.into(), rows, cols, elem }
     }
 }
 
-/// How a device should hold a weight.
+/// How a weight is used, which determines its layout on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightRole {
-    /// `[n, k]`, multiplied by rows of `k`.
+    /// `[n, k]`, multiplied by rows of length `k`.
     Matrix,
-    /// `[n, k]`, gathered from by row: an embedding table. Where embeddings are tied it is multiplied by rows of `k` too.
+    /// `[n, k]`, an embedding table, gathered by rows. With tied embeddings it is also multiplied by rows of length
+    /// `k`.
     Table,
-    /// A vector used element by element, held in f32.
+    /// A vector used element by element, stored in f32.
     Vector,
 }
 
 impl WeightRole {
-    /// Whether it has two dimensions and may be multiplied by rows.
+    /// Whether the weight has two dimensions and may be multiplied by rows.
     pub const fn is_matrix(self) -> bool {
         matches!(self, Self::Matrix | Self::Table)
     }
 }
 
-/// A tensor the graph needs, with the shape and type it has in its file.
+/// A weight tensor of the graph, with the shape and type it has in its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Weight {
-    /// Name as the weight source spells it.
+    /// Name in the weight source.
     pub name: String,
     /// `[n, k]` or `[len]`.
     pub shape: Vec<usize>,
-    /// Type as stored.
+    /// Storage type.
     pub dtype: DType,
-    /// How it is used.
+    /// How the weight is used.
     pub role: WeightRole,
-    /// The part of the source's tensor that has the shape `shape`; `None` means all of it.
+    /// Slice of the source's tensor that has the shape `shape`; `None` is the whole tensor.
     pub slice: Option<WeightSlice>,
 }
 
 impl Weight {
-    /// A whole tensor of the source.
+    /// A weight that is a whole tensor of the source.
     pub fn new(name: impl Into<String>, shape: Vec<usize>, dtype: DType, role: WeightRole) -> Self {
         Self { name: name.into(), shape, dtype, role, slice: None }
     }
@@ -189,7 +190,7 @@ impl Weight {
 /// A range along one dimension of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WeightSlice {
-    /// The dimension: 0 splits rows, 1 splits columns.
+    /// Dimension that is sliced: 0 for rows, 1 for columns.
     pub dim: usize,
     /// First index of the range.
     pub start: usize,
@@ -197,10 +198,10 @@ pub struct WeightSlice {
     pub of: usize,
 }
 
-/// Which part of a model a graph computes.
+/// Tensor-parallel rank: the shard of the model that a graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TpRank {
-    /// From 0 on.
+    /// Index of the rank, starting at 0.
     pub index: u32,
     /// Number of ranks.
     pub of: u32,
@@ -213,25 +214,25 @@ impl Default for TpRank {
 }
 
 impl TpRank {
-    /// Its share of `n` units; shares differ by one at most.
+    /// The rank's share of `n` units; shares differ by at most one.
     pub fn share(self, n: usize) -> std::ops::Range<usize> {
         let (index, of) = (self.index as usize, self.of as usize);
         n * index / of..n * (index + 1) / of
     }
 }
 
-/// Rotary frequencies shared by all layers that rotate alike.
+/// Rotary frequencies, shared by all layers with the same rotation.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RopeFrequencies {
-    /// Radians a position for each rotated pair.
+    /// Radians per position for each rotated pair.
     pub inv_freq: Vec<f32>,
-    /// Factor on cosine and sine (yarn's attention factor; 1 otherwise).
+    /// Factor of cosine and sine (YaRN's attention factor; 1 otherwise).
     pub attention_factor: f32,
 }
 
 impl RopeFrequencies {
-    /// Frequencies without a factor on cosine and sine.
+    /// Frequencies without a factor.
     pub const fn new(inv_freq: Vec<f32>) -> Self {
         Self { inv_freq, attention_factor: 1.0 }
     }
@@ -256,7 +257,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// An operation of one layer, or of none.
+    /// Creates a node of one layer, or of none.
     pub const fn new(op: Op, inputs: Vec<ValueId>, outputs: Vec<ValueId>, layer: Option<u32>) -> Self {
         Self { op, inputs, outputs, layer }
     }
@@ -266,39 +267,39 @@ impl Node {
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Graph {
-    /// All values; a [`ValueId`] indexes here.
+    /// All values, indexed by [`ValueId`].
     pub values: Vec<Value>,
-    /// All weights; a [`WeightId`] indexes here.
+    /// All weights, indexed by [`WeightId`].
     pub weights: Vec<Weight>,
-    /// Rotary tables; `Op::RopeAngles` indexes here.
+    /// Rotary tables, indexed by [`Op::RopeAngles`].
     pub ropes: Vec<RopeFrequencies>,
-    /// Operations, each after everything it reads.
+    /// Nodes in topological order: each comes after the nodes whose results it reads.
     pub nodes: Vec<Node>,
-    /// Width of a row of logits.
+    /// Number of logits per row.
     pub vocab_size: usize,
-    /// Operations a user registered; `Op::Custom` indexes here.
+    /// Custom operations, indexed by [`Op::Custom`].
     pub customs: Vec<RegisteredOp>,
-    /// The part of the model this graph computes.
+    /// The shard of the model that this graph computes.
     pub rank: TpRank,
 }
 
 impl Graph {
-    /// The value with this id.
+    /// Returns the value with this id.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0 as usize]
     }
 
-    /// The weight with this id.
+    /// Returns the weight with this id.
     pub fn weight(&self, id: WeightId) -> &Weight {
         &self.weights[id.0 as usize]
     }
 
-    /// The node that writes a value.
+    /// Returns the node that writes a value.
     pub fn writer(&self, id: ValueId) -> Option<&Node> {
         self.nodes.iter().find(|node| node.outputs.contains(&id))
     }
 
-    /// How many nodes read each value.
+    /// Number of nodes that read each value.
     pub fn use_counts(&self) -> Vec<u32> {
         let mut counts = vec![0; self.values.len()];
         for input in self.nodes.iter().flat_map(|node| &node.inputs) {
@@ -307,7 +308,7 @@ impl Graph {
         counts
     }
 
-    /// The graph as text, one line a node.
+    /// The graph as text, one line per node.
     pub fn dump(&self) -> String {
         use std::fmt::Write as _;
         let mut text = String::new();

@@ -1,5 +1,5 @@
-//! The closed set of operations. One reference body an operation defines it (see `device::cpu::reference`); one lowering
-//! a device runs it. Fused operations and collectives are made by passes only.
+//! The closed set of operations. Each has one reference implementation that defines it (see `device::cpu::reference`)
+//! and one lowering per device. Only passes create fused operations and collectives.
 
 use super::{AttentionSchedules, Elem, WeightId};
 use crate::settings::with_methods;
@@ -16,7 +16,7 @@ pub enum ActivationType {
     BF16,
     /// Half precision, ties to even, saturating at ±65,504 (which is counted as an overflow); stored in f32 rows.
     F16,
-    /// int8 in blocks of 32 with a scale each.
+    /// int8 in blocks of 32, with one scale per block.
     Int8,
 }
 
@@ -51,11 +51,11 @@ pub enum ActivationKind {
     GeluTanh,
 }
 
-/// Which elements of a head rotate together.
+/// Pairing of the elements of a head for the rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RopeStyle {
-    /// Element `i` with `i + half`: the hub's layout (GPT-NeoX style).
+    /// Element `i` with `i + half`: the layout of Hugging Face models (GPT-NeoX style).
     Half,
     /// Element `2i` with `2i + 1`: the layout of GGUF files of the `llama` architecture.
     Interleaved,
@@ -65,16 +65,16 @@ pub enum RopeStyle {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormSpec {
-    /// Scale vector, as long as a group.
+    /// Scale vector, of the length of a group.
     pub weight: WeightId,
     /// Added to the mean square.
     pub eps: f32,
-    /// Elements a group: the row for a hidden norm, the head for a query or key norm.
+    /// Number of elements per group: the row for a hidden norm, the head for a query or key norm.
     pub group: usize,
 }
 
 impl NormSpec {
-    /// A norm over groups of `group` elements.
+    /// Creates a norm over groups of `group` elements.
     pub const fn new(weight: WeightId, eps: f32, group: usize) -> Self {
         Self { weight, eps, group }
     }
@@ -91,7 +91,7 @@ pub struct LinearPart {
 }
 
 impl LinearPart {
-    /// A matrix without a bias.
+    /// Creates a part without a bias.
     pub const fn new(weight: WeightId) -> Self {
         Self { weight, bias: None }
     }
@@ -101,23 +101,23 @@ impl LinearPart {
     }
 }
 
-/// Constants of one layer's attention.
+/// Parameters of one layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AttentionShape {
     /// Layer in the KV pool.
     pub layer: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// KV heads; divides `heads`.
+    /// Number of KV heads; divides `heads`.
     pub kv_heads: usize,
-    /// Elements a head.
+    /// Number of elements per head.
     pub head_dim: usize,
-    /// Factor on the scores.
+    /// Factor of the scores.
     pub scale: f32,
-    /// Number of keys that a row can see, itself included; `None` means all before it.
+    /// Sliding window: number of keys that a row can see, itself included; `None` is no window.
     pub window: Option<u32>,
-    /// Loop orders by length; `None` means the blocked order, which suits every length.
+    /// Loop orders by length; `None` is the blocked order at every length.
     pub schedules: Option<AttentionSchedules>,
 }
 
@@ -138,14 +138,14 @@ impl AttentionShape {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
-    /// (token ids) → rows of the table; zeros for ids outside it.
+    /// (token ids) → rows of the table; zeros for ids that it does not contain.
     Embed {
         /// `[ids, hidden]`.
         table: WeightId,
-        /// Id of its first row: more than 0 where a rank holds a part of the vocabulary.
+        /// Token id of the first row; more than 0 on a rank that holds a part of the vocabulary.
         first_id: u32,
     },
-    /// (positions) → cosines then sines of each rotated pair.
+    /// (positions) → cosines, then sines of each rotated pair.
     RopeAngles {
         /// Index into [`Graph::ropes`](super::Graph::ropes).
         rope: usize,
@@ -166,7 +166,7 @@ pub enum Op {
     Linear(LinearPart),
     /// x, angles → x with each head rotated.
     Rope {
-        /// Elements a head.
+        /// Number of elements per head.
         head_dim: usize,
         /// Pairing.
         style: RopeStyle,
@@ -180,17 +180,18 @@ pub enum Op {
     Attention(AttentionShape),
     /// x → the rows whose logits are requested.
     GatherRows,
-    /// logits → id of the largest of each row, the lowest of equals; [`NO_TOKEN`](super::NO_TOKEN) where one is not finite.
+    /// logits → argmax of each row; the lowest id wins a tie. [`NO_TOKEN`](super::NO_TOKEN) for a row with a logit that
+    /// is not finite.
     ArgMax,
-    /// last sums of the layers, argmax ids → (row status): tells which rows are valid.
+    /// final hidden state, argmax ids → row status, which shows the valid rows.
     RowStatus,
-    /// x → x after the user's own operation; index into [`Graph::customs`](super::Graph::customs).
+    /// x → x after the user's operation; index into [`Graph::customs`](super::Graph::customs).
     Custom(usize),
 
-    // Collectives: each rank has one at the same place of its plan.
-    /// x → the sum of all ranks' x, added in the order of the ranks.
+    // Collectives: every rank has them at the same places of its plan.
+    /// x → sum of all ranks' x, added in rank order.
     AllReduce,
-    /// x → all ranks' columns side by side, in the order of the ranks.
+    /// x → all ranks' columns, concatenated in rank order.
     AllGather,
 
     // Fused operations.
@@ -208,11 +209,11 @@ pub enum Op {
         /// Type that the output is rounded to.
         to: ActivationType,
     },
-    /// x, angles → x normalized a head, then rotated.
+    /// x, angles → x normalized head by head, then rotated.
     QkNormRope {
         /// The head norm.
         norm: NormSpec,
-        /// Elements a head.
+        /// Number of elements per head.
         head_dim: usize,
         /// Pairing.
         style: RopeStyle,
@@ -221,7 +222,7 @@ pub enum Op {
     RopeKvWrite {
         /// Layer in the KV pool.
         layer: usize,
-        /// Elements a head.
+        /// Number of elements per head.
         head_dim: usize,
         /// Pairing.
         style: RopeStyle,
@@ -230,7 +231,7 @@ pub enum Op {
     },
     /// gate, up → act(gate) · up.
     ActMul(ActivationKind),
-    /// x → one output a part, all reading x once.
+    /// x → one output per part; x is read once for all.
     LinearMulti(Vec<LinearPart>),
     /// gate, up → (act(gate) · up) · Wᵀ + b, with the product in scratch.
     SwigluLinear {
@@ -241,12 +242,12 @@ pub enum Op {
         /// Type that the product is rounded to before the projection.
         to: ActivationType,
     },
-    /// x → x · Wᵀ + b, and the id of the largest of each row as in `ArgMax`.
+    /// x → x · Wᵀ + b, and the argmax of each row as in `ArgMax`.
     LinearArgMax(LinearPart),
 }
 
 impl Op {
-    /// Names of all operations, so that tests can detect a missing one.
+    /// Names of all operations.
     pub const NAMES: [&str; 26] = [
         "embed",
         "rope_angles",
@@ -276,12 +277,12 @@ impl Op {
         "linear_arg_max",
     ];
 
-    /// The operation's name in dumps and cost tables.
+    /// Name of the operation in dumps and cost tables.
     pub const fn name(&self) -> &'static str {
         Self::NAMES[self.index()]
     }
 
-    /// Its place in [`Self::NAMES`].
+    /// Index of the operation in [`Self::NAMES`].
     pub const fn index(&self) -> usize {
         match self {
             Self::Embed { .. } => 0,
@@ -313,12 +314,12 @@ impl Op {
         }
     }
 
-    /// Whether all ranks must reach the operation before any continues.
+    /// Whether all ranks must reach the operation before any of them continues.
     pub const fn is_collective(&self) -> bool {
         matches!(self, Self::AllReduce | Self::AllGather)
     }
 
-    /// Weights the operation reads.
+    /// Weights that the operation reads.
     pub fn weights(&self) -> Vec<WeightId> {
         let part = |p: &LinearPart| std::iter::once(p.weight).chain(p.bias).collect::<Vec<_>>();
         match self {

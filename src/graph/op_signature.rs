@@ -13,7 +13,7 @@ pub(super) struct Operand {
     pub elem: Elem,
 }
 
-/// The operands of one operation with the tables its ids point into.
+/// The operands of one operation, with the tables that their ids index.
 #[derive(Debug)]
 pub(super) struct Operands<'a> {
     pub inputs: Vec<Operand>,
@@ -49,16 +49,16 @@ impl Operand {
 }
 
 impl Operands<'_> {
-    /// Returns the first error in the operands of `op`, if any.
+    /// Checks the operands of `op`; returns the first error.
     pub(super) fn check(&self, op: &Op) -> Checked {
         let scratch = matches!(op, Op::SwigluLinear { .. });
-        must(self.scratch.is_some() == scratch, || "scratch belongs to fused MLPs, and to each of them".into())?;
+        must(self.scratch.is_some() == scratch, || "a fused MLP needs scratch, and no other operation has it".into())?;
         match op {
             Op::Embed { table, .. } => {
                 let [] = self.inputs()?;
                 let [out] = self.outputs()?;
                 let role = self.weight(*table)?.role;
-                must(role == WeightRole::Table, || format!("rows gathered from a {role:?}"))?;
+                must(role == WeightRole::Table, || format!("rows are gathered from a {role:?}"))?;
                 let (_, width) = self.matrix(*table)?;
                 same("the output", out, Operand { rows: RowDim::Tokens, cols: width, elem: Elem::F32 })
             }
@@ -166,7 +166,7 @@ impl Operands<'_> {
                 must(shape.head_dim > 0 && shape.heads.checked_mul(shape.head_dim) == Some(q.cols), || {
                     format!("queries of {} columns, expected {} heads of {}", q.cols, shape.heads, shape.head_dim)
                 })?;
-                must(shape.window != Some(0), || "a window of 0 keys, expected at least the row itself".into())?;
+                must(shape.window != Some(0), || "a window of 0 keys, expected at least 1".into())?;
                 same("the output", out, q)
             }
             Op::GatherRows => {
@@ -191,7 +191,7 @@ impl Operands<'_> {
             Op::RowStatus => {
                 let [last, best] = self.inputs()?;
                 let [] = self.outputs()?;
-                rows_of_tokens("the last sums", last)?;
+                rows_of_tokens("the last hidden state", last)?;
                 is_best(best)
             }
         }
@@ -274,18 +274,18 @@ impl Operands<'_> {
 }
 
 fn is_best(best: Operand) -> Checked {
-    same("the largest ids", best, Operand { rows: RowDim::LogitRows, cols: 1, elem: Elem::U32 })
+    same("the argmax ids", best, Operand { rows: RowDim::LogitRows, cols: 1, elem: Elem::U32 })
 }
 
 fn rows_of_tokens(what: &str, x: Operand) -> Checked {
     x.is_f32(what)?;
-    must(x.rows == RowDim::Tokens, || format!("{what} have a row a {:?}, expected one a token", x.rows))
+    must(x.rows == RowDim::Tokens, || format!("{what} have one row per {:?}, expected one per token", x.rows))
 }
 
 fn rotation(x: Operand, angles: Operand, head_dim: usize) -> Checked {
     x.is_f32("the input")?;
     angles.is_f32("the angles")?;
-    must(angles.rows == x.rows, || "the angles have other rows than the input".into())?;
+    must(angles.rows == x.rows, || "the angles and the input have different rows".into())?;
     must(head_dim > 0 && x.cols.is_multiple_of(head_dim), || format!("heads of {head_dim} in rows of {}", x.cols))?;
     must(angles.cols.is_multiple_of(2) && (2..=head_dim).contains(&angles.cols), || {
         format!("{} cosines and sines for heads of {head_dim}", angles.cols)

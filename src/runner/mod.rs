@@ -31,7 +31,7 @@ use crate::settings::with_methods;
 /// kv_lens     [ 3          40   18    ]      tokens of each sequence in the KV cache after this step, its rows included
 /// tables      [ b7 | b1 b4 b9 | b2 b3 ]      ceil(kv_len / block_size) blocks per sequence, concatenated
 /// logit_rows  [ 2, 3, 5 ]                    rows whose logits are requested, ascending
-/// f32_from    [ -, -, 9 ]                    position from which a sequence runs with f32 activations (or empty: none)
+/// f32_fallback_from    [ -, -, 9 ]                    position from which a sequence runs with f32 activations (or empty: none)
 /// argmax_only [ f, t, f ]                    logit rows of which only the argmax is requested (or empty: none)
 /// deferred    [ (3, batch 7, 0) ]            rows whose token is the argmax of a logit row of an in-flight batch
 /// ```
@@ -53,7 +53,7 @@ pub struct ForwardInput {
     ///
     /// This is the position of an earlier [`RowOutcome::Retried`], at most the position of the sequence's first row in
     /// this batch. The list may be empty if it would contain only `None`.
-    pub f32_from: Vec<Option<u32>>,
+    pub f32_fallback_from: Vec<Option<u32>>,
     /// For each of `logit_rows`: whether only the argmax is requested.
     ///
     /// The executor may leave the logits of such a row unchanged. The list may be empty if all logits are requested.
@@ -92,7 +92,7 @@ impl ForwardInput {
     with_methods! {
         value {
             logit_rows with_logit_rows: Vec<u32>,
-            f32_from with_f32_from: Vec<Option<u32>>,
+            f32_fallback_from with_f32_from: Vec<Option<u32>>,
             argmax_only with_argmax_only: Vec<bool>,
             deferred with_deferred: Vec<DeferredToken>,
         }
@@ -106,7 +106,7 @@ impl ForwardInput {
             kv_lens: Vec::with_capacity(seqs),
             tables: Vec::with_capacity(table_blocks),
             logit_rows: Vec::with_capacity(logit_rows),
-            f32_from: Vec::with_capacity(seqs),
+            f32_fallback_from: Vec::with_capacity(seqs),
             argmax_only: Vec::with_capacity(logit_rows),
             deferred: Vec::with_capacity(seqs),
         }
@@ -119,7 +119,7 @@ impl ForwardInput {
         self.kv_lens.clear();
         self.tables.clear();
         self.logit_rows.clear();
-        self.f32_from.clear();
+        self.f32_fallback_from.clear();
         self.argmax_only.clear();
         self.deferred.clear();
     }
@@ -131,7 +131,7 @@ impl ForwardInput {
 pub enum RowOutcome {
     /// A row overflowed or was not finite. This row and the later rows of the sequence ran again with f32 activations.
     ///
-    /// Later batches must pass the position of the row in [`ForwardInput::f32_from`]. If a row is still bad, an outcome
+    /// Later batches must pass the position of the row in [`ForwardInput::f32_fallback_from`]. If a row is still bad, an outcome
     /// [`Failed`](Self::Failed) follows.
     Retried,
     /// A row and all later rows of the sequence are unusable.

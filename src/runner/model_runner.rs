@@ -313,7 +313,7 @@ impl ModelRunner {
             if is_set(stale, sequence) {
                 return None;
             }
-            if batch.f32_from.get(sequence).is_some_and(Option::is_some) {
+            if batch.f32_fallback_from.get(sequence).is_some_and(Option::is_some) {
                 return Some(0);
             }
             let bad = statuses.iter().position(|status| *status != RowStatus::Ok as u8)?;
@@ -355,7 +355,7 @@ impl ModelRunner {
     fn check(&self, input: &ForwardInput) -> Result<(), DeviceError> {
         let lens = || input.q_lens.iter().zip(&input.kv_lens);
         let longest = self.shape.max_blocks_per_seq;
-        let starts = || lens().map(|(q, kv)| kv.saturating_sub(*q)).zip(&input.f32_from);
+        let starts = || lens().map(|(q, kv)| kv.saturating_sub(*q)).zip(&input.f32_fallback_from);
         let rules = [
             ("q_lens and kv_lens have one entry per sequence", input.q_lens.len() == input.kv_lens.len()),
             ("each sequence has 1 to kv_len rows", lens().all(|(q, kv)| (1..=*kv).contains(q))),
@@ -381,9 +381,9 @@ impl ModelRunner {
                     && input.deferred.iter().all(|deferred| self.has_logit_row(deferred.batch_id, deferred.logit_row)),
             ),
             (
-                "f32_from is empty or has one position per sequence, at most the position of its first row",
-                input.f32_from.is_empty()
-                    || (input.f32_from.len() == input.q_lens.len()
+                "f32_fallback_from is empty or has one position per sequence, at most the position of its first row",
+                input.f32_fallback_from.is_empty()
+                    || (input.f32_fallback_from.len() == input.q_lens.len()
                         && starts().all(|(start, from)| from.is_none_or(|from| from <= start))),
             ),
         ];
@@ -457,7 +457,8 @@ impl ModelExecutor for ModelRunner {
             return Err(DeviceError::Invalid { what });
         }
         let has_fallback = self.programs.f32.is_some();
-        let needs_fallback = |sequence| has_fallback && input.f32_from.get(sequence).is_some_and(Option::is_some);
+        let needs_fallback =
+            |sequence| has_fallback && input.f32_fallback_from.get(sequence).is_some_and(Option::is_some);
         buffers.launched_rows.select(&input, |sequence| (!needs_fallback(sequence)).then_some(0));
         buffers.begin(input);
         if let Err(error) = self.launch_batch(index) {

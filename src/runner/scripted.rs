@@ -308,13 +308,13 @@ fn invalid(what: &dyn fmt::Display) -> DeviceError {
 
 /// Vocabulary of listed pieces; it encodes a text with the longest matching pieces, from left to right.
 #[derive(Clone, Debug, Default)]
-pub struct Pieces {
+pub struct ListedVocabulary {
     by_id: Vec<Vec<u8>>,
     special: Vec<u32>,
     bos: Option<u32>,
 }
 
-impl Pieces {
+impl ListedVocabulary {
     /// Creates a vocabulary from its pieces, ordered by id.
     pub fn new<P: AsRef<[u8]>>(pieces: impl IntoIterator<Item = P>) -> Self {
         Self { by_id: pieces.into_iter().map(|piece| piece.as_ref().to_vec()).collect(), ..Self::default() }
@@ -340,7 +340,7 @@ impl Pieces {
     }
 }
 
-impl Vocabulary for Pieces {
+impl Vocabulary for ListedVocabulary {
     fn len(&self) -> usize {
         self.by_id.len()
     }

@@ -250,7 +250,7 @@ pub struct SequenceView<'a> {
     /// Prompt tokens that came from the prefix cache at the last admission of the sequence.
     pub cached_tokens: u32,
     /// First position that was computed in the f32 fallback plan; `None` if there is none since the last admission.
-    pub f32_from: Option<u32>,
+    pub f32_fallback_from: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -371,7 +371,7 @@ impl Scheduler {
             first_valid_plan: self.in_flight.next_plan(),
             recompute: false,
             cached_tokens: 0,
-            f32_from: None,
+            f32_fallback_from: None,
         };
         self.enqueue(seq, sequence, blocks);
         Ok(())
@@ -417,7 +417,7 @@ impl Scheduler {
             self.sequences.insert(child, sequence);
         } else {
             sequence.status = SeqStatus::Waiting;
-            (sequence.computed, sequence.f32_from) = (0, None);
+            (sequence.computed, sequence.f32_fallback_from) = (0, None);
             sequence.cached_tokens = 0;
             self.enqueue(child, sequence, blocks);
         }
@@ -449,8 +449,13 @@ impl Scheduler {
 
     /// Returns a view of a sequence, or `None` for an unknown sequence.
     pub fn sequence(&self, seq: SeqId) -> Option<SequenceView<'_>> {
-        let SeqState { tokens, prompt_len, cached_tokens, f32_from, .. } = self.sequences.get(&seq)?;
-        Some(SequenceView { tokens, prompt_tokens: *prompt_len, cached_tokens: *cached_tokens, f32_from: *f32_from })
+        let SeqState { tokens, prompt_len, cached_tokens, f32_fallback_from, .. } = self.sequences.get(&seq)?;
+        Some(SequenceView {
+            tokens,
+            prompt_tokens: *prompt_len,
+            cached_tokens: *cached_tokens,
+            f32_fallback_from: *f32_fallback_from,
+        })
     }
 
     /// Returns the chunks of an in-flight plan; empty for the number of any other plan.
@@ -465,7 +470,7 @@ impl Scheduler {
     /// sequence in later plans become stale at the next `commit`.
     pub fn set_f32_from(&mut self, seq: SeqId, position: u32) {
         if let Some(sequence) = self.sequences.get_mut(&seq) {
-            sequence.f32_from = Some(sequence.f32_from.map_or(position, |known| known.min(position)));
+            sequence.f32_fallback_from = Some(sequence.f32_fallback_from.map_or(position, |known| known.min(position)));
             sequence.recompute = sequence.in_flight > 0;
         }
     }

@@ -54,7 +54,7 @@ impl Scheduler {
         self.stop_running(seq, key, blocks);
         if let Some(sequence) = self.sequences.get_mut(&seq) {
             sequence.status = SeqStatus::Waiting;
-            (sequence.computed, sequence.f32_from) = (0, None);
+            (sequence.computed, sequence.f32_fallback_from) = (0, None);
         }
         self.waiting.push(key, seq);
         self.plan.preempted.push(seq);

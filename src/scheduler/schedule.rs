@@ -98,7 +98,7 @@ impl Scheduler {
         sequence.computed = if failed { end - 1 } else { end };
         sequence.logits_from = sequence.logits_from.map(|from| from.max(sequence.computed));
         if !(failed && result.finished) {
-            let shared = sequence.f32_from.map_or(sequence.computed, |from| from.min(sequence.computed));
+            let shared = sequence.f32_fallback_from.map_or(sequence.computed, |from| from.min(sequence.computed));
             blocks.publish(chunk.seq, &sequence.tokens[..shared as usize]);
         }
         if result.finished {

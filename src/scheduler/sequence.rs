@@ -42,7 +42,7 @@ pub(super) struct SeqState {
     pub recompute: bool,
     pub cached_tokens: u32,
     /// First row that was computed in the f32 fallback plan; rows from it on are not published to the prefix cache.
-    pub f32_from: Option<u32>,
+    pub f32_fallback_from: Option<u32>,
 }
 
 impl SeqState {
@@ -59,7 +59,7 @@ impl SeqState {
     ///
     /// Rows after one of the f32 fallback plan are not scheduled ahead: their validity is known only at commit.
     pub fn schedulable_len(&self) -> u32 {
-        self.len() + if self.allow_async_schedule && self.f32_from.is_none() { self.pending } else { 0 }
+        self.len() + if self.allow_async_schedule && self.f32_fallback_from.is_none() { self.pending } else { 0 }
     }
 
     /// Number of rows to compute until the next token can be sampled.

@@ -1,7 +1,7 @@
 //! Tests of weights from quantized files on the simulated Ascend card.
 //!
 //! Each weight layout yields the file's logits within its bound and uses the expected memory. Weights that the
-//! operations do not support are held in 16 bits, and a note reports that.
+//! operations do not support are stored in 16 bits, and a note reports that.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers of a test are small")]
 
@@ -86,7 +86,7 @@ fn every_form_of_every_file_meets_its_reference() {
             let npu = Npu::new();
             let device = open(&npu, form, |_| ());
             let mut model = on(device.clone(), &story(kind));
-            assert!(device.notes().iter().all(|note| !note.contains("held in")), "{kind}: {:?}", device.notes());
+            assert!(device.notes().iter().all(|note| !note.contains("stored as")), "{kind}: {:?}", device.notes());
             let (mut worst, start) = (0.0f32, Instant::now());
             // The long prompt would not test the weights further.
             for prompt in golden.prompts.iter().filter(|prompt| prompt.input_ids.len() <= 64) {
@@ -125,7 +125,7 @@ fn cards_hold_their_parts_in_the_same_forms() {
             config.tensor_parallel_size = cards;
             let builder = Engine::builder(story(kind)).config(config).device(device.clone());
             let logits = trace(Model::new(builder));
-            assert!(device.notes().iter().all(|note| !note.contains("held in")), "{kind}: {:?}", device.notes());
+            assert!(device.notes().iter().all(|note| !note.contains("stored as")), "{kind}: {:?}", device.notes());
             drop(device);
             npu.assert_clean();
             logits
@@ -182,7 +182,7 @@ fn tiles_change_no_bit() {
         config.compile.fusion = Some(1);
         let device = open(&npu, form, |options| options.tiles = tiles);
         let all = trace(Model::new(Engine::builder(story("Q6_K")).config(config).device(device.clone())));
-        assert!(device.notes().iter().all(|note| !note.contains("tile") && !note.contains("held in")));
+        assert!(device.notes().iter().all(|note| !note.contains("tile") && !note.contains("stored as")));
         all
     };
     let tiled = |npu: &Npu| npu.sim.count("aclnnTransMatmulWeight");
@@ -384,7 +384,7 @@ fn weights_without_operations_are_held_in_16_bits_with_a_note() {
         assert!(trace(on(device.clone(), &story("q8_0"))) == widened, "{lacking}");
         let notes = device.telemetry().unwrap().notes();
         // Four shapes: queries and outputs, keys and values, gates, down projections.
-        let reported = notes.iter().filter(|note| note.contains("held in 16 bits") && note.contains(lacking)).count();
+        let reported = notes.iter().filter(|note| note.contains("stored as 16 bits") && note.contains(lacking)).count();
         assert_eq!(reported, 4, "{lacking}: {notes:?}");
         drop(device);
         npu.assert_clean();
@@ -397,11 +397,14 @@ fn weights_without_operations_are_held_in_16_bits_with_a_note() {
     };
     let rows = trace(on(open(&npu, WeightForm::Dynamic, |options| options.tiles = WeightTiles::Never), &story("q8_0")));
     let (without, notes) = run(WeightForm::Dynamic, WeightTiles::Int8, "aclnnTransMatmulWeight");
-    assert!(without == rows && notes.iter().any(|note| note.contains("held in rows of int8, not tiles")), "{notes:?}");
+    assert!(
+        without == rows && notes.iter().any(|note| note.contains("stored as rows of int8 instead of tiles")),
+        "{notes:?}"
+    );
     let tiled =
         trace(on(open(&npu, WeightForm::Widened, |options| options.tiles = WeightTiles::Always), &story("q8_0")));
     let (without, notes) = run(WeightForm::Widened, WeightTiles::Always, "aclnnMatmulWeightNz");
-    assert!(without == tiled && notes.iter().all(|note| !note.contains("held in")), "{notes:?}");
+    assert!(without == tiled && notes.iter().all(|note| !note.contains("stored as")), "{notes:?}");
     npu.assert_clean();
 }
 

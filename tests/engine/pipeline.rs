@@ -12,7 +12,7 @@ use ascend_llm::engine::{
     BuildError, EngineCore, EngineError, FinishReason, Output, Request, RequestError, RequestHandle,
 };
 use ascend_llm::kv_cache::BlockId;
-use ascend_llm::runner::scripted::{Pieces, ScriptedForward, hashed_logits};
+use ascend_llm::runner::scripted::{ListedVocabulary, ScriptedForward, hashed_logits};
 use ascend_llm::runner::{BatchId, ForwardInput, ForwardOutput, ModelExecutor};
 use ascend_llm::sampler::SamplingParams;
 use parking_lot::Mutex;
@@ -68,8 +68,8 @@ fn script() -> impl Strategy<Value = Script> {
 }
 
 /// Token texts: ids are letters, some of them twice, so that stop strings occur.
-fn pieces() -> Pieces {
-    Pieces::new((0..VOCAB).map(|id| [b'a' + (id % 13) as u8]))
+fn pieces() -> ListedVocabulary {
+    ListedVocabulary::new((0..VOCAB).map(|id| [b'a' + (id % 13) as u8]))
 }
 
 #[derive(Clone, Debug)]

@@ -24,8 +24,8 @@ fn batches_whose_lists_disagree_are_refused() {
     let expected = runner.forward(good()).unwrap().logits.logits.to_vec();
 
     let broken: [fn(&mut ForwardInput); 16] = [
-        |batch| batch.f32_from = vec![Some(0)],
-        |batch| batch.f32_from = vec![Some(1), Some(0)],
+        |batch| batch.f32_fallback_from = vec![Some(0)],
+        |batch| batch.f32_fallback_from = vec![Some(1), Some(0)],
         |batch| batch.logit_rows = vec![3, 2],
         |batch| batch.logit_rows = vec![2, 4],
         |batch| batch.q_lens[0] = 0,

@@ -5,7 +5,7 @@
 
 use crate::common::scripted_engine::{BLOCK, Rig, drain, finish};
 use ascend_llm::engine::{EngineCore, FinishReason, Logprobs, Output, Request, StopMatch, default_stop_ids};
-use ascend_llm::runner::scripted::{Pieces, ScriptedForward, reciting};
+use ascend_llm::runner::scripted::{ListedVocabulary, ScriptedForward, reciting};
 use ascend_llm::sampler::SamplingParams;
 use serde_json::Value;
 
@@ -24,7 +24,7 @@ fn speaker(pieces: &[String], prompt: &str, script: Vec<u32>, prompt_tokens: usi
     rig.model.max_model_len = 6000;
     rig.config.max_num_batched_tokens = 4096;
     rig.model.eos_ids = vec![EOS];
-    rig.vocabulary = Some(Pieces::new(all).with_special(&[EOS]).shared());
+    rig.vocabulary = Some(ListedVocabulary::new(all).with_special(&[EOS]).shared());
     rig.core(ScriptedForward::new(vocab, 400, BLOCK, reciting(prompt_tokens, script)))
 }
 
@@ -170,7 +170,7 @@ fn eos_rig(case: &Value) -> Rig {
     let (generation, config) = (id_list(&case["gen"]["eos_token_id"]), id_list(&case["cfg"]["eos_token_id"]));
     let tokenizer = case["tok"].as_u64().map(|id| u32::try_from(id).unwrap());
     rig.model.eos_ids = default_stop_ids(&generation, &config, tokenizer.as_slice());
-    rig.vocabulary = Some(Pieces::new(["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]).shared());
+    rig.vocabulary = Some(ListedVocabulary::new(["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"]).shared());
     rig
 }
 

@@ -4,7 +4,7 @@
 
 use crate::common::scripted_engine::{BLOCK, Rig, assert_at_rest, drain};
 use ascend_llm::engine::{EngineCore, FinishReason, Output, Request, SubmitError};
-use ascend_llm::runner::scripted::Pieces;
+use ascend_llm::runner::scripted::ListedVocabulary;
 use ascend_llm::sampler::SamplingParams;
 use ascend_llm::text::ChatMessage;
 use serde_json::{Map, Value};
@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 fn core() -> EngineCore {
     let mut rig = Rig::new(1000, 16);
     rig.model.max_model_len = 64;
-    rig.vocabulary = Some(Pieces::new((0..990).map(|id| format!("<{id}>"))).shared());
+    rig.vocabulary = Some(ListedVocabulary::new((0..990).map(|id| format!("<{id}>"))).shared());
     rig.core(rig.hashed())
 }
 

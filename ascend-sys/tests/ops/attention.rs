@@ -291,6 +291,6 @@ fn blocks_outside_the_cache_crash_the_kernel() {
     };
     let error = rig
         .run(rig.ops.attention(&query.desc, &cache.desc, &cache.desc, None, &table, &out.desc, &shape))
-        .expect_err("nobody checks ids, but the address leads nowhere");
+        .expect_err("ids are not checked, but the address is invalid");
     assert_eq!((error.call, error.code), ("aclrtSynchronizeStream", 507_015));
 }

@@ -51,7 +51,7 @@ fn int8_products_are_exact_before_they_are_scaled() {
         rig.run(rig.ops.quant_linear(&x.desc, &w.desc, &ws.desc, &xs.desc, None, &out.desc)).expect("plain");
         close(&out.values(), &want, out_elem);
         let plain = out.bytes();
-        rig.run(rig.ops.tile_weight(&w.desc)).expect("tiles: 32 rows of 64 need no more room");
+        rig.run(rig.ops.tile_weight(&w.desc)).expect("tiles: 32 rows of 64 fill the tiles exactly");
         let tiled = TensorDesc::tiled(w.at(), I8, n, k);
         rig.run(rig.ops.quant_linear(&x.desc, &tiled, &ws.desc, &xs.desc, None, &out.desc)).expect("tiled");
         assert_eq!(out.bytes(), plain);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 
 use ascend_llm::engine::{CacheBudget, EngineConfig, EngineCore, ManualClock, ModelLimits};
-use ascend_llm::runner::scripted::{Pieces, ScriptedForward};
+use ascend_llm::runner::scripted::{ListedVocabulary, ScriptedForward};
 use ascend_llm::{Engine, SamplingParams};
 use serde_json::{Value, json};
 
@@ -109,7 +109,7 @@ fn gated_engine() -> (Engine, mpsc::Sender<()>) {
         config,
         Box::new(ScriptedForward::hashed(VOCAB, 32, 16).watched(watch)),
         ModelLimits::new(VOCAB, 256),
-        Some(Pieces::new(words).shared()),
+        Some(ListedVocabulary::new(words).shared()),
         None,
         Arc::new(ManualClock::new()),
     );

@@ -243,20 +243,20 @@ impl Registry {
         let lens = || args.q_lens.iter().zip(args.kv_lens);
         let rules = [
             ("eight different buffers", (1..keys.len()).all(|i| !keys[..i].contains(&keys[i]))),
-            ("there is a row", tokens > 0),
+            ("there is at least one row", tokens > 0),
             ("rows fit the bucket", tokens <= bucket.tokens && logit_rows <= bucket.logit_rows),
             ("sequences fit the bucket", seqs <= bucket.seqs),
             ("the longest sequence fits the bucket", longest <= bucket.kv_tokens),
             ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
-            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
+            ("each sequence has 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
             ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
-            ("a table line has all blocks of its sequence", longest.div_ceil(block_size) <= table_stride),
-            ("buffers are as long as the shape says", spans.iter().all(|(span, bytes)| span.bytes == *bytes as u64)),
+            ("a block table has all blocks of its sequence", longest.div_ceil(block_size) <= table_stride),
+            ("buffers have the length of the shape", spans.iter().all(|(span, bytes)| span.bytes == *bytes as u64)),
             ("buffers start at multiples of 32 bytes", spans.iter().all(|(span, _)| span.offset.is_multiple_of(32))),
-            ("the pool has blocks behind those of its callers", blocks > RESERVED_BLOCKS),
+            ("the pool has the device's own blocks after those of its callers", blocks > RESERVED_BLOCKS),
         ];
         match rules.iter().find(|(_, holds)| !holds) {
-            Some((rule, _)) => Err(invalid(format!("launch: broken rule: {rule}"))),
+            Some((rule, _)) => Err(invalid(format!("launch: arguments do not satisfy the rule: {rule}"))),
             None => Ok(()),
         }
     }
@@ -384,14 +384,16 @@ impl Device for AscendDevice {
         let on = {
             let known = self.known.lock();
             if (known.check(ids)?, known.check(best)?) != (MemKind::Device, MemKind::Device) {
-                return Err(invalid("tokens are fed in device memory"));
+                return Err(invalid("sampled tokens are copied within device memory"));
             }
             self.index(&known, on)?
         };
         let (to_words, from_words) = (ids.bytes / 4, best.bytes / 4);
         let is_inside = |(to, from): &&(u32, u32)| u64::from(*to) < to_words && u64::from(*from) < from_words;
         if let Some(pair) = rows.iter().find(|pair| !is_inside(pair)) {
-            return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
+            return Err(invalid(format!(
+                "copy of sampled tokens {pair:?}: expected a row below {from_words} and an id below {to_words}"
+            )));
         }
         self.workers.broadcast().push(|_, shared| {
             let mut list = shared.list();
@@ -463,7 +465,7 @@ impl Device for AscendDevice {
 
     fn upload(&self, source: &dyn WeightSource, weights: &[Weight], rank: u32) -> Result<WeightSetId, DeviceError> {
         if rank >= self.workers.count() {
-            return Err(invalid(format!("rank {rank} of {} cards", self.workers.count())));
+            return Err(invalid(format!("rank {rank} is out of range for {} cards", self.workers.count())));
         }
         let rank = rank as usize;
         let elem = activation_elem(self.activations, weights);
@@ -509,12 +511,12 @@ impl Device for AscendDevice {
         plans.iter().try_for_each(Plan::check)?;
         let of = self.workers.count();
         if plans.len() != of as usize || weights.len() != plans.len() {
-            let got = format!("{} plans with {} weight sets for {of} cards", plans.len(), weights.len());
+            let got = format!("got {} plans and {} weight sets for {of} cards", plans.len(), weights.len());
             return Err(CompileError::Invalid(got));
         }
         let in_order = (0..of).zip(plans).all(|(index, plan)| plan.rank == TpRank { index, of });
         if !in_order {
-            return Err(CompileError::Invalid("the plans are not those of the ranks in order".into()));
+            return Err(CompileError::Invalid("expected the plans of all ranks, in rank order".into()));
         }
         self.kv_layout(kv).map_err(|error| CompileError::Invalid(error.to_string()))?;
         let failed = |error: DeviceError| CompileError::Device { reason: error.to_string() };
@@ -526,7 +528,7 @@ impl Device for AscendDevice {
             let (plan, set, cache) = (plans[rank].clone(), weights[rank].0, KvShard::for_rank(kv, plans[rank].rank));
             move |card: &mut Worker| {
                 let set = card.weights(set).filter(|set| set.serves(&plan.weights));
-                let set = set.ok_or_else(|| CompileError::Invalid("the weight set is not the plan's".into()))?;
+                let set = set.ok_or_else(|| CompileError::Invalid("the weight set belongs to another plan".into()))?;
                 let program = Program::load(&mut card.exec, &plan, set, cache)?;
                 card.add_program(id, program);
                 Ok(())

@@ -138,7 +138,7 @@ pub enum AscendOpenError {
         count: u32,
     },
     /// Cards that cannot be used together.
-    #[error("cards {cards:?} were asked for; expected at least one, each once")]
+    #[error("cards {cards:?} were requested; expected at least one card, without duplicates")]
     Cards {
         /// The requested numbers.
         cards: Vec<u32>,

@@ -239,7 +239,9 @@ impl Device for CpuDevice {
         let (to_words, from_words) = (words(ids)?, words(best)?);
         if let Some(pair) = rows.iter().find(|(to, from)| u64::from(*to) >= to_words || u64::from(*from) >= from_words)
         {
-            return Err(invalid(format!("feed {pair:?} from {from_words} tokens to {to_words}")));
+            return Err(invalid(format!(
+                "copy of sampled tokens {pair:?}: expected a row below {from_words} and an id below {to_words}"
+            )));
         }
         let word = |span: Span, index: u32| Span { offset: span.offset + 4 * u64::from(index), bytes: 4, ..span };
         for &(to, from) in rows {

@@ -81,6 +81,6 @@ impl Isa {
     /// # Panics
     /// If this machine does not support the path: running its kernels would be undefined behavior.
     pub(crate) fn assert_available(self) {
-        assert!(Self::available().contains(&self), "this machine has no {}", self.name());
+        assert!(Self::available().contains(&self), "this machine does not support {}", self.name());
     }
 }

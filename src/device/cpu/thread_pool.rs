@@ -267,7 +267,7 @@ impl WorkerCtx<'_> {
     pub fn barrier(&self) {
         match self.shared {
             Some(shared) => shared.barrier(),
-            None => assert!(self.count == 1, "a barrier between parts that may be one thread's"),
+            None => assert!(self.count == 1, "a barrier between workers that one thread may execute"),
         }
     }
 
@@ -395,7 +395,7 @@ impl ThreadPool {
         }
         sleep_once();
         let this: *const Shared = shared;
-        assert!(INSIDE.get() != this, "a member called run on its own team");
+        assert!(INSIDE.get() != this, "a worker called run on its own thread pool");
         let turn = self.turn.lock();
         let next = shared.epoch.0.load(Ordering::Relaxed).wrapping_add(1);
         let each = shared.parts / shared.count;
@@ -429,7 +429,7 @@ impl ThreadPool {
         if let Some(payload) = panic {
             resume_unwind(payload);
         }
-        assert!(!uneven, "members of a team met different numbers of barriers");
+        assert!(!uneven, "workers passed different numbers of barriers");
     }
 }
 
@@ -438,7 +438,7 @@ impl Drop for ThreadPool {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.notify();
         for thread in self.threads.drain(..) {
-            // A member's panics were caught, so there is nothing to hear here.
+            // Panics of workers were caught, so the join cannot fail.
             drop(thread.join());
         }
     }
@@ -474,12 +474,12 @@ mod tests {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 threads.run(&|worker| {
                     if worker.index() == bad {
-                        resume_unwind(Box::new(format!("member {bad}")));
+                        resume_unwind(Box::new(format!("worker {bad}")));
                     }
                     worker.barrier();
                 });
             }));
-            assert_eq!(*outcome.unwrap_err().downcast::<String>().unwrap(), format!("member {bad}"));
+            assert_eq!(*outcome.unwrap_err().downcast::<String>().unwrap(), format!("worker {bad}"));
             let ran = AtomicUsize::new(0);
             threads.run(&|worker| {
                 worker.barrier();

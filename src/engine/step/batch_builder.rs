@@ -76,7 +76,7 @@ impl BatchBuilder {
             }
             self.input.q_lens.push(chunk.len);
             self.input.kv_lens.push(end);
-            self.input.f32_from.push(sequence.f32_from);
+            self.input.f32_fallback_from.push(sequence.f32_fallback_from);
             let used = end.div_ceil(blocks.block_size()) as usize;
             self.input.tables.extend_from_slice(&blocks.table(chunk.seq)[..used]);
 

@@ -12,14 +12,15 @@ use serde::{Deserialize, Serialize};
 
 use super::AttentionSchedules;
 
-/// How faithfully a device computes.
+/// Numerical fidelity of a device's computation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Numerics {
     /// f32 activations and f32 KV cache. Golden tests use it.
     Exact,
-    /// int8 activations for integer weights and 16-bit KV: held to a bound on perplexity, and to the same determinism.
+    /// int8 activations for integer weights and 16-bit KV cache: within a bound on perplexity, and as deterministic as
+    /// `Exact`.
     #[default]
     Fast,
 }
@@ -36,30 +37,30 @@ pub enum Precision {
     BF16,
     /// Half precision: 11 bits, at most 65,504 (see [`OverflowPolicy`]).
     F16,
-    /// int8 in blocks of 32 before integer weights; bfloat16 before bf16 weights if the device multiplies these faster
-    /// than f32; f32 before all others.
+    /// int8 in blocks of 32 before integer weights; bfloat16 before bf16 weights if the device multiplies bfloat16
+    /// faster than f32; f32 before all others.
     Mix,
 }
 
 /// Policy for a row with a value that is too large for its type. Devices that saturate replace such a value by the
-/// largest one of the type and count it under every policy; on others it becomes infinite. A row whose logits or last
-/// sums are not finite is never sampled.
+/// largest one of the type and count it under every policy; on others it becomes infinite. A row whose logits or final
+/// hidden state are not finite is never sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum OverflowPolicy {
-    /// The request ends with a typed error, for stored keys and values as well.
+    /// The request ends with a typed error, also for stored keys and values.
     Error,
     /// The clamped value is used.
     Clamp,
-    /// From its first bad row on the sequence runs with f32 activations; the type of its keys and values stays, and these
-    /// are clamped. Rows that are not finite then end the request with a typed error.
+    /// From its first overflowing row on, the sequence runs with f32 activations. The type of its keys and values does
+    /// not change, so these are clamped. Rows that are not finite even then end the request with a typed error.
     #[default]
     RetryF32,
 }
 
 impl OverflowPolicy {
-    /// As files spell it.
+    /// Name used in files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Error => "error",
@@ -103,8 +104,8 @@ pub struct CompileOptions {
         skip_serializing_if = "Option::is_none"
     )]
     pub fusion: Option<u8>,
-    /// Whether values that are never alive together may share bytes of the arena; `None` = that of `opt_level`. If off,
-    /// each value has its own bytes, which helps to find a wrong overlap.
+    /// Whether values that are never alive at the same time may share bytes of the arena; `None` = that of `opt_level`.
+    /// If off, each value has its own bytes, which helps to find a wrong overlap.
     #[serde(deserialize_with = "parse::memory_reuse", skip_serializing_if = "Option::is_none")]
     pub memory_reuse: Option<bool>,
     /// Maximum number of operations that run concurrently, 1 to 4; `None` = that of `opt_level`. Independent operations
@@ -118,15 +119,15 @@ pub struct CompileOptions {
     /// Exceptions by projection: `q_proj`, `layers.3.mlp.down_proj`, `lm_head`. An unknown name is refused.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub precision_overrides: BTreeMap<String, Precision>,
-    /// Policy for a row that overflows its type; `None` = the best of the device: `retry_f32` if it runs plans with f32
-    /// activations, else `error`. A policy that the device does not support is refused.
+    /// Policy for a row that overflows its type; `None` = the preferred one of the device: `retry_f32` if it runs plans
+    /// with f32 activations, else `error`. A policy that the device does not support is refused.
     #[serde(deserialize_with = "parse::overflow", skip_serializing_if = "Option::is_none")]
     pub overflow: Option<OverflowPolicy>,
-    /// Visible lengths up to which attention processes a row at once, and in two passes; used at fusion level 3.
+    /// Visible lengths up to which attention uses the full and the partial loop order; used at fusion level 3.
     pub attention: AttentionSchedules,
-    /// Row counts of the plans, ascending; the largest step always gets one. `None` = the device's preference: one plan
-    /// if shapes are free, a ladder (1, 2, 4, 8, 16, then each 8 up to 64, then doubling) otherwise. A batch runs in
-    /// the smallest plan that holds its rows.
+    /// Row counts of the compiled plans, ascending; a plan for the largest step is always added. `None` = the device's
+    /// preference: one plan if shapes are dynamic, else 1, 2, 4, 8, 16, then steps of 8 up to 64, then powers of two. A
+    /// batch runs in the smallest plan that has its number of rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_buckets: Option<Vec<u32>>,
 }
@@ -136,41 +137,41 @@ impl CompileOptions {
     pub const MAX_FUSION: u8 = 3;
     /// Highest preset.
     pub const MAX_OPT_LEVEL: u8 = 3;
-    /// The preset if none is set.
+    /// Preset used by default.
     pub const DEFAULT_OPT_LEVEL: u8 = 2;
 
-    /// Most operations that can run side by side.
+    /// Largest number of concurrent operations.
     pub const MAX_PARALLEL_OPS: u8 = 4;
-    /// Most plans for numbers of rows.
+    /// Largest number of token buckets.
     pub const MAX_BUCKETS: usize = 64;
 
-    /// A preset with no knob of its own.
+    /// Options of a preset, without overrides.
     pub fn preset(opt_level: u8) -> Self {
         Self { opt_level: Some(opt_level), ..Self::default() }
     }
 
-    /// The preset in force.
+    /// Preset in effect.
     pub fn resolved_opt_level(&self) -> u8 {
         self.opt_level.unwrap_or(Self::DEFAULT_OPT_LEVEL)
     }
 
-    /// The fusion level in force: the knob's, else the preset's.
+    /// Fusion level in effect: the option, or else the preset.
     pub fn resolved_fusion(&self) -> u8 {
-        // The presets of fusion are numbered as its levels.
+        // A preset's number is also its fusion level.
         self.fusion.unwrap_or_else(|| self.resolved_opt_level())
     }
 
-    /// Whether the arena is shared over time: the option, or else the preset.
+    /// Memory reuse in effect: the option, or else the preset.
     pub fn resolved_memory_reuse(&self) -> bool {
         self.memory_reuse.unwrap_or_else(|| self.resolved_opt_level() > 0)
     }
 
-    /// Number of concurrent operations: the option, or else the preset.
+    /// Number of concurrent operations in effect: the option, or else the preset.
     pub fn resolved_parallel_ops(&self) -> u8 {
         self.parallel_ops.unwrap_or(if self.resolved_opt_level() >= 3 { Self::MAX_PARALLEL_OPS } else { 1 })
     }
 
-    /// The precision of projections without an exception.
+    /// Precision of projections without an exception.
     pub fn resolved_precision(&self, numerics: Numerics) -> Precision {
         self.precision.unwrap_or(match numerics {
             Numerics::Exact => Precision::F32,
@@ -178,13 +179,12 @@ impl CompileOptions {
         })
     }
 
-    /// The overflow policy in force: the option, or else `retry_f32`, unless the builder has resolved it for the
-    /// device.
+    /// Overflow policy in effect: the option, or else `retry_f32`, unless the builder has resolved it for the device.
     pub fn resolved_overflow(&self) -> OverflowPolicy {
         self.overflow.unwrap_or_default()
     }
 
-    /// The same options with f32 activations everywhere, for the f32 fallback plan.
+    /// Copy of the options with f32 activations everywhere, for the f32 fallback plan.
     #[must_use]
     pub fn with_f32_activations(&self) -> Self {
         Self { precision: Some(Precision::F32), precision_overrides: BTreeMap::new(), ..self.clone() }
@@ -218,21 +218,21 @@ impl CompileOptions {
         if let Some(buckets) = &self.token_buckets {
             let ascending = buckets.first().is_some_and(|first| *first > 0) && buckets.is_sorted_by(|a, b| a < b);
             if !ascending || buckets.len() > Self::MAX_BUCKETS {
-                return refuse("token_buckets", format!("{buckets:?}"), "1 to 64 numbers of rows, ascending from 1 on");
+                return refuse("token_buckets", format!("{buckets:?}"), "1 to 64 row counts, ascending, at least 1");
             }
         }
         Ok(())
     }
 }
 
-/// Why a graph could not become a plan or a program.
+/// Why a graph could not be compiled or loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompileError {
     /// An option has an unsupported value.
     #[error("compile option {option}: got {value}, expected {expected}")]
     Option {
-        /// The option.
+        /// Name of the option.
         option: &'static str,
         /// The given value.
         value: String,
@@ -242,47 +242,47 @@ pub enum CompileError {
     /// The device cannot run an operation.
     #[error("the device cannot run {op}: {reason}")]
     Unsupported {
-        /// The operation.
+        /// Name of the operation.
         op: &'static str,
-        /// Why not.
+        /// Reason why it is not supported.
         reason: String,
     },
     /// The model cannot be sharded over this number of ranks.
-    #[error("cannot cut the model into {ranks} ranks: {what}")]
+    #[error("cannot shard the model over {ranks} ranks: {what}")]
     Shard {
-        /// How many.
+        /// Number of ranks.
         ranks: u32,
         /// The part that cannot be sharded.
         what: String,
     },
-    /// A custom operation refuses the model, or has no place in it.
+    /// A custom operation does not support the model, or its position does not exist.
     #[error("custom operation {name}: {reason}")]
     Custom {
-        /// Its name.
+        /// Name of the operation.
         name: String,
-        /// Why.
+        /// Reason why it is refused.
         reason: String,
     },
-    /// The graph or plan breaks one of its own rules.
+    /// The graph or plan violates an invariant.
     #[error("invalid plan: {0}")]
     Invalid(String),
     /// The device failed while it prepared the program.
     #[error("the device failed while loading: {reason}")]
     Device {
-        /// Its own words.
+        /// The device's error message.
         reason: String,
     },
     /// The buffers of the program do not fit into memory.
-    #[error("no memory for the program: {0}")]
+    #[error("not enough memory for the program: {0}")]
     Memory(ArenaTooLarge),
 }
 
-/// An arena, or another buffer of a program, that does not fit.
+/// An arena, or another buffer of a program, that does not fit into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("an arena of {bytes} bytes cannot be allocated, {free_bytes} are free")]
+#[error("cannot allocate an arena of {bytes} bytes: {free_bytes} bytes are free")]
 pub struct ArenaTooLarge {
-    /// Its size.
+    /// Size of the buffer.
     pub bytes: u64,
-    /// Bytes free, as far as known.
+    /// Free memory in bytes; 0 if unknown.
     pub free_bytes: u64,
 }

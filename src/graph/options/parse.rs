@@ -1,4 +1,4 @@
-//! Values of compile options as spelled in files, and their ranges. A refused value gives the message of
+//! Parses compile options from files, and checks their ranges. A refused value gives the message of
 //! [`CompileError::Option`], whether it comes from a file or from code.
 
 use std::fmt;
@@ -7,7 +7,7 @@ use serde::de::{Deserializer, Visitor};
 
 use crate::graph::{CompileError, CompileOptions, OverflowPolicy, Precision};
 
-/// Least and largest value of a counted option, and the words for them.
+/// Smallest and largest value of an integer option, and their description.
 fn range(option: &'static str) -> (u8, u8, &'static str) {
     match option {
         "opt_level" => (0, CompileOptions::MAX_OPT_LEVEL, "a level from 0 to 3"),
@@ -16,7 +16,7 @@ fn range(option: &'static str) -> (u8, u8, &'static str) {
     }
 }
 
-/// Refuses a counted option out of its range.
+/// Refuses an integer option out of its range.
 pub(crate) fn check(option: &'static str, value: Option<u8>) -> Result<(), CompileError> {
     let (least, most, expected) = range(option);
     match value {
@@ -27,7 +27,7 @@ pub(crate) fn check(option: &'static str, value: Option<u8>) -> Result<(), Compi
     }
 }
 
-/// A scalar in a file.
+/// A scalar value in a file.
 #[derive(Debug)]
 enum Given {
     Nothing,

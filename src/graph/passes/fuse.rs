@@ -1,5 +1,5 @@
-//! Fusion by pattern. Each rule matches a producer and its only reader (or readers of one value), so a fused graph
-//! computes exactly the operations of the plain one, with the same order of additions.
+//! Fuses operations by pattern. Each rule matches a producer and its only reader (or the readers of one value), so a
+//! fused graph computes exactly the operations of the original, with the same order of additions.
 
 use super::OpSet;
 use crate::graph::{ActivationType, AttentionSchedules, Graph, Node, Op, ValueId};
@@ -22,7 +22,7 @@ pub struct FusionReport {
     pub attention_schedules: u32,
 }
 
-/// Applies the rules of the level and of those below it, as far as the device has the fused operations.
+/// Applies the rules of the level and of all lower levels whose fused operations the device supports.
 pub fn fuse(graph: &Graph, level: u8, ops: OpSet, schedules: AttentionSchedules) -> (Graph, FusionReport) {
     let mut rewriter = Rewriter::new(graph, ops);
     let mut report = FusionReport::default();
@@ -48,7 +48,7 @@ pub fn fuse(graph: &Graph, level: u8, ops: OpSet, schedules: AttentionSchedules)
     (rewriter.finish(), report)
 }
 
-/// Nodes with holes where one was merged into another.
+/// The nodes of a graph; a node that was merged into another leaves a hole.
 struct Rewriter {
     graph: Graph,
     nodes: Vec<Option<Node>>,
@@ -58,7 +58,7 @@ struct Rewriter {
     ops: OpSet,
 }
 
-/// Place of the fused node of a pair: that of the producer if the other inputs of the reader are known there.
+/// Place of the fused node of a pair: that of the producer if the reader's other inputs are already computed there.
 enum Placed {
     AtProducer(Node),
     AtReader(Node),
@@ -95,7 +95,7 @@ impl Rewriter {
         self.uses[value.0 as usize] == 1
     }
 
-    /// Offers each (producer, reader) pair to a rule; a fused node takes the place that the rule returns.
+    /// Passes each (producer, reader) pair to a rule; a fused node takes the place that the rule returns.
     fn each_pair(&mut self, rule: fn(&Self, &Node, &Node, ValueId) -> Option<Placed>) -> u32 {
         let mut fired = 0;
         for reader_index in 0..self.nodes.len() {
@@ -152,7 +152,7 @@ impl Rewriter {
         fired
     }
 
-    /// act(gate) · up, perhaps rounded, then the down projection.
+    /// Fuses act(gate) · up, with an optional rounding, and the down projection.
     fn swiglu_linear(&mut self) -> u32 {
         let mut fired = 0;
         if !self.ops.contains("swiglu_linear") {
@@ -190,7 +190,7 @@ impl Rewriter {
         fired
     }
 
-    /// Sets the loop orders by length of all attention nodes.
+    /// Sets the loop orders by length on all attention nodes.
     fn schedule_attention(&mut self, schedules: AttentionSchedules) -> u32 {
         let mut fired = 0;
         for node in self.nodes.iter_mut().flatten() {
@@ -202,7 +202,7 @@ impl Rewriter {
         fired
     }
 
-    /// Drops holes and values without a writer, and renumbers the rest.
+    /// Removes holes and values without a writer, and renumbers the rest.
     fn finish(self) -> Graph {
         let nodes: Vec<Node> = self.nodes.into_iter().flatten().collect();
         let mut kept = vec![None; self.graph.values.len()];
@@ -222,18 +222,18 @@ impl Rewriter {
     }
 }
 
-/// x + d, then the norm of the sum, both in one layer.
+/// Fuses x + d and the norm of the sum, both in one layer.
 fn add_rms_norm(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
     if add.layer == norm.layer { add_then_norm(add, norm) } else { None }
 }
 
-/// A layer's last x + d, and the next layer's norm of the sum. If that norm does not cover all rows (the last layer's
-/// sum is gathered first), there is no fusion.
+/// Fuses a layer's last x + d and the next layer's norm of the sum. If that norm does not cover all rows (the last
+/// layer's sum is gathered first), there is no fusion.
 fn add_rms_norm_across(_: &Rewriter, add: &Node, norm: &Node, _: ValueId) -> Option<Placed> {
     if add.layer? + 1 == norm.layer? { add_then_norm(add, norm) } else { None }
 }
 
-/// One node in the place of the sum, which stays readable: the norm reads nothing that is written in between.
+/// One node at the place of the sum, which stays readable: the norm reads no value that is written in between.
 fn add_then_norm(add: &Node, norm: &Node) -> Option<Placed> {
     let (Op::Add, Op::RmsNorm(spec)) = (&add.op, &norm.op) else { return None };
     add.layer?;

@@ -7,17 +7,17 @@ use crate::graph::{ActivationType, CompileError, Graph, Op};
 pub struct OpSet(u64);
 
 impl OpSet {
-    /// Every operation.
+    /// All operations.
     pub const ALL: Self = Self(u64::MAX);
 
-    /// The set without these operations; unknown names have no effect.
+    /// Removes these operations from the set; unknown names have no effect.
     #[must_use]
     pub fn without(self, names: &[&str]) -> Self {
         let bits = Op::NAMES.iter().enumerate().filter(|(_, name)| names.contains(name));
         Self(bits.fold(self.0, |set, (index, _)| set & !(1 << index)))
     }
 
-    /// Whether an operation of this name is in it.
+    /// Whether the set contains an operation of this name.
     pub fn contains(self, name: &str) -> bool {
         Op::NAMES.iter().position(|known| *known == name).is_some_and(|index| self.0 & (1 << index) != 0)
     }
@@ -37,7 +37,7 @@ pub fn legalize(graph: &Graph, ops: OpSet, has_schedules: bool) -> Result<Graph,
         let name = node.op.name();
         if !ops.contains(name) {
             let reason =
-                format!("it is not among the device's operations, and nothing stands for it{}", at(node.layer));
+                format!("it is not among the device's operations and cannot be replaced by others{}", at(node.layer));
             return Err(CompileError::Unsupported { op: name, reason });
         }
         match &mut node.op {

@@ -1,4 +1,4 @@
-//! Pure rewrites of a graph: each returns a graph that computes the same, or the same up to the requested rounding.
+//! Pure rewrites of a graph: each returns a graph with the same result, up to the requested rounding.
 
 mod fuse;
 mod legalize;

@@ -12,13 +12,14 @@ use crate::graph::{
 };
 use crate::weights::DType;
 
-/// One rule for all products, and exceptions by the name of the projection.
+/// Default precision of products, and exceptions by the name of the projection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PrecisionPolicy<'a> {
     /// Precision of projections without an exception.
     pub default: Precision,
-    /// By projection: a name as in `q_proj` or `lm_head`, or its end of a path as in `layers.3.mlp.down_proj`.
+    /// Exceptions by projection: a name such as `q_proj` or `lm_head`, or the end of its path such as
+    /// `layers.3.mlp.down_proj`.
     pub overrides: &'a BTreeMap<String, Precision>,
     /// Whether `mix` may round to int8 before integer weights.
     pub int8_activations: bool,
@@ -27,7 +28,7 @@ pub struct PrecisionPolicy<'a> {
 }
 
 impl<'a> PrecisionPolicy<'a> {
-    /// The policy of the options for a device.
+    /// Policy of the options for a device.
     pub fn new(options: &'a CompileOptions, numerics: Numerics, target: Target) -> Self {
         Self {
             default: options.resolved_precision(numerics),
@@ -38,8 +39,8 @@ impl<'a> PrecisionPolicy<'a> {
     }
 }
 
-/// Adds one cast before the products that need narrower activations, shared by all that read the same value with the
-/// same type.
+/// Inserts casts before the products that need narrower activations; readers of the same value with the same type share
+/// one cast.
 ///
 /// # Errors
 /// [`CompileError::Option`] for an exception that names no projection of the graph.
@@ -53,7 +54,7 @@ pub fn apply_precision(graph: &Graph, policy: &PrecisionPolicy<'_>) -> Result<Gr
             let path = projection(graph, &node, part);
             let matching = |key: &&String| matches(&path, key);
             unused.retain(|key| !matching(key));
-            // The longest name is the most particular.
+            // The longest matching name is the most specific.
             let rule = policy.overrides.keys().filter(matching).max_by_key(|key| key.len());
             let precision = rule.map_or(policy.default, |key| policy.overrides[key]);
             let dtype = graph.weight(part.weight).dtype;
@@ -91,7 +92,7 @@ fn cast(out: &mut Graph, x: ValueId, to: ActivationType, layer: Option<u32>) -> 
     id
 }
 
-/// The projection's path in the model. The output projection is `lm_head`, also where its weight is the embedding's.
+/// Path of the projection in the model. The output projection is `lm_head`, even if its weight is the embedding.
 fn projection(graph: &Graph, node: &Node, part: &LinearPart) -> String {
     if node.layer.is_none() {
         return "lm_head".to_owned();
@@ -100,7 +101,7 @@ fn projection(graph: &Graph, node: &Node, part: &LinearPart) -> String {
     name.strip_suffix(".weight").unwrap_or(name).to_owned()
 }
 
-/// Whether a path ends in the name, at a whole segment.
+/// Whether a path ends with the name, at a segment boundary.
 fn matches(path: &str, name: &str) -> bool {
     path.strip_suffix(name).is_some_and(|before| !name.is_empty() && (before.is_empty() || before.ends_with('.')))
 }

@@ -16,7 +16,7 @@ use crate::graph::{
     AttentionShape, CompileError, Graph, LinearPart, Node, Op, RowDim, TpRank, Value, ValueId, WeightId, WeightSlice,
 };
 
-/// The shard of `graph` that this rank computes. With one rank, it is the graph itself.
+/// Returns the shard of `graph` that this rank computes; with one rank, the graph itself.
 ///
 /// # Errors
 /// [`CompileError::Shard`] if heads or widths cannot be distributed over this number of ranks, and for graphs with
@@ -48,7 +48,7 @@ fn refused(rank: TpRank, what: String) -> CompileError {
     CompileError::Shard { ranks: rank.of, what }
 }
 
-/// The rank's query heads and KV heads.
+/// Query heads and KV heads of the rank.
 fn heads_of(shape: &AttentionShape, rank: TpRank) -> Result<(Range<usize>, Range<usize>), CompileError> {
     let (ranks, group) = (rank.of as usize, shape.heads / shape.kv_heads.max(1));
     if ranks <= shape.kv_heads {
@@ -60,7 +60,7 @@ fn heads_of(shape: &AttentionShape, rank: TpRank) -> Result<(Range<usize>, Range
         let (heads, kv_heads) = (shape.heads, shape.kv_heads);
         return Err(refused(
             rank,
-            format!("{heads} query heads over {kv_heads} KV heads; their groups cannot be cut so"),
+            format!("{heads} query heads over {kv_heads} KV heads cannot be sharded: each rank needs whole groups"),
         ));
     }
     let kv = rank.index as usize / sharers;
@@ -71,9 +71,9 @@ struct Cutter<'a> {
     source: &'a Graph,
     rank: TpRank,
     out: Graph,
-    /// Values of which the rank has some columns only.
+    /// Whether the rank holds only some columns of each value.
     is_part: Vec<bool>,
-    /// For each value of the source, the value that replaces it where it is read as a whole.
+    /// For each value of the source graph, the value that replaces it for readers of the whole row.
     now: Vec<ValueId>,
 }
 
@@ -116,19 +116,19 @@ impl Cutter<'_> {
         }
         self.out.nodes.push(cut);
         if let Some(op) = collective {
-            self.meet(op, node);
+            self.append_collective(op, node);
         }
         Ok(())
     }
 
-    /// Records that the rank has this many columns of a value.
+    /// Records the number of columns of a value that the rank holds.
     fn narrow(&mut self, value: ValueId, cols: usize) {
         self.out.values[value.0 as usize].cols = cols;
         self.is_part[value.0 as usize] = true;
     }
 
     /// Appends a collective over the result of `node`; later readers get the result of the collective.
-    fn meet(&mut self, op: Op, node: &Node) {
+    fn append_collective(&mut self, op: Op, node: &Node) {
         let part = node.outputs[0];
         let whole = self.source.value(part);
         let tag = if op == Op::AllReduce { "sum" } else { "all" };
@@ -148,14 +148,17 @@ impl Cutter<'_> {
             return Err(refused(self.rank, format!("{} is used in two ways", weight.name)));
         }
         if range.is_empty() {
-            return Err(refused(self.rank, format!("{} has {of} along dimension {dim}, too few for all", weight.name)));
+            return Err(refused(
+                self.rank,
+                format!("{} has {of} elements along dimension {dim}, too few for all ranks", weight.name),
+            ));
         }
         weight.slice = Some(slice);
         weight.shape[dim] = range.len();
         Ok(())
     }
 
-    /// Outputs of a product of whole rows that the rank keeps.
+    /// Outputs that the rank keeps of a product of whole rows.
     fn rows_of(&self, node: &Node, part: &LinearPart) -> Result<Range<usize>, CompileError> {
         let n = self.source.weight(part.weight).shape[0];
         if node.layer.is_none() {
@@ -184,7 +187,7 @@ impl Cutter<'_> {
         blocks.start * block..(blocks.end * block).min(k)
     }
 
-    /// Keeps the columns of a weight whose inputs the rank has. Rank 0 adds the bias.
+    /// Keeps the columns of a weight that correspond to the rank's inputs. Rank 0 adds the bias.
     fn columns_of(&mut self, node: &Node, part: &mut LinearPart) -> Result<(), CompileError> {
         let range = match self.source.writer(node.inputs[0]).map(|writer| &writer.op) {
             Some(Op::Attention(shape)) => {
@@ -198,7 +201,7 @@ impl Cutter<'_> {
         let whole = |end: usize| end == weight.shape[1] || end.is_multiple_of(block);
         if !whole(range.start) || !whole(range.end) {
             let (name, dtype) = (&weight.name, weight.dtype);
-            let what = format!("columns {range:?} of {name} are no whole blocks of {dtype} ({block} each)");
+            let what = format!("columns {range:?} of {name} are not whole blocks of {dtype} ({block} elements each)");
             return Err(refused(self.rank, what));
         }
         if self.rank.index > 0 {
@@ -218,7 +221,7 @@ impl Cutter<'_> {
         })
     }
 
-    /// Role of a value that is the output of a product.
+    /// Meaning of a value, if it is the output of a product.
     fn meaning(&self, value: ValueId) -> Option<Meaning<'_>> {
         let mut readers = self.source.nodes.iter().filter(|node| node.inputs.contains(&value));
         readers.find_map(|node| match &node.op {

@@ -14,15 +14,15 @@ use crate::graph::{
 };
 use crate::settings::with_methods;
 
-/// Operations an element: square and sum, scale, weight.
+/// Operations per element: square and sum, scale, weight.
 const NORM_FLOPS: u64 = 4;
-/// Operations an element: largest magnitude, scale, round.
+/// Operations per element: largest magnitude, scale, round.
 const QUANTIZE_FLOPS: u64 = 3;
-/// Operations a rotated pair: four products, two sums.
+/// Operations per rotated pair: four products, two sums.
 const ROTATE_FLOPS: u64 = 6;
-/// Operations an angle: the angle, its cosine, its sine.
+/// Operations per angle: the angle, its cosine, its sine.
 const ANGLE_FLOPS: u64 = 3;
-/// Bytes of a token id, a position, a row index.
+/// Bytes of a token id, a position or a row index.
 const WORD_BYTES: u64 = 4;
 /// Bytes of a row's status.
 const STATUS_BYTES: u64 = 1;
@@ -31,9 +31,9 @@ const STATUS_BYTES: u64 = 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 #[non_exhaustive]
 pub struct Cost {
-    /// Arithmetic operations, integer ones included.
+    /// Arithmetic operations, including integer ones.
     pub flops: u64,
-    /// Of these, integer ones: products and sums of matrices with int8 activations, without their biases.
+    /// The integer operations among them: products and sums of matrices with int8 activations, without their biases.
     pub int8_flops: u64,
     /// Bytes of weights read, as stored in the file.
     pub weight_bytes: u64,
@@ -54,12 +54,12 @@ impl Cost {
         }
     }
 
-    /// All bytes moved.
+    /// Sum of all bytes read and written.
     pub const fn bytes(&self) -> u64 {
         self.weight_bytes.saturating_add(self.activation_bytes).saturating_add(self.kv_bytes)
     }
 
-    /// Operations a byte moved; 0 where nothing moves.
+    /// Operations per byte; 0 if no bytes are moved.
     pub fn intensity(&self) -> f64 {
         if self.bytes() == 0 { 0.0 } else { self.flops as f64 / self.bytes() as f64 }
     }
@@ -91,33 +91,33 @@ impl Sum for Cost {
     }
 }
 
-/// All steps of one operation.
+/// Cost of all steps of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpCost {
-    /// The operation's name.
+    /// Name of the operation.
     pub op: &'static str,
-    /// How often a batch launches it.
+    /// Number of launches per batch.
     pub launches: u32,
-    /// Their sum.
+    /// Sum of the costs of these launches.
     pub cost: Cost,
 }
 
-/// Sizes of a batch, as far as cost depends on them.
+/// Dimensions of a batch that determine its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CostShape {
-    /// Rows of the batch.
+    /// Number of rows of the batch.
     pub tokens: u64,
-    /// Rows whose logits are requested.
+    /// Number of rows whose logits are requested.
     pub logit_rows: u64,
-    /// Sequences of the batch.
+    /// Number of sequences of the batch.
     pub seqs: u64,
-    /// Keys that each row sees, summed over the rows: see [`attended_tokens`].
+    /// Number of keys that each row sees, summed over the rows; see [`attended_tokens`].
     pub attended_tokens: u64,
-    /// Keys that each sequence shows to its rows, summed over the sequences: see [`shown_tokens`].
+    /// Number of keys that the rows of each sequence see, summed over the sequences; see [`shown_tokens`].
     pub kv_tokens: u64,
-    /// Bytes of a stored key's or value's element; the scales of int8 are not counted.
+    /// Bytes of an element of stored keys and values, without the scales of int8.
     pub kv_element_bytes: u64,
 }
 
@@ -133,7 +133,7 @@ impl CostShape {
         }
     }
 
-    /// The shape of a batch whose sequences bring `q_lens` rows and have `kv_lens` tokens after it, for layers with this
+    /// Shape of a batch whose sequences have `q_lens` rows, and `kv_lens` tokens after the step, for layers with this
     /// window.
     pub fn from_batch(
         q_lens: &[u32],
@@ -152,18 +152,18 @@ impl CostShape {
         }
     }
 
-    /// One token of one sequence that has `context` tokens with it.
+    /// Decodes one token of one sequence that has `context` tokens including it.
     pub fn decode(context: u32, kv_element_bytes: u64) -> Self {
         Self::from_batch(&[1], &[context.max(1)], 1, None, kv_element_bytes)
     }
 
-    /// The first `tokens` tokens of one sequence, with the logits of the last one.
+    /// Prefills the first `tokens` tokens of one sequence, with the logits of the last one.
     pub fn prefill(tokens: u32, kv_element_bytes: u64) -> Self {
         Self::from_batch(&[tokens], &[tokens], 1, None, kv_element_bytes)
     }
 
-    /// The shape as a layer with this window sees it. Exact where all rows see alike (fewer keys than the window, or all at
-    /// least that many), else the most it can be; [`Plan::batch_costs`] is exact always.
+    /// Shape for a layer with this window. Exact if all rows see fewer keys than the window, or all see at least that
+    /// many; else an upper bound. [`Plan::batch_costs`] is always exact.
     #[must_use]
     pub fn within(self, window: Option<u32>) -> Self {
         let Some(window) = window.map(u64::from) else { return self };
@@ -183,8 +183,8 @@ impl CostShape {
     }
 }
 
-/// Visible keys, summed over the rows of a batch: a row sees itself and the tokens before it, at most `window` keys in
-/// all.
+/// Number of visible keys, summed over the rows of a batch: a row sees itself and the tokens before it, at most
+/// `window` keys in total.
 pub fn attended_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
     let of_sequence = |(&q, &kv): (&u32, &u32)| {
         let (rows, last) = (u64::from(q), u64::from(kv));
@@ -197,8 +197,8 @@ pub fn attended_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> 
     q_lens.iter().zip(kv_lens).map(of_sequence).fold(0, u64::saturating_add)
 }
 
-/// Distinct visible keys of the rows of each sequence, summed over the sequences: all keys of the sequence or, with a
-/// window, those that the first of these rows sees and the rows after it.
+/// Number of distinct keys that the rows of each sequence see, summed over the sequences: all keys of the sequence, or
+/// with a window, those from the first visible key of its first row on.
 pub fn shown_tokens(q_lens: &[u32], kv_lens: &[u32], window: Option<u32>) -> u64 {
     let of_sequence = |(&q, &kv): (&u32, &u32)| {
         let seen = window.map_or(u64::MAX, |window| u64::from(window) + u64::from(q.saturating_sub(1)));
@@ -243,7 +243,7 @@ impl Plan {
         sums
     }
 
-    /// Row dimension of a step: the step is skipped in a batch without such rows.
+    /// Row dimension of a step. A step is skipped in a batch without such rows.
     pub(crate) fn rows_of(&self, step: &Step) -> Option<RowDim> {
         step.outputs.iter().chain(&step.inputs).next().map(|&value| self.values[value].rows)
     }
@@ -270,7 +270,7 @@ pub(crate) const fn window_of(step: &Step) -> Option<u32> {
     }
 }
 
-/// One step in one batch.
+/// Cost computation of one step in one batch.
 #[derive(Clone, Copy)]
 struct Costed<'a> {
     plan: &'a Plan,
@@ -302,7 +302,8 @@ impl Costed<'_> {
     fn flops(&self) -> u64 {
         let input = |at: usize| self.elements(self.step.inputs[at]);
         match &self.step.op {
-            // The cost of a custom operation is unknown; a collective adds the rows of each rank, one sum each.
+            // The cost of a custom operation is unknown. A collective adds the rows of all ranks, with one sum per
+            // element and rank.
             Op::Embed { .. }
             | Op::KvWrite { .. }
             | Op::GatherRows
@@ -346,7 +347,8 @@ impl Costed<'_> {
         parts.iter().map(|part| self.product_flops(part.weight, false)).fold(0, u64::saturating_add)
     }
 
-    /// A product and a sum for every element of the matrix and row of the output, and its bias.
+    /// Operations of a product: a multiplication and a sum for every element of the matrix and row of the output, and
+    /// the bias.
     fn product_flops(&self, weight: WeightId, bias: bool) -> u64 {
         let rows = self.rows(self.step.outputs[0]);
         let shape = &self.weight(weight).shape;
@@ -406,7 +408,7 @@ impl Costed<'_> {
     }
 }
 
-/// Operations an element to round it.
+/// Operations per element of a cast.
 const fn cast_flops(to: ActivationType) -> u64 {
     match to {
         ActivationType::F32 => 0,
@@ -415,7 +417,7 @@ const fn cast_flops(to: ActivationType) -> u64 {
     }
 }
 
-/// Operations an element, the exponential counted as one.
+/// Operations per element; the exponential counts as one.
 const fn activation_flops(kind: ActivationKind) -> u64 {
     match kind {
         ActivationKind::Silu => 4,

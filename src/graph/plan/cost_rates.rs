@@ -8,14 +8,14 @@
 use super::cost::window_of;
 use crate::graph::{Cost, CostShape, Op, Plan, RowDim, Step, attended_tokens, shown_tokens};
 
-/// Cost of a plan, as coefficients.
+/// Cost of a plan as coefficients.
 ///
 /// [`cost`](Self::cost) equals the sum of [`Plan::batch_costs`], without access to the plan and without allocation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CostRates {
-    /// Steps over the rows of a batch.
+    /// Steps whose cost depends on the rows of the batch.
     over_tokens: Linear,
-    /// Steps over rows of logits.
+    /// Steps whose cost depends on the rows of logits.
     over_logit_rows: Linear,
     /// Cost of keys and values, for each window of the layers.
     windows: Vec<WindowRates>,
@@ -34,9 +34,9 @@ struct Linear {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WindowRates {
     window: Option<u32>,
-    /// Cost of each key that a row sees.
+    /// Cost per key that a row sees.
     a_seen_key: Cost,
-    /// Each key that a sequence shows to its rows.
+    /// Cost per distinct key that the rows of a sequence see.
     a_shown_key: Cost,
 }
 
@@ -47,7 +47,7 @@ struct Table {
 }
 
 impl CostRates {
-    /// The rates of a plan whose keys and values have elements of this size.
+    /// Computes the rates of a plan whose stored keys and values have elements of this size.
     pub fn new(plan: &Plan, kv_element_bytes: u64) -> Self {
         let mut rates = Self::default();
         for step in &plan.steps {
@@ -75,7 +75,7 @@ impl CostRates {
         rates
     }
 
-    /// Cost of a batch whose sequences have `q_lens` rows, and `kv_lens` tokens after it.
+    /// Cost of a batch whose sequences have `q_lens` rows, and `kv_lens` tokens after the step.
     pub fn cost(&self, q_lens: &[u32], kv_lens: &[u32], logit_rows: u64) -> Cost {
         let tokens: u64 = q_lens.iter().map(|&q| u64::from(q)).sum();
         let mut cost = Cost::default();
@@ -118,7 +118,7 @@ impl Linear {
     }
 }
 
-/// The table of an embedding. Its cost is the only one with an upper bound.
+/// Table of an embedding step, whose cost is the only one with an upper bound.
 fn table_of(plan: &Plan, step: &Step) -> Option<Table> {
     let Op::Embed { table, .. } = step.op else { return None };
     let shape = CostShape { tokens: 1, ..CostShape::default() };

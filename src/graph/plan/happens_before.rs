@@ -1,8 +1,8 @@
 //! Happens-before order of steps: vector clocks over streams.
 //!
-//! Steps of one stream run in order; a step waits for the steps of other streams that it names. There is no other
-//! order. The clock of a step counts, for each stream, the steps that have ended when it ends; so `a` happens before
-//! `b` exactly if `b`'s past counts `a`. See Fidge (1988) and Mattern (1989).
+//! Steps of one stream run in order; a step also waits for the steps of other streams in its wait list. There is no
+//! other order. The clock of a step counts, for each stream, the steps that have ended when it ends; so `a` happens
+//! before `b` exactly if `b`'s past counts `a`. See Fidge (1988) and Mattern (1989).
 
 use crate::graph::Step;
 
@@ -14,7 +14,7 @@ pub(crate) const MAX_STREAMS: usize = 4;
 pub(crate) struct VectorClock([u32; MAX_STREAMS]);
 
 impl VectorClock {
-    /// Whether all that `other` counts has ended here as well.
+    /// Whether all steps counted by `other` are counted here as well.
     pub(crate) fn covers(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).all(|(mine, others)| mine >= others)
     }
@@ -24,19 +24,19 @@ impl VectorClock {
     }
 }
 
-/// The order of a plan's steps, grown step by step.
+/// Order of a plan's steps, built step by step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HappensBefore {
-    /// Steps that have ended when a step begins.
+    /// For each step, the steps that have ended when it begins.
     pasts: Vec<VectorClock>,
-    /// The same with the step itself.
+    /// For each step, the steps that have ended when it ends.
     clocks: Vec<VectorClock>,
     /// The last step of each stream.
     tails: [Option<usize>; MAX_STREAMS],
 }
 
 impl HappensBefore {
-    /// The order of a whole plan. Streams and awaited steps must be in range.
+    /// Builds the order of a whole plan. Streams and awaited steps must be in range.
     pub(crate) fn from_steps(steps: &[Step]) -> Self {
         let mut order = Self::default();
         for step in steps {
@@ -46,18 +46,18 @@ impl HappensBefore {
     }
 
     /// Adds the next step.
-    pub(crate) fn push(&mut self, lane: usize, waits_on: &[usize]) {
-        let past = self.past_of(lane, waits_on);
+    pub(crate) fn push(&mut self, stream: usize, waits_on: &[usize]) {
+        let past = self.past_of(stream, waits_on);
         let mut clock = past;
-        clock.0[lane] += 1;
-        self.tails[lane] = Some(self.clocks.len());
+        clock.0[stream] += 1;
+        self.tails[stream] = Some(self.clocks.len());
         self.pasts.push(past);
         self.clocks.push(clock);
     }
 
-    /// Steps that would have ended if a step began here.
-    pub(crate) fn past_of(&self, lane: usize, waits_on: &[usize]) -> VectorClock {
-        let mut past = self.tails[lane].map_or(VectorClock::default(), |tail| self.clocks[tail]);
+    /// Steps that would have ended if a step began now on this stream.
+    pub(crate) fn past_of(&self, stream: usize, waits_on: &[usize]) -> VectorClock {
+        let mut past = self.tails[stream].map_or(VectorClock::default(), |tail| self.clocks[tail]);
         for &step in waits_on {
             past.join(&self.clocks[step]);
         }
@@ -65,8 +65,8 @@ impl HappensBefore {
     }
 
     /// The last step of a stream.
-    pub(crate) const fn tail(&self, lane: usize) -> Option<usize> {
-        self.tails[lane]
+    pub(crate) const fn tail(&self, stream: usize) -> Option<usize> {
+        self.tails[stream]
     }
 
     /// Steps that have ended when `step` begins.
@@ -79,14 +79,14 @@ impl HappensBefore {
         &self.clocks[step]
     }
 
-    /// A clock that counts `step` and the earlier steps of its stream only: a step whose past covers it knows that
-    /// `step` has ended.
+    /// A clock that counts only `step` and the earlier steps of its stream: if a step's past covers it, `step` has
+    /// ended.
     pub(crate) fn own(&self, step: usize) -> VectorClock {
         let mut own = VectorClock::default();
-        for lane in 0..MAX_STREAMS {
+        for stream in 0..MAX_STREAMS {
             // A step counts itself on its own stream only.
-            if self.clocks[step].0[lane] > self.pasts[step].0[lane] {
-                own.0[lane] = self.clocks[step].0[lane];
+            if self.clocks[step].0[stream] > self.pasts[step].0[stream] {
+                own.0[stream] = self.clocks[step].0[stream];
             }
         }
         own

@@ -7,21 +7,21 @@ use super::happens_before::{HappensBefore, VectorClock};
 use super::{Operand, PlanValue};
 use crate::graph::{Bucket, Step};
 
-/// When a value's bytes matter: from before the step that first touches it to after all that do.
+/// Lifetime of a value: from the beginning of the first step that uses it to the end of all steps that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Lifetime {
-    /// First and last step that touch it, in the order of the plan.
+    /// First and last step that use it, in plan order.
     pub first: usize,
     pub last: usize,
     /// Steps that have ended when the first user begins.
     born: VectorClock,
-    /// All that touch it.
+    /// Clock of all steps that use it.
     users: VectorClock,
 }
 
 impl Lifetime {
-    /// Whether both may be alive at once: neither is known to be over when the other begins. With one stream, whether
-    /// their ranges of steps overlap.
+    /// Whether both values may be alive at the same time: for neither is it certain that it has ended when the other
+    /// begins. With one stream, this is an overlap of their ranges of steps.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         !self.born.covers(&other.users) && !other.born.covers(&self.users)
     }
@@ -43,7 +43,7 @@ pub(crate) fn lifetimes(values: usize, steps: &[Step]) -> Vec<Option<Lifetime>> 
     lives
 }
 
-/// Largest sum of bytes alive at one step: no placement can be smaller.
+/// Largest sum of bytes alive at one step, a lower bound of every placement.
 pub(crate) fn lower_bound_bytes(values: &[PlanValue], steps: &[Step], bucket: &Bucket, alignment: usize) -> usize {
     let lives = lifetimes(values.len(), steps);
     (0..steps.len())
@@ -131,17 +131,17 @@ mod tests {
     const BUCKET: Bucket = Bucket { tokens: 7, logit_rows: 2, seqs: 2, kv_tokens: 16 };
 
     /// Description of a step: values it writes (columns, kind), distance of its reads, whether it has scratch.
-    type Recipe = (Vec<(usize, u8)>, Vec<usize>, Option<usize>);
+    type StepSpec = (Vec<(usize, u8)>, Vec<usize>, Option<usize>);
 
-    fn recipes() -> impl Strategy<Value = Vec<Recipe>> {
+    fn step_specs() -> impl Strategy<Value = Vec<StepSpec>> {
         let written = prop::collection::vec((0usize..300, 0u8..8), 1..4);
         let read = prop::collection::vec(0usize..12, 0..4);
         prop::collection::vec((written, read, prop::option::of(0usize..300)), 1..40)
     }
 
-    fn build(recipes: &[Recipe]) -> (Vec<PlanValue>, Vec<Step>) {
+    fn build(step_specs: &[StepSpec]) -> (Vec<PlanValue>, Vec<Step>) {
         let (mut values, mut steps) = (Vec::<PlanValue>::new(), Vec::new());
-        for (written, read, scratch) in recipes {
+        for (written, read, scratch) in step_specs {
             let inputs: Vec<usize> = read.iter().filter_map(|back| values.len().checked_sub(back + 1)).collect();
             let mut add = |cols: usize, kind: u8| {
                 let elem = [Elem::F32, Elem::F32, Elem::F32, Elem::Q8, Elem::Effect][usize::from(kind) % 5];
@@ -167,8 +167,8 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn live_values_never_share_a_byte(recipes in recipes(), alignment in prop::sample::select(vec![64usize, 128, 512])) {
-            let (mut values, steps) = build(&recipes);
+        fn live_values_never_share_a_byte(step_specs in step_specs(), alignment in prop::sample::select(vec![64usize, 128, 512])) {
+            let (mut values, steps) = build(&step_specs);
             let bound = lower_bound_bytes(&values, &steps, &BUCKET, alignment);
             let arena = plan_arena(&mut values, &steps, &BUCKET, alignment);
             let span = |v: usize| match values[v].operand {
@@ -195,7 +195,7 @@ mod tests {
             }
             prop_assert_eq!(bound, least);
             prop_assert!(bound <= arena && arena <= sum, "{} <= {} <= {}", bound, arena, sum);
-            let mut apart = build(&recipes).0;
+            let mut apart = build(&step_specs).0;
             prop_assert_eq!(plan_without_reuse(&mut apart, &steps, &BUCKET, alignment), sum);
             let mut rooms: Vec<(usize, usize)> = (0..apart.len())
                 .filter_map(|v| match apart[v].operand {
@@ -206,19 +206,19 @@ mod tests {
             rooms.sort_unstable();
             prop_assert!(rooms.iter().all(|(start, end)| start.is_multiple_of(alignment) && *end <= sum));
             prop_assert!(rooms.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{:?}", rooms);
-            let mut again = build(&recipes).0;
+            let mut again = build(&step_specs).0;
             prop_assert_eq!(plan_arena(&mut again, &steps, &BUCKET, alignment), arena);
             prop_assert_eq!(again, values);
         }
     }
 
     /// Assigns steps to streams by their reads.
-    fn on_lanes(steps: &mut [Step], lanes: usize) {
+    fn assign_to_streams(steps: &mut [Step], streams: usize) {
         let writes = |step: &Step, value| step.outputs.iter().chain(&step.scratch).any(|&written| written == value);
         let writer = |value: usize, steps: &[Step]| steps.iter().position(|step| writes(step, value));
         let needs: Vec<Vec<usize>> =
             steps.iter().map(|step| step.inputs.iter().filter_map(|&v| writer(v, steps)).collect()).collect();
-        for (step, placed) in steps.iter_mut().zip(assign_streams(&needs, lanes)) {
+        for (step, placed) in steps.iter_mut().zip(assign_streams(&needs, streams)) {
             (step.stream, step.waits_on) = (placed.stream, placed.waits_on);
         }
     }
@@ -228,9 +228,9 @@ mod tests {
         let mut done = vec![false; steps.len()];
         let mut order = Vec::new();
         while order.len() < steps.len() {
-            let of_lane = |lane: u8| (0..steps.len()).find(|&at| !done[at] && steps[at].stream == lane);
+            let of_stream = |stream: u8| (0..steps.len()).find(|&at| !done[at] && steps[at].stream == stream);
             let ready = |at: &usize| steps[*at].waits_on.iter().all(|&other| done[other]);
-            let next: Vec<usize> = (0..4).filter_map(of_lane).filter(ready).collect();
+            let next: Vec<usize> = (0..4).filter_map(of_stream).filter(ready).collect();
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = next[(seed >> 33) as usize % next.len()];
             done[at] = true;
@@ -244,9 +244,9 @@ mod tests {
 
         /// In any order of the streams, no step overwrites a value that is still read.
         #[test]
-        fn no_order_of_lanes_overwrites_what_is_still_read(recipes in recipes(), lanes in 1usize..5, seed in any::<u64>()) {
-            let (mut values, mut steps) = build(&recipes);
-            on_lanes(&mut steps, lanes);
+        fn no_order_of_streams_overwrites_what_is_still_read(step_specs in step_specs(), streams in 1usize..5, seed in any::<u64>()) {
+            let (mut values, mut steps) = build(&step_specs);
+            assign_to_streams(&mut steps, streams);
             plan_arena(&mut values, &steps, &BUCKET, 64);
             let span = |v: usize| match values[v].operand {
                 Operand::Arena { offset } => offset..offset + values[v].bytes(&BUCKET),
@@ -276,9 +276,9 @@ mod tests {
     #[test]
     fn what_is_alive_once_takes_its_room_once() {
         // In a chain, each value is read by the next step only, so two buffers suffice.
-        let recipes: Vec<Recipe> =
+        let step_specs: Vec<StepSpec> =
             (0..10).map(|i| (vec![(64, 0)], if i == 0 { vec![] } else { vec![0] }, None)).collect();
-        let (mut values, steps) = build(&recipes);
+        let (mut values, steps) = build(&step_specs);
         let one = values[0].bytes(&BUCKET).next_multiple_of(64);
         assert_eq!(plan_arena(&mut values, &steps, &BUCKET, 64), 2 * one);
     }

@@ -16,7 +16,7 @@ use super::{Bucket, Elem, Io, Op, OverflowPolicy, RegisteredOp, RopeFrequencies,
 use happens_before::HappensBefore;
 use memory::lifetimes;
 
-/// Facts about the target device that the compiler needs.
+/// Properties of the target device that the compiler uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Target {
@@ -24,16 +24,16 @@ pub struct Target {
     pub alignment: usize,
     /// Whether linear operations over integer weights can read int8 activations.
     pub int8_activations: bool,
-    /// Whether bf16 × bf16 products are faster than those of f32: `mix` then rounds before bf16 weights.
+    /// Whether bf16 × bf16 products are faster than f32 products; `mix` then rounds to bf16 before bf16 weights.
     pub bf16_activations: bool,
-    /// Operations it runs; fused ones it lacks are not made.
+    /// Operations that the device supports; fused operations that it lacks are not created.
     pub ops: OpSet,
-    /// Whether its attention has loop orders of its own for short rows.
+    /// Whether the device's attention has special loop orders for short rows.
     pub attention_schedules: bool,
 }
 
 impl Target {
-    /// A device that runs every operation.
+    /// A device that supports every operation.
     pub const fn new(alignment: usize) -> Self {
         Self { alignment, int8_activations: true, bf16_activations: false, ops: OpSet::ALL, attention_schedules: true }
     }
@@ -50,19 +50,19 @@ pub enum Operand {
     },
     /// In a buffer bound at launch.
     Io(Io),
-    /// Nowhere: it only orders steps.
+    /// No storage: the value only orders steps.
     Effect,
 }
 
-/// A value with its place.
+/// A value and its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanValue {
     /// Name in dumps.
     pub name: String,
-    /// Symbolic rows.
+    /// Symbolic number of rows.
     pub rows: RowDim,
-    /// Elements per row.
+    /// Number of elements per row.
     pub cols: usize,
     /// Element type.
     pub elem: Elem,
@@ -71,7 +71,7 @@ pub struct PlanValue {
 }
 
 impl PlanValue {
-    /// Bytes at the bucket's upper bound.
+    /// Bytes of the value in the largest batch.
     pub const fn bytes(&self, bucket: &Bucket) -> usize {
         bucket.rows(self.rows) * self.row_bytes()
     }
@@ -82,7 +82,7 @@ impl PlanValue {
     }
 }
 
-/// One step; indices point into [`Plan::values`].
+/// One step of a plan; its operands are indices into [`Plan::values`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Step {
@@ -94,7 +94,7 @@ pub struct Step {
     pub outputs: Vec<usize>,
     /// Scratch memory of the operation.
     pub scratch: Option<usize>,
-    /// Layer it belongs to.
+    /// Layer of the step.
     pub layer: Option<u32>,
     /// Stream on which it runs, after all earlier steps of that stream.
     pub stream: u8,
@@ -106,35 +106,35 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Values with their places.
+    /// Values with their locations.
     pub values: Vec<PlanValue>,
-    /// Steps in order.
+    /// Steps in execution order.
     pub steps: Vec<Step>,
-    /// Weights, as the graph numbers them.
+    /// Weights, in the order of the graph.
     pub weights: Vec<Weight>,
-    /// Rotary tables, as the graph numbers them.
+    /// Rotary tables, in the order of the graph.
     pub ropes: Vec<RopeFrequencies>,
-    /// Upper bounds the arena is placed for.
+    /// The largest batch that the plan supports.
     pub bucket: Bucket,
     /// Size of the arena.
     pub arena_bytes: usize,
-    /// Largest sum of bytes alive at one step: the least any arena could be.
+    /// Largest sum of bytes alive at one step, a lower bound of the arena's size.
     pub arena_bound_bytes: usize,
     /// Alignment of arena values.
     pub alignment: usize,
-    /// Fusion level it was compiled with.
+    /// Fusion level that was applied.
     pub fusion: u8,
     /// Number of streams.
     pub streams: u8,
-    /// Whether values that are never alive together may share bytes of the arena.
+    /// Whether values that are never alive at the same time may share bytes of the arena.
     pub memory_reuse: bool,
-    /// How often each fusion rule fired.
+    /// Number of matches of each fusion rule.
     pub fused: FusionReport,
-    /// Width of a row of logits.
+    /// Number of logits per row.
     pub vocab_size: usize,
-    /// Operations a user registered; `Op::Custom` indexes here.
+    /// Custom operations, indexed by `Op::Custom`.
     pub customs: Vec<RegisteredOp>,
-    /// The part of the model it computes.
+    /// The shard of the model that the plan computes.
     pub rank: TpRank,
     /// Policy for rows that overflow.
     pub overflow: OverflowPolicy,
@@ -147,7 +147,7 @@ impl Plan {
         lives.into_iter().map(|life| life.map(|life| (life.first, life.last))).collect()
     }
 
-    /// The plan split into ranges of adjacent, independent steps: a device without streams may run each range between
+    /// Splits the plan into ranges of adjacent, independent steps. A device without streams may run each range between
     /// two barriers.
     pub fn groups(&self) -> Vec<Range<usize>> {
         let order = HappensBefore::from_steps(&self.steps);
@@ -169,7 +169,7 @@ impl Plan {
             text,
             "plan fusion={}{}{}{} tokens<={} logit_rows<={} steps={}{} arena_bytes={} bound_bytes={}",
             self.fusion,
-            if self.streams > 1 { format!(" lanes={}", self.streams) } else { String::new() },
+            if self.streams > 1 { format!(" streams={}", self.streams) } else { String::new() },
             if self.rank.of > 1 { format!(" rank={}/{}", self.rank.index, self.rank.of) } else { String::new() },
             if self.memory_reuse { "" } else { " reuse=off" },
             self.bucket.tokens,
@@ -193,12 +193,12 @@ impl Plan {
             let outputs = step.outputs.iter().map(|&v| self.dump_value(v)).collect::<Vec<_>>().join(", ");
             let head = if outputs.is_empty() { String::new() } else { format!("{outputs} = ") };
             let waits = step.waits_on.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-            let lane = match (self.streams, waits.as_str()) {
+            let stream = match (self.streams, waits.as_str()) {
                 (0 | 1, _) => String::new(),
                 (_, "") => format!("[{}] ", step.stream),
                 _ => format!("[{} after {waits}] ", step.stream),
             };
-            let _ = writeln!(text, "{at:4} {lane}{head}{}({})", step.op, arguments.join(", "));
+            let _ = writeln!(text, "{at:4} {stream}{head}{}({})", step.op, arguments.join(", "));
         }
         text
     }

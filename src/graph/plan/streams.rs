@@ -15,35 +15,35 @@ pub(crate) struct StreamPlacement {
 /// Assigns streams to steps; each step needs the earlier steps of its list. A step goes to the stream where a needed
 /// step has just ended, else to a stream for which it would not have to wait, else to the stream that has been idle
 /// longest.
-pub(crate) fn assign_streams(needs: &[Vec<usize>], lanes: usize) -> Vec<StreamPlacement> {
-    let lanes = lanes.clamp(1, MAX_STREAMS);
+pub(crate) fn assign_streams(needs: &[Vec<usize>], streams: usize) -> Vec<StreamPlacement> {
+    let streams = streams.clamp(1, MAX_STREAMS);
     let mut order = HappensBefore::default();
-    let mut lane_of: Vec<usize> = Vec::with_capacity(needs.len());
+    let mut stream_of: Vec<usize> = Vec::with_capacity(needs.len());
     let mut placed = Vec::with_capacity(needs.len());
     for needed in needs {
         let mut past = VectorClock::default();
         for &step in needed {
             past.join(order.clock(step));
         }
-        let follows = |lane: &usize| order.tail(*lane).is_some_and(|tail| needed.contains(&tail));
-        let is_free = |lane: &usize| order.tail(*lane).is_none_or(|tail| past.covers(order.clock(tail)));
-        let lane = (0..lanes)
+        let follows = |stream: &usize| order.tail(*stream).is_some_and(|tail| needed.contains(&tail));
+        let is_free = |stream: &usize| order.tail(*stream).is_none_or(|tail| past.covers(order.clock(tail)));
+        let stream = (0..streams)
             .find(follows)
-            .or_else(|| (0..lanes).find(is_free))
-            .or_else(|| (0..lanes).min_by_key(|&lane| order.tail(lane)))
+            .or_else(|| (0..streams).find(is_free))
+            .or_else(|| (0..streams).min_by_key(|&stream| order.tail(stream)))
             .unwrap_or(0);
-        let mut waits_on: Vec<usize> = needed.iter().copied().filter(|&step| lane_of[step] != lane).collect();
+        let mut waits_on: Vec<usize> = needed.iter().copied().filter(|&step| stream_of[step] != stream).collect();
         waits_on.sort_unstable();
         // A wait that another wait implies is redundant.
         for at in (0..waits_on.len()).rev() {
             let step = waits_on.remove(at);
-            if !order.past_of(lane, &waits_on).covers(order.clock(step)) {
+            if !order.past_of(stream, &waits_on).covers(order.clock(step)) {
                 waits_on.insert(at, step);
             }
         }
-        order.push(lane, &waits_on);
-        lane_of.push(lane);
-        placed.push(StreamPlacement { stream: u8::try_from(lane).unwrap_or(0), waits_on });
+        order.push(stream, &waits_on);
+        stream_of.push(stream);
+        placed.push(StreamPlacement { stream: u8::try_from(stream).unwrap_or(0), waits_on });
     }
     placed
 }
@@ -57,9 +57,10 @@ mod tests {
     fn branches_of_one_value_go_side_by_side() {
         // 0 norm; 1 q, 2 k, 3 v of it; 4 rope q, 5 rope k; 6 write (5, 3); 7 attention (4, 6).
         let needs = [vec![], vec![0], vec![0], vec![0], vec![1], vec![2], vec![5, 3], vec![4, 6]];
-        let lanes = |most| assign_streams(&needs, most).into_iter().map(|p| (p.stream, p.waits_on)).collect::<Vec<_>>();
-        let one = lanes(1);
-        assert!(one.iter().all(|(lane, waits)| *lane == 0 && waits.is_empty()));
+        let streams =
+            |most| assign_streams(&needs, most).into_iter().map(|p| (p.stream, p.waits_on)).collect::<Vec<_>>();
+        let one = streams(1);
+        assert!(one.iter().all(|(stream, waits)| *stream == 0 && waits.is_empty()));
         let none = Vec::new;
         let expected = [
             (0, none()),
@@ -71,21 +72,21 @@ mod tests {
             (1, vec![3]),
             (0, vec![6]),
         ];
-        assert_eq!(lanes(4), expected);
+        assert_eq!(streams(4), expected);
     }
 
     proptest! {
         #[test]
-        fn every_need_is_met(recipe in prop::collection::vec(prop::collection::vec(1usize..9, 0..4), 1..60), lanes in 1usize..5) {
+        fn every_need_is_met(recipe in prop::collection::vec(prop::collection::vec(1usize..9, 0..4), 1..60), streams in 1usize..5) {
             let needs: Vec<Vec<usize>> = recipe
                 .iter()
                 .enumerate()
                 .map(|(at, backs)| backs.iter().filter_map(|back| at.checked_sub(*back)).collect())
                 .collect();
-            let placed = assign_streams(&needs, lanes);
+            let placed = assign_streams(&needs, streams);
             let mut order = HappensBefore::default();
             for placement in &placed {
-                prop_assert!(usize::from(placement.stream) < lanes);
+                prop_assert!(usize::from(placement.stream) < streams);
                 order.push(usize::from(placement.stream), &placement.waits_on);
             }
             for (at, needed) in needs.iter().enumerate() {

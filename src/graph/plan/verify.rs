@@ -11,19 +11,19 @@ use super::{Operand, Plan, PlanValue, Step};
 use crate::graph::op_signature::Operands;
 use crate::graph::{Bucket, CompileError, Elem, Io, Op, op_signature, row_bytes};
 
-/// Maximum size of a value: sums of many stay far from overflow, and no machine has this much memory.
+/// Largest size of a value: sums of many such sizes do not overflow, and no machine has this much memory.
 const MOST_BYTES: usize = 1 << 48;
-/// No row may be longer: the bound that model descriptions have as well.
+/// Largest number of columns, the same bound as in model descriptions.
 const MOST_COLS: usize = 1 << 28;
 /// Positions and sequences are counted in 32 bits.
 const MOST_COUNTED: usize = u32::MAX as usize;
 
-/// Whether sequences of this bucket can be counted.
+/// Whether the bucket's numbers fit in 32 bits.
 pub(crate) const fn counts(bucket: &Bucket) -> bool {
     bucket.seqs <= MOST_COUNTED && bucket.kv_tokens <= MOST_COUNTED
 }
 
-/// Whether a value of this size can be placed at all.
+/// Whether a value of this size can be placed.
 pub(crate) fn fits(value: &PlanValue, bucket: &Bucket) -> bool {
     value.cols <= MOST_COLS
         && bucket.rows(value.rows).checked_mul(row_bytes(value.elem, value.cols)).is_some_and(|n| n <= MOST_BYTES)
@@ -34,14 +34,14 @@ fn invalid(what: String) -> CompileError {
 }
 
 impl Plan {
-    /// Checks the plan.
+    /// Checks the invariants of the plan.
     ///
-    /// Operands fit their operations; each value is written once before it is read; arena values lie inside the arena,
-    /// aligned, and those that may be alive at once never overlap (without memory reuse: no two do); steps that access
-    /// the same bytes are ordered by their streams and waits.
+    /// Operands match their operations. Each value is written once, before it is read. Arena values are inside the
+    /// arena and aligned, and values that may be alive at the same time never overlap (without memory reuse, no two
+    /// values do). Steps that access the same bytes are ordered by their streams and waits.
     ///
     /// # Errors
-    /// [`CompileError::Plan`] with the first violated rule.
+    /// [`CompileError::Invalid`] with the first violated invariant.
     pub fn check(&self) -> Result<(), CompileError> {
         self.check_indices()?;
         self.check_values()?;
@@ -57,7 +57,7 @@ impl Plan {
                 return Err(invalid(format!("step {at} names value {value} of {}", self.values.len())));
             }
             if usize::from(step.stream) >= usize::from(self.streams).min(MAX_STREAMS) {
-                return Err(invalid(format!("step {at} is on lane {} of {}", step.stream, self.streams)));
+                return Err(invalid(format!("step {at} is on stream {} of {}", step.stream, self.streams)));
             }
             if let Some(other) = step.waits_on.iter().find(|&&other| other >= at) {
                 return Err(invalid(format!("step {at} waits for step {other}, which is not before it")));
@@ -71,10 +71,10 @@ impl Plan {
 
     fn check_values(&self) -> Result<(), CompileError> {
         if !self.alignment.is_power_of_two() || self.alignment < 64 {
-            return Err(invalid(format!("alignment {} is no power of two of at least 64", self.alignment)));
+            return Err(invalid(format!("alignment {} is not a power of two of at least 64", self.alignment)));
         }
         if !counts(&self.bucket) {
-            return Err(invalid(format!("{:?} counts beyond 32 bits", self.bucket)));
+            return Err(invalid(format!("{:?} exceeds 32-bit counts", self.bucket)));
         }
         for value in &self.values {
             let name = &value.name;
@@ -89,7 +89,7 @@ impl Plan {
                 Operand::Effect => value.elem == Elem::Effect,
             };
             if !placed {
-                return Err(invalid(format!("{name} of {:?} cannot live at {:?}", value.elem, value.operand)));
+                return Err(invalid(format!("{name} of {:?} cannot be stored at {:?}", value.elem, value.operand)));
             }
         }
         Ok(())
@@ -115,7 +115,7 @@ impl Plan {
         let count = |is: fn(&Op) -> bool| self.steps.iter().filter(|step| is(&step.op)).count();
         let endings = [
             ("write the row status", count(|op| *op == Op::RowStatus)),
-            ("find the largest logits", count(|op| matches!(op, Op::ArgMax | Op::LinearArgMax(_)))),
+            ("compute the argmax", count(|op| matches!(op, Op::ArgMax | Op::LinearArgMax(_)))),
         ];
         match endings.iter().find(|(_, n)| *n != 1) {
             None => Ok(()),
@@ -123,8 +123,8 @@ impl Plan {
         }
     }
 
-    /// Logits are written by a product or a gather of ranks and read by the arg-max only, whose own output the row status
-    /// reads.
+    /// Only a linear operation or an all-gather writes logits, and only the argmax reads them, whose output the row
+    /// status reads.
     fn check_leaving(&self, at: usize, step: &Step) -> Result<(), CompileError> {
         let is = |v: &usize, io| self.values[*v].operand == Operand::Io(io);
         let reads = |io| step.inputs.iter().any(|v| is(v, io));
@@ -141,7 +141,7 @@ impl Plan {
                 !reads(Io::Logits) && !reads(Io::ArgMax) && !writes(Io::ArgMax) && (may_write || !writes(Io::Logits))
             }
         };
-        let rule = "logits are written by a linear operation or a gather of ranks and read by the arg-max only";
+        let rule = "only a linear operation or an all-gather writes logits, and only the argmax reads them";
         if sound { Ok(()) } else { Err(invalid(format!("step {at} {}: {rule}", step.op.name()))) }
     }
 
@@ -159,7 +159,10 @@ impl Plan {
                     (&step.op, written_by)
                     && shape.layer != *layer
                 {
-                    return Err(invalid(format!("step {at} reads layer {} behind {name} of {layer}", shape.layer)));
+                    return Err(invalid(format!(
+                        "step {at} reads layer {} after {name} of layer {layer}",
+                        shape.layer
+                    )));
                 }
             }
             for &output in step.outputs.iter().chain(&step.scratch) {
@@ -193,7 +196,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Of two steps that touch the same bytes, one of them writing, one has ended when the other begins.
+    /// If two steps access the same bytes and one of them writes, one has ended when the other begins.
     fn check_races(&self) -> Result<(), CompileError> {
         let order = HappensBefore::from_steps(&self.steps);
         for at in 0..self.steps.len() {
@@ -206,7 +209,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether two steps must not run at the same time: one writes bytes (or an effect) the other touches.
+    /// Whether two steps must not run at the same time: one writes bytes (or an effect) that the other accesses.
     fn conflict(&self, a: usize, b: usize) -> bool {
         let (a, b) = (&self.steps[a], &self.steps[b]);
         let meets = |x: usize, y: usize| {

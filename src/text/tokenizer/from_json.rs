@@ -21,9 +21,9 @@ impl Tokenizer {
     /// [`TextError::File`] if a file cannot be parsed; [`TextError::Unsupported`] if a file contains a component or a
     /// value that this crate does not support.
     pub fn from_json(tokenizer_json: &[u8], tokenizer_config_json: Option<&[u8]>) -> Result<Self, TextError> {
-        let outline = Schema::read(tokenizer_json)?;
-        let decoding = outline.decoding()?;
-        let (mut prefix, mut suffix) = outline.surroundings()?;
+        let schema = Schema::read(tokenizer_json)?;
+        let decoding = schema.decoding()?;
+        let (mut prefix, mut suffix) = schema.surroundings()?;
         let mut encoder =
             tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
         encoder.with_padding(None);

@@ -102,20 +102,20 @@ impl Schema {
     /// not apply an option: a subword prefix or suffix changes the bytes of a token, and dropout makes encoding random.
     pub(super) fn read(tokenizer_json: &[u8]) -> Result<Self, TextError> {
         let text = std::str::from_utf8(tokenizer_json).map_err(|error| in_file(JSON, &error.to_string()))?;
-        let outline: Self = serde_json::from_str(text).map_err(|error| in_file(JSON, &error.to_string()))?;
+        let schema: Self = serde_json::from_str(text).map_err(|error| in_file(JSON, &error.to_string()))?;
         let refuse = |field, got: String, expected: &str| {
             Err(TextError::Unsupported { field, got, expected: expected.to_owned() })
         };
         for (field, component, unsupported) in [
             // Character maps of Unigram models, and splits into pieces of fixed length: no BPE model has them.
-            ("normalizer", &outline.normalizer, "Precompiled"),
-            ("pre_tokenizer", &outline.pre_tokenizer, "FixedLength"),
+            ("normalizer", &schema.normalizer, "Precompiled"),
+            ("pre_tokenizer", &schema.pre_tokenizer, "FixedLength"),
         ] {
             if contains_type(component, unsupported) {
                 return refuse(field, unsupported.to_owned(), "a component of another type");
             }
         }
-        let model = &outline.model;
+        let model = &schema.model;
         if let Some(other) = model.r#type.as_deref().filter(|&kind| kind != "BPE") {
             return refuse("model.type", format!("{other:?}"), "\"BPE\"");
         }
@@ -135,7 +135,7 @@ impl Schema {
             let expected = format!("tokens of the vocabulary, at most {longest} bytes");
             return refuse("model.merges", format!("a merge that yields {made} bytes"), &expected);
         }
-        Ok(outline)
+        Ok(schema)
     }
 
     /// Returns the conversion of tokens to bytes.

@@ -110,30 +110,30 @@ impl Path {
     }
 }
 
-fn check_copy(dst: usize, room: usize, src: usize, bytes: usize, kind: i32) -> Done {
+fn check_copy(dst: usize, capacity: usize, src: usize, bytes: usize, kind: i32) -> Done {
     rule!(dst != 0 && src != 0, RT_PARAM_INVALID, "an end of the copy is null");
-    rule!(bytes > 0 && bytes <= room, RT_PARAM_INVALID, "{bytes} bytes to {room}");
+    rule!(bytes > 0 && bytes <= capacity, RT_PARAM_INVALID, "{bytes} bytes to {capacity}");
     rule!((0..=7).contains(&kind), RT_PARAM_INVALID, "kind {kind}");
     Ok(())
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn aclrtMemcpy(dst: usize, room: usize, src: usize, bytes: usize, kind: i32) -> i32 {
+pub extern "C" fn aclrtMemcpy(dst: usize, capacity: usize, src: usize, bytes: usize, kind: i32) -> i32 {
     let path = Path::from_places(dst, src, bytes);
     call("aclrtMemcpy", Note { kind: path.name(), bytes: bytes as u64 }, || {
         context::current()?;
         capture::forbid("a blocking copy")?;
-        check_copy(dst, room, src, bytes, kind)?;
+        check_copy(dst, capacity, src, bytes, kind)?;
         path.copy(&mut memory(), bytes).map_err(bad_address)
     })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn aclrtMemset(dst: usize, room: usize, value: i32, bytes: usize) -> i32 {
+pub extern "C" fn aclrtMemset(dst: usize, capacity: usize, value: i32, bytes: usize) -> i32 {
     call("aclrtMemset", Note { kind: "set", bytes: bytes as u64 }, || {
         context::current()?;
         capture::forbid("a blocking fill")?;
-        rule!(dst != 0 && bytes > 0 && bytes <= room, RT_PARAM_INVALID, "{bytes} bytes to {room}");
+        rule!(dst != 0 && bytes > 0 && bytes <= capacity, RT_PARAM_INVALID, "{bytes} bytes to {capacity}");
         let byte = value.to_le_bytes()[0];
         let mut memory = memory();
         if memory.holds(dst) {
@@ -158,7 +158,7 @@ fn task(name: &'static str, body: Body, cost: Cost) -> Work {
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtMemcpyAsync(
     dst: usize,
-    room: usize,
+    capacity: usize,
     src: usize,
     bytes: usize,
     kind: i32,
@@ -168,7 +168,7 @@ pub extern "C" fn aclrtMemcpyAsync(
     let path = Path::from_places(dst, src, bytes);
     call(name, Note { kind: path.name(), bytes: bytes as u64 }, || {
         let stream = Stream::from_handle(stream)?;
-        check_copy(dst, room, src, bytes, kind)?;
+        check_copy(dst, capacity, src, bytes, kind)?;
         let (is_pinned, cost) = match path {
             Path::Host(..) => {
                 crate::codes::fail!(RT_FEATURE_NOT_SUPPORTED, "queued copies from host to host are not supported")
@@ -193,11 +193,11 @@ pub extern "C" fn aclrtMemcpyAsync(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn aclrtMemsetAsync(dst: usize, room: usize, value: i32, bytes: usize, stream: Handle) -> i32 {
+pub extern "C" fn aclrtMemsetAsync(dst: usize, capacity: usize, value: i32, bytes: usize, stream: Handle) -> i32 {
     let name = "aclrtMemsetAsync";
     call(name, Note { kind: "set", bytes: bytes as u64 }, || {
         let stream = Stream::from_handle(stream)?;
-        rule!(dst != 0 && bytes > 0 && bytes <= room, RT_PARAM_INVALID, "{bytes} bytes to {room}");
+        rule!(dst != 0 && bytes > 0 && bytes <= capacity, RT_PARAM_INVALID, "{bytes} bytes to {capacity}");
         let byte = value.to_le_bytes()[0];
         let body: Body = Arc::new(move |memory| memory.fill(dst, byte, bytes));
         stream.submit(task(name, body, Cost { bytes: bytes as u64, ..Cost::default() }))

@@ -212,7 +212,7 @@ fn storage(call: &Call, kv_heads: usize, head_dim: usize, sequences: &[Sequence]
     rule!(fits, OP_TILING, "block table {:?} for {} sequences", table.dims, sequences.len());
     let most = table.dims[1] * block;
     let is_covered = sequences.iter().all(|sequence| sequence.keys <= most);
-    rule!(is_covered, OP_TILING, "the block table has room for {most} keys a sequence");
+    rule!(is_covered, OP_TILING, "the block table has capacity for {most} keys per sequence");
     Ok(storage)
 }
 

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
 pub(crate) static GRAPHS: Registry<Graph> = Registry::new("graph");
-pub(crate) static GROUPS: Registry<Vec<Arc<Slot>>> = Registry::new("task group");
+pub(crate) static GROUPS: Registry<Vec<Arc<TaskNode>>> = Registry::new("task group");
 
 /// Active captures.
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
@@ -34,13 +34,13 @@ const THREAD_LOCAL: i32 = 1;
 const RELAXED: i32 = 2;
 
 /// A node of a graph whose task an update may replace.
-pub(crate) struct Slot {
+pub(crate) struct TaskNode {
     task: Mutex<Arc<Task>>,
     /// Workspace at capture: the largest that an update may use.
     workspace_bytes: u64,
 }
 
-impl Slot {
+impl TaskNode {
     pub(crate) fn put(&self, task: Arc<Task>) {
         *lock(&self.task) = task;
     }
@@ -51,7 +51,7 @@ impl Slot {
 }
 
 enum Node {
-    Run(Arc<Slot>),
+    Run(Arc<TaskNode>),
     /// Records a captured event, or waits for it.
     Mark(usize),
     Await(usize),
@@ -76,7 +76,7 @@ struct Inner {
     /// Failure that invalidated the capture.
     spoilt: Option<Fail>,
     /// Nodes of the open task group, and its branch.
-    group: Option<(usize, Vec<Arc<Slot>>)>,
+    group: Option<(usize, Vec<Arc<TaskNode>>)>,
 }
 
 impl Capture {
@@ -106,7 +106,7 @@ impl Capture {
         let node = match work {
             Work::Task(task) => {
                 let is_op = task.is_op;
-                let slot = Arc::new(Slot { workspace_bytes: task.workspace_bytes, task: Mutex::new(task) });
+                let slot = Arc::new(TaskNode { workspace_bytes: task.workspace_bytes, task: Mutex::new(task) });
                 if let Some((_, slots)) = inner.group.as_mut().filter(|(of, _)| *of == lane) {
                     rule!(is_op, RT_TASK_TYPE_NOT_SUPPORTED, "a task group holds single operations only");
                     slots.push(slot.clone());

@@ -11,7 +11,7 @@ use crate::codes::{
 use crate::control::{self, Fault};
 use crate::random::Random;
 use crate::registry::{Handle, Registry, lock};
-use crate::runtime::capture::{Capture, Replay, Slot};
+use crate::runtime::capture::{Capture, Replay, TaskNode};
 use crate::runtime::context::Context;
 use crate::runtime::event::Event;
 use crate::runtime::memory::memory;
@@ -40,11 +40,11 @@ pub(crate) enum Work {
     Reset(Arc<Event>),
     Replay(Replay),
     /// New tasks for nodes of a graph.
-    Update(Vec<(Arc<Slot>, Arc<Task>)>),
+    Update(Vec<(Arc<TaskNode>, Arc<Task>)>),
 }
 
 /// Nodes of a group, and the tasks issued for them so far.
-pub(crate) type Update = (Vec<Arc<Slot>>, Vec<Arc<Task>>);
+pub(crate) type Update = (Vec<Arc<TaskNode>>, Vec<Arc<Task>>);
 
 pub(crate) struct Stream {
     pub(crate) context: Arc<Context>,
@@ -118,7 +118,7 @@ impl Stream {
     }
 
     /// Starts collecting tasks for a group.
-    pub(crate) fn begin_update(&self, slots: Vec<Arc<Slot>>) -> Done {
+    pub(crate) fn begin_update(&self, slots: Vec<Arc<TaskNode>>) -> Done {
         let mut state = lock(&self.state);
         rule!(state.update.is_none(), TASK_GROUP_STATUS, "an update is open on this stream");
         state.update = Some((slots, Vec::new()));

@@ -170,5 +170,5 @@ pub(crate) fn probe(
             Err(error) => return Err(error),
         }
     }
-    Err(refusal.unwrap_or_else(|| unreachable!("two forms were asked for")))
+    Err(refusal.unwrap_or_else(|| unreachable!("two attention layouts were requested")))
 }

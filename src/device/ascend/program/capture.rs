@@ -74,8 +74,8 @@ fn is_harmless(error: &AscendError) -> bool {
 pub(crate) fn missing(exec: &ExecContext) -> Option<&'static str> {
     let capabilities = exec.context.runtime().capabilities();
     match (capabilities.capture, capabilities.task_update) {
-        (false, _) => Some("this CANN cannot capture streams (8.1 and later can)"),
-        (_, false) => Some("this CANN cannot update tasks of captured graphs"),
+        (false, _) => Some("this CANN version cannot capture streams (8.1 and later can)"),
+        (_, false) => Some("this CANN version cannot update tasks of captured graphs"),
         _ => None,
     }
 }

@@ -45,7 +45,7 @@ pub(crate) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
     let own = if elem == ElemType::BF16 { ActivationType::BF16 } else { ActivationType::F16 };
     if plan.overflow == OverflowPolicy::Clamp {
         let (option, value) = ("overflow", "clamp".to_owned());
-        let expected = "`error` on this device, where a value that is too large becomes infinite";
+        let expected = "`error` on this device, where an overflowing value becomes infinite";
         return Err(CompileError::Option { option, value, expected });
     }
     for step in &plan.steps {
@@ -58,13 +58,13 @@ pub(crate) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
         };
         if let Some(to) = to.filter(|&to| to != ActivationType::F32 && to != own) {
             let (to, own) = (to.name(), own.name());
-            return refuse(name, format!("precision {to}: this model's activations are {own} on this device"));
+            return refuse(name, format!("precision {to}: this model has {own} activations on this device"));
         }
         match &step.op {
             Op::Rope { head_dim, .. } | Op::QkNormRope { head_dim, .. } | Op::RopeKvWrite { head_dim, .. } => {
                 let angles = plan.values[step.inputs[1]].cols;
                 if angles != *head_dim {
-                    return refuse(name, format!("heads of {head_dim} of which {angles} elements rotate"));
+                    return refuse(name, format!("heads of {head_dim} elements of which {angles} rotate"));
                 }
             }
             _ => {}

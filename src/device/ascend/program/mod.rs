@@ -150,7 +150,7 @@ impl Program {
         };
         let first_tail = plan.steps.iter().position(|step| lowering.is_tail(step)).unwrap_or(plan.steps.len());
         if plan.steps[first_tail..].iter().any(|step| !lowering.is_tail(step)) {
-            return Err(CompileError::Invalid("a layer's step stands behind the rows of logits".into()));
+            return Err(CompileError::Invalid("a step of a layer is after the gathering of logit rows".into()));
         }
         let mut program = Self {
             lowering,
@@ -185,7 +185,10 @@ impl Program {
                 && shape.kv_heads == self.cache.geometry.kv_heads
                 && shape.head_dim == self.cache.geometry.head_dim;
             if !fits || self.cache.elem() != self.lowering.weights.elem {
-                let reason = format!("the KV cache is {:?}, the model's attention is {shape:?}", self.cache.geometry);
+                let reason = format!(
+                    "the KV cache has the geometry {:?}, the model's attention needs {shape:?}",
+                    self.cache.geometry
+                );
                 return Err(CompileError::Unsupported { op: "attention", reason });
             }
             let alike = |other: &AttentionShape| AttentionShape { layer: shape.layer, ..*other } == *shape;

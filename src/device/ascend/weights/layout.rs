@@ -150,7 +150,7 @@ fn is_countable(shape: &[usize]) -> bool {
 }
 
 fn missing_op(call: &'static str) -> AscendError {
-    let message = "the libraries lack it".to_owned();
+    let message = "the libraries do not have the operation".to_owned();
     AscendError { call, code: ascend_sys::SHIM_NO_SYMBOL, kind: AscendErrorKind::Unsupported, message }
 }
 
@@ -190,7 +190,9 @@ pub(crate) fn choose(
                 let Some(refusal) = form.refusal([n, k], elem, ops, at)? else { break };
                 let instead = form.fallback(tiles);
                 let (dtype, held, form_name) = (weight.dtype, instead.name(), form.name());
-                notes.add(format!("{dtype} matrices of {n} by {k} are held in {held}, not {form_name}: {refusal}"));
+                notes.add(format!(
+                    "{dtype} matrices of {n} by {k} are stored as {held} instead of {form_name}: {refusal}"
+                ));
                 form = instead;
             }
             known.push((wanted, [n, k], form));

@@ -95,10 +95,14 @@ impl Worker {
             // Otherwise a kernel that hangs is detected only after 18 minutes.
             runtime.set_kernel_time_limit(config.wait_policy.limit)?;
         } else {
-            notes.add("this CANN cannot limit a kernel's time: one that hangs is noticed by the host only".into());
+            notes.add(
+                "this CANN version cannot limit a kernel's run time: only the host detects a kernel that hangs".into(),
+            );
         }
         if !runtime.capabilities().stop_on_failure {
-            notes.add("this CANN cannot stop a stream at its first failure: errors may name a later operation".into());
+            notes.add(
+                "this CANN version cannot stop a stream at its first failure: errors may name a later operation".into(),
+            );
         }
         if config.is_deterministic {
             context.set_deterministic(true)?;
@@ -115,12 +119,12 @@ impl Worker {
         let exec = ExecContext::new(&context, ops, Arc::clone(&slots), config.wait_policy.clone(), Arc::clone(&notes))?;
         let mut capture_max_rows = config.capture_max_rows;
         if capture_max_rows == 0 {
-            notes.add("capture is off".into());
+            notes.add("capture is disabled".into());
         } else if let Some(reason) = capture::missing(&exec) {
             notes.add(format!("decode steps run operation by operation: {reason}"));
             capture_max_rows = 0;
         } else {
-            notes.add(format!("decode steps of up to {capture_max_rows} rows are captured when they are first met"));
+            notes.add(format!("decode steps of up to {capture_max_rows} rows are captured when they first run"));
         }
         let readback = PinnedBuffer::new(&context, 1 << 16)?;
         let shared = WorkerShared {
@@ -164,7 +168,7 @@ impl Worker {
 
     /// Executes commands until `Stop`.
     pub(super) fn serve(mut self, shared: &WorkerShared) {
-        // Waiting callers must receive an error, whatever ends this thread.
+        // Waiting callers must receive an error, however this thread ends.
         let _closing = CloseOnDrop(shared);
         loop {
             let command = shared.queue.pop();
@@ -399,19 +403,23 @@ impl Worker {
             }
         };
         let word = |address: DeviceAddress, dims: &[usize]| TensorDesc::new(address, ElemType::I32, dims);
-        let [to, from, drawn, fed] = [0, 1, 2, 3].map(|i| at.offset(i * line));
+        let [to, from, sampled, tokens] = [0, 1, 2, 3].map(|i| at.offset(i * line));
         let (tos, froms) = rows.split_at(count);
         self.exec.stage(to, bytemuck::cast_slice(tos), on)?;
         self.exec.stage(from, bytemuck::cast_slice(froms), on)?;
         let (best_words, id_words) = (to_usize(best.bytes / 4), to_usize(ids.bytes / 4));
         let (best, ids) = (self.address(best), self.address(ids));
         let exec = &self.exec;
-        let gather = exec.ops.gather_rows(&word(best, &[best_words]), &word(from, &[count]), &word(drawn, &[count]))?;
+        let gather =
+            exec.ops.gather_rows(&word(best, &[best_words]), &word(from, &[count]), &word(sampled, &[count]))?;
         exec.run(gather, on)?;
-        exec.run(exec.ops.add(&word(drawn, &[count]), &exec.constants.one(), &word(drawn, &[count]))?, on)?;
-        exec.run(exec.ops.gather_rows(&exec.constants.id_table(), &word(drawn, &[count]), &word(fed, &[count]))?, on)?;
-        let (all, to, fed) = (words(ids, &[id_words, 1]), word(to, &[count, 1]), words(fed, &[count, 1]));
-        exec.run(exec.ops.scatter_rows(&all, &to, &fed)?, on)
+        exec.run(exec.ops.add(&word(sampled, &[count]), &exec.constants.one(), &word(sampled, &[count]))?, on)?;
+        exec.run(
+            exec.ops.gather_rows(&exec.constants.id_table(), &word(sampled, &[count]), &word(tokens, &[count]))?,
+            on,
+        )?;
+        let (all, to, tokens) = (words(ids, &[id_words, 1]), word(to, &[count, 1]), words(tokens, &[count, 1]));
+        exec.run(exec.ops.scatter_rows(&all, &to, &tokens)?, on)
     }
 
     fn launch(

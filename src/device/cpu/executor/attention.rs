@@ -114,7 +114,7 @@ impl GroupContext<'_> {
             }
             let partials = &mut partials[..needed];
             let parts = Partition::rows_at(partials, partial, schedule.bounds());
-            self.each_member(&|worker, scratch| {
+            self.on_each_worker(&|worker, scratch| {
                 let mut tile = parts.claim(worker);
                 let first = tile.first();
                 attention.attend(schedule, worker, scratch, &mut |piece, values| {
@@ -123,7 +123,7 @@ impl GroupContext<'_> {
             })?;
             let parts_out = Partition::rows_at(out, shape.piece_len(), schedule.merge_bounds());
             let partials = parts.read();
-            self.each_member(&|worker, scratch| {
+            self.on_each_worker(&|worker, scratch| {
                 let mut tile = parts_out.claim(worker);
                 let first = tile.first();
                 attention.merge(schedule, worker, partials, scratch, &mut |piece, values| {
@@ -132,7 +132,7 @@ impl GroupContext<'_> {
             })?;
         } else {
             let parts = Partition::rows_at(out, shape.piece_len(), schedule.bounds());
-            self.each_member(&|worker, scratch| {
+            self.on_each_worker(&|worker, scratch| {
                 let mut tile = parts.claim(worker);
                 let first = tile.first();
                 attention.attend(schedule, worker, scratch, &mut |piece, values| {
@@ -144,7 +144,7 @@ impl GroupContext<'_> {
     }
 
     /// Runs `body(worker, scratch)` on the thread pool.
-    fn each_member(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
+    fn on_each_worker(&self, body: &(dyn Fn(usize, &mut AttentionScratch) + Sync)) -> Result<(), DeviceError> {
         self.start(usize::MAX, &|worker, scratch: &mut WorkerScratch| {
             if let Some(scratch) = &mut scratch.attention {
                 body(worker.index(), scratch);

@@ -71,7 +71,7 @@ impl GroupContext<'_> {
     /// Scratch of the step's stream.
     pub(super) fn stream_scratch(&self, step: &Step) -> Result<std::cell::RefMut<'_, StreamScratch>, DeviceError> {
         let lane = self.scratch.streams.get(usize::from(step.stream)).and_then(|lane| lane.try_borrow_mut().ok());
-        lane.ok_or_else(|| broken("two steps of one group are on one lane"))
+        lane.ok_or_else(|| broken("two steps of one group are on one stream"))
     }
 
     /// Runs the steps of a group in a single run of the thread pool, except for steps that need several runs.
@@ -107,7 +107,8 @@ impl GroupContext<'_> {
 
     /// Runs a task on the thread pool, or on the calling thread if that is faster.
     pub(super) fn start(&self, elements: usize, work: &Task<'_>) -> Result<(), DeviceError> {
-        let mut workers = self.scratch.workers.try_borrow_mut().map_err(|_| broken("a run within a run"))?;
+        let mut workers =
+            self.scratch.workers.try_borrow_mut().map_err(|_| broken("a step started a run within a run"))?;
         let scratches = Partition::rows(&mut workers, 1, self.workers(), 1);
         let part = |worker: &WorkerCtx<'_>| {
             let mut scratch = scratches.claim(worker.index());
@@ -151,7 +152,7 @@ impl GroupContext<'_> {
             | Op::LinearArgMax(_)
             | Op::Custom(_)
             | Op::AllReduce
-            | Op::AllGather => Err(broken("a step of several runs in a group")),
+            | Op::AllGather => Err(broken("a step that needs several runs is in a group")),
         }
     }
 
@@ -160,12 +161,12 @@ impl GroupContext<'_> {
         match &step.op {
             Op::Attention(shape) => self.attention(shape, step),
             Op::SwigluLinear { activation, part, to } => {
-                let scratch = step.scratch.ok_or_else(|| broken("a fused MLP has no scratch"))?;
+                let scratch = step.scratch.ok_or_else(|| broken("a fused MLP step has no scratch"))?;
                 self.swiglu_linear((*activation, *to), part, scratch, step)
             }
             Op::LinearArgMax(part) => self.linear_argmax(part, step),
             Op::Custom(index) => self.custom(*index, step),
-            op => Err(broken(&format!("{} does not run alone", op.name()))),
+            op => Err(broken(&format!("{} cannot run by itself", op.name()))),
         }
     }
 }

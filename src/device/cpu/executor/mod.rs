@@ -187,22 +187,26 @@ impl Program {
             ("sequences fit the bucket", seqs <= bucket.seqs),
             ("the longest sequence fits the bucket", args.kv_lens.iter().all(|&kv| kv as usize <= bucket.kv_tokens)),
             ("every sequence has its lengths", args.q_lens.len() == seqs && args.kv_lens.len() == seqs),
-            ("a sequence brings 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
+            ("each sequence has 1 to kv_len rows", lens().all(|(q, kv)| 1 <= *q && q <= kv)),
             ("row lengths add up", args.q_lens.iter().map(|&q| u64::from(q)).sum::<u64>() == tokens as u64),
-            ("there is an id and a position a row", io.token_ids.len() == tokens && io.positions.len() == tokens),
+            ("every row has an id and a position", io.token_ids.len() == tokens && io.positions.len() == tokens),
             ("ids are rows of the embedding table", io.token_ids.iter().all(|&id| self.knows(id))),
             ("logit rows are rows of the batch", io.logit_rows.iter().all(|&row| (row as usize) < tokens)),
-            ("there is a logit row and a largest id each", io.logit_rows.len() == logit_rows),
-            ("the largest ids have room", Some(io.best.len()) == logit_rows.checked_mul(4)),
-            ("there is a status a row", io.row_status.len() == tokens),
-            ("logits have room", Some(io.logits.len()) == logit_rows.checked_mul(4 * plan.vocab_size)),
-            ("there is a table line a sequence", Some(io.block_tables.len()) == seqs.checked_mul(table_stride)),
+            ("every logit row has an argmax id", io.logit_rows.len() == logit_rows),
+            ("the argmax buffer holds every logit row", Some(io.best.len()) == logit_rows.checked_mul(4)),
+            ("every row has a status", io.row_status.len() == tokens),
             (
-                "a table line has all blocks of its sequence",
+                "the logits buffer holds every logit row",
+                Some(io.logits.len()) == logit_rows.checked_mul(4 * plan.vocab_size),
+            ),
+            ("every sequence has a block table", Some(io.block_tables.len()) == seqs.checked_mul(table_stride)),
+            (
+                "a block table has all blocks of its sequence",
                 args.kv_lens.iter().all(|kv_len| (*kv_len as usize).div_ceil(block_size) <= table_stride),
             ),
         ];
-        let broken = |rule: &str| DeviceError::Invalid { what: format!("launch: broken rule: {rule}") };
+        let broken =
+            |rule: &str| DeviceError::Invalid { what: format!("launch: arguments do not satisfy the rule: {rule}") };
         if let Some((rule, _)) = rules.iter().find(|(_, holds)| !holds) {
             return Err(broken(rule));
         }
@@ -212,7 +216,7 @@ impl Program {
             line[..blocks].iter().all(|&block| (block as usize) < pool_blocks)
         };
         if !lines().all(in_pool) {
-            return Err(broken("tables name blocks of the pool"));
+            return Err(broken("block tables contain blocks of the pool"));
         }
         let written = &mut self.written;
         written.clear();
@@ -222,7 +226,7 @@ impl Program {
             for &block in &line[first..(*kv_len as usize).div_ceil(block_size)] {
                 let (word, bit) = (block as usize / 64, 1 << (block % 64));
                 if written[word] & bit != 0 {
-                    return Err(broken("a block is written by one sequence, at one place of its table"));
+                    return Err(broken("a block is written by one sequence, at one place of its block table"));
                 }
                 written[word] |= bit;
             }

@@ -42,7 +42,7 @@ impl<'a> GroupContext<'a> {
             Operand::Arena { offset } => Ok((&self.arena, offset..offset + bytes)),
             Operand::Io(Io::Logits) => Ok((&self.logits, 0..bytes)),
             Operand::Io(Io::ArgMax) => Ok((&self.best, 0..bytes)),
-            _ => Err(broken("an operand is in no buffer that steps read and write")),
+            _ => Err(broken("an operand is not in a buffer that steps read and write")),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::graph::{Operand, Plan};
 
 /// Which part of the arena is filled with NaN before each step.
-#[cfg_attr(not(feature = "internals"), allow(dead_code, reason = "only tests ask for it"))]
+#[cfg_attr(not(feature = "internals"), allow(dead_code, reason = "only tests use it"))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Poison {

@@ -40,7 +40,7 @@ pub(super) fn load(
 ) -> Result<Vec<RankProgram>, CompileError> {
     let invalid = |what: &str| Err(CompileError::Invalid(what.to_owned()));
     if plans.is_empty() || plans.len() > MAX_RANKS || plans.len() != weights.len() {
-        return invalid("a program has 1 to 16 plans, one a rank, with a weight set each");
+        return invalid("expected 1 to 16 plans, one per rank, each with a weight set");
     }
     let collectives =
         |plan: &Plan| plan.steps.iter().map(|step| step.op.is_collective().then(|| step.op.clone())).collect();
@@ -49,16 +49,16 @@ pub(super) fn load(
     let mut first_head = 0;
     for (index, (plan, weights)) in plans.iter().zip(weights).enumerate() {
         if (plan.rank.index as usize, plan.rank.of as usize) != (index, plans.len()) {
-            return invalid("plans are not those of all ranks in order");
+            return invalid("expected the plans of all ranks, in rank order");
         }
         if plan.bucket != plans[0].bucket || plan.streams != plans[0].streams || collectives(plan) != meetings {
-            return invalid("the ranks' plans are not cut from one");
+            return invalid("the plans of the ranks are not shards of one graph");
         }
         if !same_collectives(plan, &plans[0]) {
-            return invalid("the ranks' plans do not meet over the same values");
+            return invalid("the collectives of the ranks do not have the same values");
         }
         if !weights.serves(&plan.weights) {
-            return invalid("the weight set is not the plan's");
+            return invalid("the weight set belongs to another plan");
         }
         let heads = heads_of(plan, kv)?;
         let ids = ids_of(plan, &weights);
@@ -76,10 +76,10 @@ pub(super) fn load(
         first_head += heads;
     }
     if !gather_whole_rows(plans) {
-        return invalid("the ranks' columns are not all of a row");
+        return invalid("the columns of all ranks do not cover a row");
     }
     if first_head != kv.geometry().kv_heads {
-        return invalid("the ranks' heads are not those of the KV geometry");
+        return invalid("the heads of all ranks differ from the KV geometry");
     }
     Ok(ranks)
 }
@@ -112,12 +112,12 @@ fn heads_of(plan: &Plan, kv: CpuKvLayout) -> Result<usize, CompileError> {
         let (layer, cols) = match &step.op {
             Op::KvWrite { layer } | Op::RopeKvWrite { layer, .. } => (*layer, plan.values[step.inputs[0]].cols),
             Op::Attention(shape) if shape.head_dim == g.head_dim => (shape.layer, shape.kv_heads * shape.head_dim),
-            Op::Attention(_) => return Err(CompileError::Invalid("attention and KV geometry differ".into())),
+            Op::Attention(_) => return Err(CompileError::Invalid("attention differs from the KV geometry".into())),
             _ => continue,
         };
         let fits = cols.is_multiple_of(g.head_dim) && layer < g.layers;
         if !fits || heads.is_some_and(|heads| heads != cols / g.head_dim) {
-            return Err(CompileError::Invalid("stored keys and KV geometry differ".into()));
+            return Err(CompileError::Invalid("the stored keys differ from the KV geometry".into()));
         }
         heads = Some(cols / g.head_dim);
     }

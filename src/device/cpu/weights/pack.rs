@@ -135,7 +135,7 @@ impl PackedMatrix {
         if row_bytes.checked_mul(n) != Some(data.len()) {
             return Err(invalid(format!("a {dtype} weight of {n} × {k}: got {} bytes", data.len())));
         }
-        let too_large = || invalid(format!("a {dtype} weight of {n} × {k} has more bytes than can be counted"));
+        let too_large = || invalid(format!("a {dtype} weight of {n} × {k} overflows the size in bytes"));
         let panel_bytes = panel_bytes(dtype, k).ok_or_else(too_large)?;
         let mut bytes = slab.take(Self::packed_bytes(dtype, n, k).ok_or_else(too_large)?)?;
         let parts = Partition::rows(bytes.as_mut_slice(), panel_bytes, threads.parts(), 1);

@@ -162,7 +162,7 @@ impl<'a> Attention<'a> {
         scratch: &mut AttentionScratch,
         store: &mut dyn FnMut(usize, &[f32]),
     ) {
-        schedule.for_member(
+        schedule.for_worker(
             &self.shape,
             self.rows,
             self.layout.geometry().block_size,

@@ -185,7 +185,7 @@ impl WorkSplit {
     }
 
     /// Calls `run` with the work of `worker`: a unit and its segments.
-    pub(crate) fn for_member<'a>(
+    pub(crate) fn for_worker<'a>(
         &self,
         shape: &AttentionDims,
         rows: BatchRows<'a>,
