@@ -192,7 +192,7 @@ pub struct Bindings {
     pub logit_rows: Span,
     /// Output: `f32` logits.
     pub logits: Span,
-    /// Output: `u32` argmax of each logit row, the lowest id of equals; [`NO_TOKEN`](crate::graph::NO_TOKEN) if a logit
+    /// Output: `u32` argmax of each logit row, the lowest id wins a tie; [`NO_TOKEN`](crate::graph::NO_TOKEN) if a logit
     /// of the row is not finite.
     pub argmax: Span,
     /// Output: `u8` [`RowStatus`](crate::graph::RowStatus) of each row of the batch.

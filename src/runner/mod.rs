@@ -69,7 +69,7 @@ pub struct DeferredToken {
     pub row: u32,
     /// In-flight batch that samples the token.
     pub batch_id: BatchId,
-    /// Index of the logit row in that batch: the token is its argmax, the lowest id of equals.
+    /// Index of the logit row in that batch: the token is its argmax, the lowest id wins a tie.
     ///
     /// If that row has a logit that is not finite, the result of the deferred token's row is undefined and must be
     /// ignored.

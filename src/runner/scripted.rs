@@ -271,7 +271,7 @@ pub fn hashed_logits(history: &[u32], logits: &mut [f32]) {
     }
 }
 
-/// Returns the argmax, the lowest id of equals, or [`NO_TOKEN`] if a logit is not finite.
+/// Returns the argmax, the lowest id wins a tie, or [`NO_TOKEN`] if a logit is not finite.
 fn largest(logits: &[f32]) -> u32 {
     let mut argmax = 0;
     for (id, logit) in logits.iter().enumerate() {

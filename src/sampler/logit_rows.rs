@@ -11,7 +11,7 @@ pub struct LogitRows<'a> {
     /// One byte per row: 0 if the row is valid, otherwise the reason why it must not be sampled (see
     /// [`RowStatus`](crate::graph::RowStatus)).
     pub status: &'a [u8],
-    /// Argmax of each row (the lowest id of equals) if the model has computed it; otherwise empty.
+    /// Argmax of each row (the lowest id wins a tie) if the model has computed it; otherwise empty.
     pub argmax: &'a [u32],
 }
 

@@ -69,7 +69,7 @@ impl<'a> SampleRow<'a> {
     }
 }
 
-/// Returns whether a request uses only the argmax of its logits (the lowest id of equals).
+/// Returns whether a request uses only the argmax of its logits (the lowest id wins a tie).
 ///
 /// This holds if the request is greedy, edits no logits for any output, and requests no log-probabilities.
 pub(crate) fn is_argmax_only(params: &SamplingParams, eos_ids: &[u32], bad_words: &[Vec<u32>]) -> bool {

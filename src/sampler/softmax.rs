@@ -25,7 +25,7 @@ pub(super) struct TopLogit {
     pub id: u32,
 }
 
-/// Returns the argmax of a row (the lowest id of equals); `None` if the row is empty or fully masked.
+/// Returns the argmax of a row (the lowest id wins a tie); `None` if the row is empty or fully masked.
 pub(super) fn top_logit(row: &[f32]) -> Option<TopLogit> {
     let mut lanes = [f32::NEG_INFINITY; 2 * SUMS];
     let mut chunks = row.chunks_exact(2 * SUMS);

@@ -31,9 +31,9 @@ use crate::graph::{Bucket, CompileError, Plan, Target, TpRank, Weight};
 use crate::kv_cache::{BlockId, KvDType, KvGeometry};
 use crate::weights::WeightSource;
 
-/// The head width of attention must be a multiple of this.
+/// The head size must be a multiple of this.
 const HEAD_STEP: usize = 16;
-/// Operations without which no model runs.
+/// Operations that every model needs.
 const NEEDED: [&str; 9] = [
     "aclnnEmbedding",
     "aclnnRmsNorm",
@@ -54,17 +54,17 @@ pub struct AscendDevice {
     activations: Activations,
     forms: (WeightForm, WeightTiles),
     workers: WorkerGroup,
-    /// High bits of every id, so that another device's ids are not found here.
+    /// High bits of every id; ids of another device have other bits and are rejected.
     tag: u64,
     next: AtomicU64,
-    /// Locked inside a turn of the cards, never around one.
+    /// Locked while the broadcast lock of the cards is held, never before it.
     known: Mutex<Registry>,
-    /// Streams get the same number on every card.
+    /// Serializes the creation of streams, so that a stream has the same number on every card.
     making_stream: Mutex<()>,
     telemetry: CardTelemetry,
 }
 
-/// Ids given to callers, with the facts that calls are checked against.
+/// Ids returned to callers, with the facts that calls are checked against.
 #[derive(Debug, Default)]
 struct Registry {
     streams: u64,
@@ -149,7 +149,7 @@ impl AscendDevice {
         self.merge_failure(self.workers.call(rank, move |card| card.attempt(asked_bytes, run))?)
     }
 
-    /// The same on all cards at once; `undo` is run on all where one fails.
+    /// Runs calls of the runtime on all cards at once; if one fails, `undo` is run on all.
     fn attempt_each(
         &self,
         asked_bytes: u64,
@@ -170,7 +170,7 @@ impl AscendDevice {
         let _ = self.workers.call_each(|_| run);
     }
 
-    /// Stores a failure that ends the device.
+    /// Records a failure that ends the device.
     fn merge_failure<R>(&self, outcome: Result<R, DeviceError>) -> Result<R, DeviceError> {
         if let Err(error) = &outcome
             && error.is_lost()
@@ -348,7 +348,7 @@ impl Device for AscendDevice {
         }
         let first = self.workers.first();
         let _turn = first.readback.turn();
-        // Size of one transfer: it fits the readback buffer.
+        // Size of one transfer, which fits the readback buffer.
         const PIECE: usize = 64 << 20;
         for (index, piece) in dst.chunks_mut(PIECE).enumerate() {
             let src = Span { offset: src.offset + (index * PIECE) as u64, bytes: piece.len() as u64, ..src };
@@ -415,7 +415,7 @@ impl Device for AscendDevice {
     fn record(&self, on: StreamId) -> Result<EventId, DeviceError> {
         self.workers.errors.check()?;
         let on = self.index(&self.known.lock(), on)?;
-        // Numbers grow in the queues' order.
+        // Numbers increase in queue order.
         let turn = self.workers.broadcast();
         let event = {
             let mut known = self.known.lock();
@@ -445,7 +445,7 @@ impl Device for AscendDevice {
     }
 
     fn kv_layout(&self, geometry: &KvGeometry) -> Result<KvLayout, DeviceError> {
-        // Two of 2 bytes each.
+        // Keys and values of 2 bytes each.
         self.caps.check_geometry(geometry, 4)?;
         let KvGeometry { layers, kv_heads, head_dim, .. } = *geometry;
         if !head_dim.is_multiple_of(HEAD_STEP) {

@@ -27,10 +27,10 @@ pub use ascend_sys::{AscendError, Library, LoadError, Runtime};
 pub use device::AscendDevice;
 pub use options::{Activations, AscendOpenError, AscendOptions, WeightForm, WeightTiles};
 
-/// Loads AscendCL from `path` (the library or a folder that holds it), or from where CANN puts it.
+/// Loads AscendCL from `path` (the library or its folder), or from the location of CANN.
 ///
 /// # Errors
-/// [`LoadError`] names every place that was tried, or the function that the library lacks.
+/// [`LoadError`] names every location that was tried, or the function that the library lacks.
 pub fn probe(path: Option<&Path>) -> Result<Runtime, LoadError> {
     Runtime::load(&Library::open(path)?)
 }

@@ -4,7 +4,7 @@
 
 use parking_lot::Mutex;
 
-/// Lines, each once.
+/// A list of lines without duplicates.
 #[derive(Debug, Default)]
 pub(super) struct Diagnostics {
     lines: Mutex<Vec<String>>,

@@ -1,4 +1,4 @@
-//! How an Ascend device is opened, and why it may not open.
+//! Options for opening an Ascend device, and the errors of opening one.
 
 #![forbid(unsafe_code)]
 
@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use ascend_sys::{AscendError, LoadError};
 
-/// Type of activations, 16-bit weights and logits; sums are f32 inside the chip.
+/// Element type of activations, 16-bit weights and logits; sums are f32 inside the chip.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activations {
-    /// bf16 where most of the model's matrices are bf16, else f16.
+    /// bf16 if most of the model's matrices are bf16, else f16.
     #[default]
     Auto,
     /// Half precision: 11 bits, at most 65,504. A row that exceeds it becomes infinite and ends its request.
@@ -40,13 +40,13 @@ pub enum WeightForm {
     #[default]
     WeightOnly,
     /// Weights and activations in int8 (W8A8): about 8 bits. The rounding error is up to 1/254 of the largest weight of
-    /// a row and of the largest activation: the fastest form for large batches, and the least exact.
+    /// a row and of the largest activation. The fastest and least accurate form for large batches.
     Dynamic,
-    /// Widened to the type of the activations: 16 bits.
+    /// Converted to the element type of the activations: 16 bits.
     Widened,
 }
 
-/// Matrices that are stored in the chip's own tiles (`FRACTAL_NZ`) instead of rows.
+/// Which matrices are stored in the chip's tiles (`FRACTAL_NZ`) instead of rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightTiles {
@@ -55,20 +55,20 @@ pub enum WeightTiles {
     /// Matrices multiplied in int8 ([`WeightForm::Dynamic`]), as in vllm-ascend on a 910B.
     #[default]
     Int8,
-    /// Those of 16 bits as well, embedding tables excepted.
+    /// Matrices multiplied in int8 or in 16 bits, except embedding tables.
     Always,
 }
 
-/// How to open an [`AscendDevice`](super::AscendDevice). Start from `default()` and assign fields.
+/// Options of an [`AscendDevice`](super::AscendDevice). Start from `default()` and assign fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AscendOptions {
     /// `libascendcl.so`, or a folder that contains it; `None` = the location of CANN. If set, no other location is
     /// tried.
     pub library: Option<PathBuf>,
-    /// `libdcmi.so`, which meters energy; `None` = the location of the driver. Without it only the energy is missing.
+    /// `libdcmi.so`, the management library; `None` = the location of the driver. It is only needed to measure energy.
     pub dcmi_library: Option<PathBuf>,
-    /// Cards by the runtime's numbers (subject to `ASCEND_RT_VISIBLE_DEVICES`).
+    /// Cards by the runtime's numbers, which depend on `ASCEND_RT_VISIBLE_DEVICES`.
     ///
     /// With several cards, a model needs as many ranks (`EngineConfig::tensor_parallel_size`): one per card in this
     /// order, connected by HCCL.
@@ -76,18 +76,18 @@ pub struct AscendOptions {
     /// Longest time in microseconds that the host waits for queued work before it reports a hang. A step of a large
     /// prompt takes a few seconds at most.
     pub timeout_us: u64,
-    /// Type of activations.
+    /// Element type of activations.
     pub activations: Activations,
     /// Storage of the matrices of quantized files.
     pub weights: WeightForm,
-    /// Matrices that are stored in tiles.
+    /// Which matrices are stored in tiles.
     pub tiles: WeightTiles,
-    /// Whether decode steps are captured into graphs, where the runtime can.
+    /// Whether decode steps are captured into graphs, if the runtime supports it.
     pub capture: bool,
     /// Maximum number of rows of a captured decode step: each bucket up to it gets a graph at its first use. Graphs
     /// need streams and memory; larger batches are bound by the chip, not by the host.
     pub capture_max_rows: u32,
-    /// Requests kernels whose sums do not depend on timing; these are slower.
+    /// Requests kernels whose sums do not depend on timing, which are slower.
     pub deterministic: bool,
 }
 
@@ -118,18 +118,18 @@ impl AscendOptions {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AscendOpenError {
-    /// `AscendCL` is not on this machine, or lacks a function that is needed.
+    /// `AscendCL` is not installed, or lacks a required function.
     #[error(transparent)]
     Library(#[from] LoadError),
     /// The libraries lack operations that every model needs.
     #[error("{} lacks operations that every model needs: {}", library.display(), names.join(", "))]
     MissingOperations {
-        /// Where the libraries are.
+        /// Location of the libraries.
         library: PathBuf,
-        /// The functions.
+        /// Names of the missing functions.
         names: Vec<&'static str>,
     },
-    /// No such card.
+    /// The card does not exist.
     #[error("card {card} does not exist: this process may use {count}")]
     Card {
         /// The requested number.
@@ -146,15 +146,15 @@ pub enum AscendOpenError {
     /// A call of the runtime failed.
     #[error("card {card}: {source}")]
     Call {
-        /// The card.
+        /// Number of the card.
         card: u32,
-        /// The call, its code and the runtime's words.
+        /// The call, its error code and the runtime's message.
         source: AscendError,
     },
     /// The device's thread could not be started.
     #[error("the device's thread could not be started: {reason}")]
     Thread {
-        /// The system's words.
+        /// The system's error message.
         reason: String,
     },
 }

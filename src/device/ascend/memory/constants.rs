@@ -54,7 +54,7 @@ impl Constants {
         self.number(3)
     }
 
-    /// Bool, 1 above the diagonal.
+    /// Causal mask of type bool: 1 above the diagonal.
     pub(crate) fn mask(&self) -> TensorDesc {
         TensorDesc::new(self.mask.address(), ElemType::Bool, &[MASK_SIDE, MASK_SIDE])
     }

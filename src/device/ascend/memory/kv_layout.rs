@@ -9,7 +9,7 @@ use crate::device::KvLayout;
 use crate::graph::TpRank;
 use crate::kv_cache::{KvDType, KvGeometry};
 
-/// Blocks after those of the caller: padding rows write there.
+/// Number of blocks after those of the caller; padding rows write to them.
 pub(crate) const RESERVED_BLOCKS: u64 = 1;
 
 /// Keys and values of one card: its shard of the heads.
@@ -19,7 +19,7 @@ pub(crate) struct KvShard {
 }
 
 impl KvShard {
-    /// The share of a rank's card.
+    /// Shard of a rank's card.
     pub(crate) fn for_rank(all: KvGeometry, rank: TpRank) -> Self {
         Self { geometry: KvGeometry { kv_heads: rank.share(all.kv_heads).len(), ..all } }
     }
@@ -37,7 +37,7 @@ impl KvShard {
         }
     }
 
-    /// Elements of the keys of one token in one layer.
+    /// Number of elements of a token's keys in one layer.
     pub(crate) const fn row(&self) -> usize {
         self.geometry.kv_heads * self.geometry.head_dim
     }
@@ -47,12 +47,12 @@ impl KvShard {
         self.geometry.block_size * self.row() * 2
     }
 
-    /// Blocks of a pool, reserved ones included.
+    /// Number of blocks of a pool, including reserved ones.
     pub(crate) fn blocks(&self, pool_bytes: u64) -> usize {
         usize::try_from(pool_bytes).unwrap_or(usize::MAX) / self.geometry.bytes_per_block()
     }
 
-    /// Bytes from a pool's start to a layer's keys (`side` 0) or values (1).
+    /// Byte offset in a pool of a layer's keys (`side` 0) or values (1).
     pub(crate) const fn offset(&self, layer: usize, side: usize, blocks: usize) -> usize {
         (2 * layer + side) * blocks * self.block_bytes()
     }

@@ -7,7 +7,7 @@ pub(super) mod staging;
 
 use ascend_sys::{AscendError, Context, DeviceAddress, DeviceBuffer, ElemType, Pages, TensorDesc};
 
-/// Alignment of parts: the value of torch-npu, whole lines of every cache on the chip.
+/// Alignment of parts, the same as in torch-npu: a multiple of the line size of every cache on the chip.
 pub(super) const ALIGNMENT: usize = 512;
 /// Padding after each contiguous operand; kernels may read it.
 pub(super) const TAIL_PADDING: usize = 32;
@@ -55,7 +55,7 @@ impl TypedAddress {
         Self { address, elem }
     }
 
-    /// The place some elements on.
+    /// Address of the element at index `elements`.
     pub(super) const fn from(self, elements: usize) -> Self {
         Self { address: self.address.offset(elements * self.elem.bits() / 8), elem: self.elem }
     }

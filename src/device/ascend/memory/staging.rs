@@ -68,7 +68,7 @@ impl FreeSlots {
     }
 }
 
-/// Where a stream is, in copies it was given.
+/// Progress of a stream, as the number of copies queued to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub stream: usize,
@@ -87,7 +87,7 @@ impl InFlight {
         Self { slots: VecDeque::with_capacity(SLOTS), free }
     }
 
-    /// Where slots go when they are free.
+    /// Pool of free slots.
     pub(crate) fn free(&self) -> &FreeSlots {
         &self.free
     }

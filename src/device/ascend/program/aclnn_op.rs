@@ -4,7 +4,7 @@
 
 use ascend_sys::{AscendError, DeviceAddress, ElemType, Op, Ops, TensorDesc};
 
-/// One operation, ready to be made.
+/// Description of one operation and its operands.
 #[derive(Clone, Debug)]
 pub(crate) enum AclnnOp {
     Embedding { table: TensorDesc, ids: TensorDesc, out: TensorDesc },
@@ -31,7 +31,7 @@ pub(crate) enum AclnnOp {
 }
 
 impl AclnnOp {
-    /// Runs the operation's first phase.
+    /// Builds the operation by running its first phase.
     pub(crate) fn build(&self, ops: &Ops) -> Result<Op, AscendError> {
         match self {
             Self::Embedding { table, ids, out } => ops.embedding(table, ids, out),
@@ -66,7 +66,7 @@ impl AclnnOp {
     }
 }
 
-/// Rows rounded to int8, and a scale for each.
+/// Rows rounded to int8, with one scale per row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Quantized {
     pub rows: TensorDesc,
@@ -74,7 +74,7 @@ pub(crate) struct Quantized {
 }
 
 impl Quantized {
-    /// Of rows like `x`.
+    /// Describes the rounded form of rows with the shape of `x`.
     pub(crate) fn new(rows: DeviceAddress, scales: DeviceAddress, x: &TensorDesc) -> Self {
         let dims = [0, 1].map(|dim| x.dims().get(dim).map_or(1, |&dim| usize::try_from(dim).unwrap_or(0)));
         Self {
@@ -83,12 +83,12 @@ impl Quantized {
         }
     }
 
-    /// Rounds `x` to it.
+    /// Operation that rounds `x` to these rows.
     pub(crate) fn op(&self, x: TensorDesc) -> AclnnOp {
         AclnnOp::Quantize { x, rows: self.rows, scales: self.scales }
     }
 }
 
-/// Elements of a column that share a scale: those of a block of every format. A multiple of 32 and less than a column, as
-/// `aclnnWeightQuantBatchMatmulV2` documents.
+/// Number of elements of a column that share a scale, which equals the block of every format. A multiple of 32 and less
+/// than a column, as `aclnnWeightQuantBatchMatmulV2` documents.
 pub(crate) const GROUP_SIZE: i32 = 32;

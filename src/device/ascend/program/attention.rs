@@ -12,9 +12,9 @@ use crate::graph::AttentionShape;
 /// Lengths of a batch in the form of the operation.
 #[derive(Debug, Default)]
 pub(crate) struct Lengths {
-    /// Sums of the rows of the sequences.
+    /// Cumulative number of rows of the sequences.
     pub ends: Vec<i64>,
-    /// Stored tokens of each.
+    /// Number of stored tokens of each sequence.
     pub keys: Vec<i64>,
 }
 
@@ -40,22 +40,22 @@ impl Lengths {
         }
     }
 
-    /// Whether every sequence brings one row.
+    /// Whether every sequence has one row.
     fn is_single(&self) -> bool {
         self.ends.last().is_none_or(|&rows| rows == self.ends.len() as i64)
     }
 }
 
-/// Layout of the queries.
+/// Layout of the queries in the attention operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttentionLayout {
-    /// All sequences in one call, of any lengths.
+    /// All sequences in one call, with any lengths.
     Packed,
-    /// One call for all if each brings one row, else one a sequence.
+    /// One call for all sequences if each has one row, else one call per sequence.
     Padded,
 }
 
-/// One layer's attention with everything it reads.
+/// One layer's attention with all its operands.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layer<'a> {
     pub ops: &'a Ops,
@@ -72,7 +72,7 @@ pub(crate) struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    /// Issues the calls for a batch, one after the other.
+    /// Issues the calls for a batch.
     pub(crate) fn each(
         &self,
         lengths: &Lengths,
@@ -134,10 +134,10 @@ impl Layer<'_> {
     }
 }
 
-/// Finds the form that supports a layer's heads, by building the operation for two rows of a sequence.
+/// Finds the layout that supports a layer's heads, by building the operation for two rows of a sequence.
 ///
 /// # Errors
-/// The error of the last form.
+/// The error of the last layout tried.
 pub(crate) fn probe(
     ops: &Ops,
     constants: &Constants,

@@ -21,10 +21,10 @@ use super::{Batch, Program};
 use crate::device::ascend::memory::{RegionBuilder, TypedAddress, alloc_zeroed};
 use crate::graph::AttentionShape;
 
-/// A bucket's graph.
+/// Capture state of a bucket.
 #[derive(Debug, Default)]
 pub(crate) enum Captured {
-    /// Not tried yet.
+    /// Not captured yet.
     #[default]
     NotYet,
     /// Not available; the device's notes give the reason.
@@ -38,7 +38,7 @@ pub(crate) struct Replay {
     graph: Graph,
     layers: Vec<Refreshed>,
     is_proven: bool,
-    /// The end of the last replay: its attention must not be changed before.
+    /// End of the last replay; its attention must not be updated before.
     done: Event,
     pool: (DeviceAddress, u64),
     results: OutputBuffers,
@@ -48,7 +48,7 @@ pub(crate) struct Replay {
     _region: DeviceBuffer,
 }
 
-/// One layer's attention in a graph.
+/// One layer's attention in a graph, with the handle to update it.
 #[derive(Debug)]
 struct Refreshed {
     group: TaskGroup,
@@ -70,7 +70,7 @@ fn is_harmless(error: &AscendError) -> bool {
     )
 }
 
-/// Why nothing is captured on this install, if so.
+/// Reason why this installation cannot capture graphs; `None` if it can.
 pub(crate) fn missing(exec: &ExecContext) -> Option<&'static str> {
     let capabilities = exec.context.runtime().capabilities();
     match (capabilities.capture, capabilities.task_update) {
@@ -81,7 +81,7 @@ pub(crate) fn missing(exec: &ExecContext) -> Option<&'static str> {
 }
 
 impl Program {
-    /// Whether a batch is one that a graph can run.
+    /// Whether a graph can run this batch.
     pub(crate) fn can_replay(&self, batch: &Batch<'_>, most_rows: usize) -> bool {
         let rows = self.sizes.tokens;
         rows <= most_rows
@@ -89,11 +89,11 @@ impl Program {
             && self.sizes.logits == rows
             && batch.shape.seqs == batch.shape.tokens
             && batch.shape.logit_rows > 0
-            // Padding rows have a slot each in the reserved block.
+            // Each padding row has its own slot in the reserved block.
             && rows - batch.shape.tokens <= self.cache.geometry.block_size
     }
 
-    /// Queues one batch as a replay; `false` if there is no graph and none can be captured.
+    /// Queues one batch as a replay; returns `false` if there is no graph and none can be captured.
     pub(crate) fn replay(&mut self, exec: &mut ExecContext, batch: &Batch<'_>, on: usize) -> Result<bool, AscendError> {
         let pool = (batch.pool, batch.pool_bytes);
         if let Captured::Ready(replay) = &self.captured
@@ -143,7 +143,7 @@ impl Program {
         Ok(outcome.filter(|_| agreed).unwrap_or(Captured::Never))
     }
 
-    /// Launches the graph, updates it, and passes on its results.
+    /// Launches the graph, updates it, and copies its results.
     fn run(&self, exec: &ExecContext, batch: &Batch<'_>, replay: &mut Replay, on: usize) -> Result<(), AscendError> {
         let stream = exec.streams.get(on);
         let (wanted, all) = (batch.shape.logit_rows, self.sizes.logits);
@@ -155,7 +155,7 @@ impl Program {
         if replay.is_proven {
             let updated = self.update(exec, replay);
             if updated.is_err() {
-                // The replay waits for all updates: let it end with stale lengths; its results are not read.
+                // The replay waits for all updates, so let it end with stale lengths; its results are not read.
                 let update = update_stream(exec)?;
                 replay.layers.iter().try_for_each(|layer| update.record(&layer.event))?;
             }
@@ -201,7 +201,7 @@ impl Program {
             (rows.tokens..rows.tokens + rows.logits).flat_map(|row| to_u32(row).to_le_bytes()).collect();
         region.write(offsets[3], &numbers)?;
         let results = OutputBuffers { logits, argmax: best, status };
-        // The longest lengths: the workspace then suffices for shorter ones.
+        // Capture with the longest lengths, so that the workspace suffices for shorter ones.
         let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
         let seqs = self.sizes.seqs;
         self.lengths.fill(&vec![1; seqs], &vec![longest; seqs], seqs);
@@ -249,7 +249,7 @@ fn launch(mut op: Op, shared: &Shared, on: &Stream) -> Result<(), AscendError> {
     op.launch(shared.workspace.address(), bytes, on)
 }
 
-/// The stream that refreshes graphs; made before the first capture.
+/// Stream that updates graphs; created before the first capture.
 fn update_stream(exec: &ExecContext) -> Result<&Stream, AscendError> {
     exec.update.as_ref().ok_or_else(|| AscendError {
         call: "aclmdlRICaptureTaskUpdateBegin",

@@ -73,7 +73,7 @@ pub(crate) fn check_plan(plan: &Plan, elem: ElemType) -> Result<(), CompileError
     Ok(())
 }
 
-/// Pairing and head size of each kind of rotation.
+/// Pairing and head size of each rotary table.
 pub(crate) fn rope_styles(plan: &Plan) -> Result<Vec<(usize, bool)>, CompileError> {
     let mut styles = vec![None; plan.ropes.len()];
     for step in &plan.steps {

@@ -17,7 +17,7 @@ use crate::device::ascend::notes::Diagnostics;
 use crate::device::ascend::worker::consensus::Consensus;
 use crate::device::ascend::worker::wait::WaitPolicy;
 
-/// Scratch that one launch after the other uses; captured graphs hold the one they were captured with.
+/// Scratch that consecutive launches share; a captured graph keeps the scratch it was captured with.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub workspace: DeviceBuffer,
@@ -78,9 +78,9 @@ impl Shared {
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct ExecContext {
-    // Fields are dropped in this order: memory that queued work may still use goes last.
+    // Fields are dropped in this order: memory that queued work may still use is dropped last.
     pub streams: Streams,
-    /// Refreshes captured graphs; made with the first of them.
+    /// Stream that updates captured graphs; created with the first of them.
     pub update: Option<Stream>,
     pub output: Stream,
     pub ops: Ops,
@@ -89,7 +89,7 @@ pub(crate) struct ExecContext {
     pub in_flight: InFlight,
     own: InFlight,
     shared: RefCell<Arc<Shared>>,
-    /// The stream of the last launch, and its end.
+    /// Stream of the last launch, and the event at its end.
     last_launch: Option<usize>,
     launched: Event,
     pub wait_policy: WaitPolicy,
@@ -165,39 +165,39 @@ impl ExecContext {
         }
     }
 
-    /// Queues an op that was made before.
+    /// Queues a prebuilt operation.
     pub(crate) fn launch(&self, op: &mut Op, on: usize) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
-        // All sizes were measured at load; an operation that needs more for shorter lengths causes one wait.
+        // All workspaces were measured at load; an operation that needs more for shorter lengths causes one wait.
         self.grow(SharedBytes { workspace: needed, ..SharedBytes::default() })?;
         let workspace = self.shared().workspace.address();
         op.launch(workspace, needed, self.streams.get(on))
     }
 
-    /// Queues an op that is used once.
+    /// Queues an operation that is used once.
     pub(crate) fn run(&self, mut op: Op, on: usize) -> Result<(), AscendError> {
         self.launch(&mut op, on)
     }
 
-    /// Makes this card one of several.
+    /// Connects this card with the others.
     pub(crate) fn join(&mut self, communicator: Communicator, consensus: Arc<Consensus>) {
         self.ranks = Some((communicator, consensus));
     }
 
-    /// Whether all cards of the device agree; they vote at the same places.
+    /// Whether all cards of the device agree; all of them vote at the same points.
     pub(crate) fn all_agree(&self, agrees: bool) -> Result<bool, AscendError> {
         self.ranks.as_ref().map_or(Ok(agrees), |(_, consensus)| consensus.all_agree(agrees))
     }
 
     /// An asynchronous error of the collectives' library, if there is one.
     pub(crate) fn link_error(&self) -> Option<AscendError> {
-        // A library that cannot be queried, or does not answer, reports no error.
+        // A library that cannot be queried, or does not respond, reports no error.
         self.ranks.as_ref().and_then(|(communicator, _)| communicator.async_error().ok().flatten())
     }
 
     /// Queues a collective with the other cards.
     pub(crate) fn run_collective(&self, meeting: &Collective, on: &Stream) -> Result<(), AscendError> {
-        // Plans with collectives are loaded on as many cards as they have ranks.
+        // Plans with collectives are loaded on as many cards as they have ranks, so a communicator exists.
         let Some((communicator, _)) = &self.ranks else { return Ok(()) };
         let &Collective { gathers, src, dst, elements } = meeting;
         if gathers {
@@ -207,7 +207,7 @@ impl ExecContext {
         }
     }
 
-    /// Runs an op while the streams are idle, and waits for it.
+    /// Runs an operation while the streams are idle, and waits for it.
     pub(crate) fn run_alone(&mut self, mut op: Op) -> Result<(), AscendError> {
         let needed = op.workspace_bytes();
         self.synchronize()?;
@@ -255,7 +255,7 @@ impl ExecContext {
         Ok(())
     }
 
-    /// Waits until nothing runs.
+    /// Waits until all streams are idle.
     pub(crate) fn synchronize(&mut self) -> Result<(), AscendError> {
         self.streams.synchronize_all(&self.wait_policy)?;
         if let Some(update) = &self.update {
@@ -265,7 +265,7 @@ impl ExecContext {
         Ok(())
     }
 
-    /// Notes that all streams are at their ends.
+    /// Records that all queued work has ended.
     pub(crate) fn all_passed(&mut self) {
         let Self { streams, in_flight, own, .. } = self;
         for mark in streams.all_reached() {
@@ -274,7 +274,7 @@ impl ExecContext {
         }
     }
 
-    /// Aborts the streams, so that no call waits for a device that does not answer.
+    /// Aborts the streams, so that no call waits for a device that does not respond.
     pub(crate) fn abort(&self) {
         self.streams.abort();
         for stream in [Some(&self.output), self.update.as_ref()].into_iter().flatten() {
@@ -287,18 +287,18 @@ impl ExecContext {
 /// Scratch that all programs of a card share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SharedScratch {
-    /// Logits before they are widened.
+    /// Logits before the conversion to f32.
     pub logits: DeviceAddress,
     /// Shards of the logits of all ranks, concatenated.
     pub gathered: DeviceAddress,
-    /// A flag an element of the widest rows that are checked.
+    /// One flag per element of the widest rows that are checked.
     pub flags: DeviceAddress,
 }
 
 /// A collective: each card contributes the same number of elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Collective {
-    /// All ranks' elements side by side, or else their sum.
+    /// Whether the ranks' elements are concatenated; otherwise they are summed.
     pub gathers: bool,
     pub src: TypedAddress,
     pub dst: TypedAddress,

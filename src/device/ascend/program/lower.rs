@@ -26,7 +26,7 @@ pub(crate) struct RowCounts {
     pub logits: usize,
 }
 
-/// Where a launch's results go.
+/// Destinations of a launch's results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutputBuffers {
     pub logits: DeviceAddress,
@@ -54,17 +54,18 @@ pub(crate) enum LoweredOp {
     },
 }
 
-/// Buffers of a program, as offsets into its region after the arena.
+/// Buffers of a program in its region, after the arena.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProgramBuffers {
     pub ids: DeviceAddress,
-    /// The ids as rows of a rank's part of the table.
+    /// Token ids as row indices of the rank's part of the embedding table.
     own_ids: DeviceAddress,
     pub positions: DeviceAddress,
     pub logit_rows: DeviceAddress,
-    /// Block tables, `table_cols` a sequence, and one line more whose first entry is the reserved block.
+    /// Block tables with `table_cols` entries per sequence, and one more row whose first entry is the reserved block.
     pub table: DeviceAddress,
-    /// For each row its entry of `table`, then (from a multiple of 8 on) its slot in the block; written by the host.
+    /// For each row, its index in `table`, then (starting at a multiple of 8) its slot in the block; written by the
+    /// host.
     pub entries: DeviceAddress,
     pub slots: DeviceAddress,
     /// For each row of logits, the row of the batch that its status belongs to; padding rows have indices after the
@@ -85,20 +86,20 @@ pub(crate) struct ProgramBuffers {
     int8_scales: DeviceAddress,
 }
 
-/// Sizes that fix those places.
+/// Dimensions that determine the buffers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BufferDims {
     pub tokens: usize,
     pub logits: usize,
     pub seqs: usize,
-    /// Entries of a line of the block table, a multiple of 8.
+    /// Number of entries per row of the block table, a multiple of 8.
     pub table_cols: usize,
     /// Largest width of rows that are rounded to int8; 0 if there are none.
     pub int8_cols: usize,
 }
 
 impl ProgramBuffers {
-    /// Places for a plan from `base` on, and the bytes of all.
+    /// Places the buffers of a plan starting at `base`; also returns their total size in bytes.
     pub(crate) fn new(plan: &Plan, sizes: BufferDims, base: DeviceAddress) -> (Self, usize) {
         let BufferDims { tokens, logits, seqs, table_cols, int8_cols } = sizes;
         let widest =
@@ -141,7 +142,7 @@ fn most_groups(plan: &Plan, step: &Step) -> usize {
     }
 }
 
-/// Tables of one kind of rotation: `[positions, head_dim]` each.
+/// Tables of one rotation: `[positions, head_dim]` each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RopeTables {
     pub cos: DeviceAddress,
@@ -151,14 +152,14 @@ pub(crate) struct RopeTables {
     pub is_interleaved: bool,
 }
 
-/// Rows that a product reads, in both types.
+/// Input rows of a product, in both types.
 #[derive(Clone, Copy, Debug)]
 struct Multiplied {
     plain: TensorDesc,
     int8: Quantized,
 }
 
-/// A plan with the places of everything it works on.
+/// A plan with the locations of all its operands.
 #[derive(Debug)]
 pub(crate) struct Lowering {
     pub plan: Plan,
@@ -166,9 +167,10 @@ pub(crate) struct Lowering {
     pub arena: DeviceAddress,
     pub fixed: ProgramBuffers,
     pub ropes: Vec<RopeTables>,
-    /// The row of a rank's part of the embedding table by id; that of zeros for ids that others have.
+    /// For each token id, the row of the rank's part of the embedding table; ids of other ranks map to the row of
+    /// zeros.
     pub own_rows: Option<DeviceAddress>,
-    /// Gate and up projections merged into one product, by step, with the joined weight; and the steps that read both
+    /// Gate and up projections merged into one product, by step, with the combined weight; and the steps that read both
     /// halves.
     pub fused_gate_up: Vec<Option<Matrix>>,
     pub swiglu_halves: Vec<bool>,
@@ -207,7 +209,7 @@ impl Lowering {
         self.plan.values[value].operand == Operand::Io(Io::Logits)
     }
 
-    /// Whether a step computes rows of logits or their status: such steps are issued anew for each launch.
+    /// Whether a step computes rows of logits or their status; such steps are built for each launch.
     pub(crate) fn is_tail(&self, step: &Step) -> bool {
         matches!(step.op, Op::GatherRows | Op::RowStatus)
             || step.outputs.iter().any(|&value| self.plan.values[value].rows == crate::graph::RowDim::LogitRows)
@@ -409,7 +411,7 @@ impl Lowering {
         op_of(AclnnOp::Mul { a: out, b: up, out })
     }
 
-    /// The input rows of products with some weights, rounded to int8 once if one of the products needs that.
+    /// The input rows of products with the given weights, rounded to int8 once if one of the products needs it.
     fn multiplied(
         &self,
         parts: &[LinearPart],
@@ -443,7 +445,7 @@ impl Lowering {
             (Matrix::Rows(weight), bias) => op_of(AclnnOp::Linear { x: x.plain, weight, bias, out })?,
             (_, bias) => {
                 op_of(matrix.product(x.plain, &x.int8, out))?;
-                // Tiles support no bias, and the other forms take different types of it.
+                // Tiles support no bias, and the other layouts differ in the type of the bias.
                 bias.map_or(Ok(()), |bias| op_of(AclnnOp::Add { a: out, b: bias, out }))?;
             }
         }
@@ -453,8 +455,8 @@ impl Lowering {
         Ok(())
     }
 
-    /// Concatenates the ranks' columns of the logits. Each rank contributes as many as the rank with most columns; the
-    /// excess columns of a smaller shard are ignored.
+    /// Concatenates the ranks' columns of the logits. Each rank contributes as many columns as the largest shard has;
+    /// the excess columns of a smaller shard are ignored.
     fn gather_logits(
         &self,
         part: usize,
@@ -484,8 +486,8 @@ impl Lowering {
         emit(LoweredOp::Op(AclnnOp::Cast { x: narrow, out: wide }))
     }
 
-    /// Whether each row of logits is finite, and `argmax = argmax · finite + (finite - 1)`: -1, all bits set, if it is
-    /// not.
+    /// Computes whether each row of logits is finite, and `argmax = argmax · finite + (finite - 1)`, which is -1 (all
+    /// bits set) for a row that is not.
     fn argmax(
         &self,
         rows: usize,
@@ -511,7 +513,7 @@ impl Lowering {
         op_of(AclnnOp::Add { a: product, b: offset, out: ints(results.argmax) })
     }
 
-    /// A row is valid if its last sums and, if requested, its logits are finite.
+    /// Marks a row as valid if its final hidden state and, if requested, its logits are finite.
     fn join_logits_status(
         &self,
         rows: RowCounts,
@@ -545,7 +547,7 @@ fn to_usize(n: i64) -> usize {
     usize::try_from(n).unwrap_or(0)
 }
 
-/// 32-bit words that are only moved. Scatter supports f32 but not int32, and moves either unchanged.
+/// Descriptor of 32-bit words that are only copied. Scatter supports f32 but not int32, and copies either unchanged.
 pub(crate) fn words(address: DeviceAddress, dims: &[usize]) -> TensorDesc {
     TensorDesc::new(address, ElemType::F32, dims)
 }

@@ -56,10 +56,9 @@ impl Batch<'_> {
 /// One operation of the layers.
 #[derive(Debug)]
 enum Prepared {
-    /// Made once.
+    /// Built once.
     Cached(Op),
-    /// Built anew for each launch: depends on lengths, on the pool or on other cards, or cannot be reused by the
-    /// library.
+    /// Built for each launch: depends on lengths, on the pool or on other cards, or cannot be reused by the library.
     PerLaunch(Box<LoweredOp>),
 }
 
@@ -69,7 +68,7 @@ pub(super) struct Program {
     pub lowering: Lowering,
     pub cache: KvShard,
     pub sizes: BufferDims,
-    /// By layer of the pool.
+    /// Attention layout by layer of the pool.
     pub forms: Vec<AttentionLayout>,
     pub has_kv_scatter: bool,
     body: Vec<Prepared>,
@@ -77,10 +76,10 @@ pub(super) struct Program {
     pub block_size: TensorDesc,
     pub lengths: Lengths,
     words: Vec<u32>,
-    /// The pool whose reserved block is in the table.
+    /// Pool whose reserved block is in the block table.
     known_pool: Option<(DeviceAddress, u64)>,
     pub captured: Captured,
-    /// Dropped last: everything above works on it.
+    /// Dropped last, because all fields above refer to it.
     _region: DeviceBuffer,
 }
 
@@ -173,7 +172,7 @@ impl Program {
         Ok(program)
     }
 
-    /// Finds the form of every layer's attention.
+    /// Finds the attention layout of every layer.
     fn probe(&mut self, exec: &ExecContext) -> Result<(), CompileError> {
         let table = TypedAddress::new(self.lowering.fixed.table, ElemType::I32);
         let query = TypedAddress::new(self.lowering.arena, self.lowering.weights.elem);
@@ -203,7 +202,7 @@ impl Program {
         Ok(())
     }
 
-    /// Grows the card's shared scratch to the needs of this program.
+    /// Grows the card's shared scratch to the size that this program needs.
     fn share(&self, exec: &mut ExecContext) -> Result<(), CompileError> {
         let (plan, BufferDims { tokens, logits, .. }) = (&self.lowering.plan, self.sizes);
         let widest = |step: &crate::graph::Step| match step.op {
@@ -218,7 +217,7 @@ impl Program {
             .map_err(|error| compile_error("logits", error, flags as u64, &exec.context))
     }
 
-    /// Builds the operations of the layers, and measures the workspace.
+    /// Builds the operations of the layers, and measures their workspace.
     fn prepare(&mut self, exec: &mut ExecContext) -> Result<(), CompileError> {
         let rows = RowCounts { tokens: self.sizes.tokens, logits: self.sizes.logits };
         let (room, results) = (exec.shared().scratch(), nowhere());
@@ -254,7 +253,7 @@ impl Program {
                 }
                 Ok(())
             };
-            // The destinations of results are known at launch; the widest rows represent them here.
+            // The destinations of results are known only at launch; the widest rows represent them here.
             let results = OutputBuffers { logits: room.logits, argmax: self.lowering.fixed.ids, status: room.flags };
             self.lowering
                 .lower(at, rows, results, room, &exec.constants, &mut measure)
@@ -266,7 +265,7 @@ impl Program {
             .map_err(|error| compile_error("workspace", error, workspace as u64, &exec.context))
     }
 
-    /// Workspace that attention may need: for the longest sequences, in as many rows as the bucket has.
+    /// Workspace that attention may need: for the longest sequences, with as many rows as the bucket has.
     fn attention_workspace(&mut self, exec: &ExecContext) -> Result<usize, AscendError> {
         let BufferDims { tokens, seqs, .. } = self.sizes;
         let longest = to_u32(self.lowering.plan.bucket.kv_tokens);
@@ -393,7 +392,7 @@ impl Program {
         );
         exec.run(exec.ops.copy(&dst, &src)?, on)?;
 
-        // Entry of the table, then place in the block, of each row; rows that fill the bucket up go to the reserved block.
+        // For each row, its index in the table, then its slot in the block; padding rows use the reserved block.
         let number = |n: usize| to_u32(n);
         self.words.clear();
         let rows_of = || batch.q_lens.iter().zip(batch.kv_lens).enumerate();
@@ -499,7 +498,8 @@ impl Program {
     }
 }
 
-/// For each id the row of the rank's shard of the embedding table; ids of other ranks have the row of zeros after it.
+/// For each token id, the row of the rank's shard of the embedding table; ids of other ranks map to the row of zeros
+/// after it.
 fn own_rows(plan: &Plan) -> Option<Vec<u32>> {
     let (table, first) = plan.steps.iter().find_map(|step| match step.op {
         PlanOp::Embed { table, first_id } => Some((table, first_id)),
@@ -516,7 +516,7 @@ const fn nowhere() -> OutputBuffers {
     OutputBuffers { logits: none, argmax: none, status: none }
 }
 
-/// Cosines and sines of all positions, each for a whole head: f32 angles as the reference has them, rounded once.
+/// Cosines and sines of all positions, each for a whole head: f32 angles as in the reference, rounded once.
 #[allow(clippy::cast_possible_truncation)]
 fn angles(
     frequencies: &crate::graph::RopeFrequencies,

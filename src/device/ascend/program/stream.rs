@@ -1,4 +1,5 @@
-//! The streams of a card, and the events that callers record on them: real events, used again once they are reached.
+//! The streams of a card, and the events that callers record on them: real events, which are reused once they are
+//! reached.
 
 #![forbid(unsafe_code)]
 
@@ -10,11 +11,11 @@ use crate::device::ascend::worker::wait::WaitPolicy;
 /// Number of events that a caller can hold before recording the next one waits for the oldest.
 const EVENTS: usize = 128;
 
-/// A stream with the number of copies staged on it.
+/// A stream, its events, and the number of copies staged on it.
 #[derive(Debug)]
 struct StreamEvents {
     stream: Stream,
-    /// Event by which other streams wait for this stream, among all.
+    /// Event by which other streams wait for all work queued on this stream.
     joint: Event,
     staged: u64,
 }
@@ -80,7 +81,7 @@ impl Streams {
         Ok(())
     }
 
-    /// The event, unless it was reached long ago.
+    /// Returns the event if it may not have been reached yet.
     fn pending(&self, number: u64) -> Option<&Recorded> {
         Some(&self.ring[slot_of(number)]).filter(|slot| slot.number == number && !slot.is_reached)
     }
@@ -90,12 +91,12 @@ impl Streams {
         self.hold(self.get(index), number)
     }
 
-    /// Makes one of the card's own streams wait for an event.
+    /// Makes one of the device's internal streams wait for an event.
     pub(crate) fn hold(&self, stream: &Stream, number: u64) -> Result<(), AscendError> {
         self.pending(number).map_or(Ok(()), |slot| stream.wait(&slot.event))
     }
 
-    /// Makes one of the card's own streams wait for all work queued so far.
+    /// Makes one of the device's internal streams wait for all work queued so far.
     pub(crate) fn hold_for_all(&self, stream: &Stream) -> Result<(), AscendError> {
         self.lanes.iter().try_for_each(|lane| {
             lane.stream.record(&lane.joint)?;
@@ -118,7 +119,7 @@ impl Streams {
         Ok(self.reached(number))
     }
 
-    /// Notes that an event was reached, and with it all before it on its stream.
+    /// Records that an event was reached, and with it all earlier ones of its stream.
     pub(crate) fn reached(&mut self, number: u64) -> Option<Mark> {
         let slot = Some(&self.ring[slot_of(number)]).filter(|slot| slot.number == number)?;
         let mark = slot.mark;
@@ -134,21 +135,21 @@ impl Streams {
         self.lanes.iter().enumerate().map(|(stream, lane)| Mark { stream, count: lane.staged })
     }
 
-    /// Blocks the host until one stream is at its end.
+    /// Blocks the host until one stream is idle; returns its progress.
     pub(crate) fn synchronize(&self, index: usize, wait_policy: &WaitPolicy) -> Result<Mark, AscendError> {
         wait_policy.wait(|limit| self.get(index).synchronize(Some(limit)))?;
         Ok(Mark { stream: index, count: self.lanes[index].staged })
     }
 
-    /// Blocks the host until all streams are at their ends.
+    /// Blocks the host until all streams are idle.
     pub(crate) fn synchronize_all(&self, wait_policy: &WaitPolicy) -> Result<(), AscendError> {
         self.lanes.iter().try_for_each(|lane| wait_policy.wait(|limit| lane.stream.synchronize(Some(limit))))
     }
 
-    /// Aborts running work and drops queued work, so that nothing has to be waited for.
+    /// Aborts running work and drops queued work, so that no wait is necessary.
     pub(crate) fn abort(&self) {
         for lane in &self.lanes {
-            // Nothing more can be done about a stream that does not even abort.
+            // A stream that cannot even be aborted has no further remedy.
             let _ = lane.stream.abort();
         }
     }

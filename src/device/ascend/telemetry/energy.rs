@@ -15,17 +15,17 @@ use std::time::{Duration, Instant};
 use ascend_sys::{AscendError, DcmiCard};
 use parking_lot::{Condvar, Mutex};
 
-/// Time between samples: decode steps take tens of milliseconds, and the result is a mean over many.
+/// Time between samples: decode steps take tens of milliseconds, so the result is a mean over several.
 const PERIOD: Duration = Duration::from_millis(100);
 /// Largest distance of samples, in microseconds, between which the power is interpolated.
 const CLOSE_US: u64 = 1_000_000;
 /// Time that sampling continues after the last query: two intervals of a monitor that reads once a minute.
 const IDLE_STOP_US: u64 = 120_000_000;
 
-/// The sum so far.
+/// Integrated energy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct EnergyIntegrator {
-    /// Twice the nanojoules: milliwatts times microseconds, both ends of each stretch added.
+    /// Twice the nanojoules: milliwatts times microseconds, with the powers at both ends of each interval added.
     twice_nj: u128,
     last: Option<(u64, u64)>,
     lowest_mw: u64,
@@ -54,7 +54,7 @@ impl EnergyIntegrator {
 #[derive(Debug, Default)]
 struct State {
     integral: EnergyIntegrator,
-    /// End of sampling.
+    /// Time at which sampling stops.
     until_us: u64,
     is_sampling: bool,
     is_ended: bool,
@@ -68,17 +68,17 @@ struct Inner {
     changed: Condvar,
 }
 
-/// The meters of some cards, as one.
+/// Energy meter over several cards.
 #[derive(Debug)]
 pub(crate) struct Meter {
     inner: Arc<Inner>,
 }
 
 impl Meter {
-    /// A meter over cards that all answer.
+    /// Creates a meter; every card must report its power.
     ///
     /// # Errors
-    /// The error of the first card that does not answer.
+    /// The error of the first card that does not.
     pub(crate) fn new(cards: Vec<DcmiCard>) -> Result<Self, AscendError> {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let inner = Inner { cards, start: Instant::now(), state, changed };
@@ -113,7 +113,7 @@ impl Inner {
         u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// The energy now, from a sample that is fresh enough or another one.
+    /// Energy now, from the last sample if it is recent enough, else from a new one.
     fn asked(&self, state: &mut State, now_us: u64) -> u64 {
         if u128::from(state.integral.age_us(now_us)) >= PERIOD.as_micros() {
             // A failed sample leaves a gap, which the next sample closes.
@@ -162,7 +162,7 @@ mod tests {
         // An hour without samples, between two busy ones.
         integral.add(1_500_000 + 3_600_000_000, 300_000);
         assert_eq!(integral.uj(), 400_000_000 + 3600 * 100_000_000);
-        // Time does not go back, and nothing overflows.
+        // Time that goes backwards is ignored, and large values do not overflow.
         let before = integral.uj();
         integral.add(0, 300_000);
         assert_eq!(integral.uj(), before);
@@ -170,7 +170,7 @@ mod tests {
         assert!(integral.uj() > before);
     }
 
-    /// Any sampling of a constant power gives the same energy.
+    /// For a constant power, the energy does not depend on the sampling.
     #[test]
     fn how_often_is_asked_does_not_show_in_a_constant_power() {
         for step_us in [1, 1000, 99_999, 1_000_000, 2_500_000] {
@@ -182,7 +182,7 @@ mod tests {
         }
     }
 
-    /// Two simulated cards, at times of the test's own.
+    /// Two simulated cards, at times that the test sets.
     #[test]
     fn cards_are_metered_together() {
         let sim = Simulator::beside_this_binary().unwrap();
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(at(600_000), 20_000_000 + 200_000_000, "rising to 600 W over half a second");
         assert_eq!(at(600_001), 220_000_000);
         assert_eq!(at(1_600_000), 820_000_000);
-        // Idle for an hour, unobserved; then a meter that is gone.
+        // An hour idle without samples, then a meter that fails.
         assert_eq!(at(3_601_600_000), 820_000_000 + 3600 * 200_000_000);
         sim.set("devices", 1);
         assert_eq!(at(3_602_600_000), 820_000_000 + 3600 * 200_000_000, "no sample, no guess");

@@ -13,9 +13,9 @@ use super::notes::Diagnostics;
 use crate::device::PeakRates;
 use energy::Meter;
 
-/// Peak rates of chips: cube operations per second at f16 (cores · 8192 · clock, from the platform files of CANN
-/// 8.1.RC1; twice as many at int8), and bytes per second from memory (0.85 TB/s achievable by Huawei's own analysis;
-/// half of that for the card with half the memory channels).
+/// Peak rates of chips: cube operations per second for f16 (cores · 8192 · clock, from the platform files of CANN
+/// 8.1.RC1; twice as many for int8), and memory bandwidth in bytes per second (Huawei's own analysis gives 0.85 TB/s as
+/// achievable; half of that for the card with half the memory channels).
 const CHIPS: [(&str, u64, u64); 5] =
     [("910B1", 364, 850), ("910B2", 354, 850), ("910B3", 295, 850), ("910B4-1", 246, 850), ("910B4", 246, 425)];
 
