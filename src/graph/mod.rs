@@ -227,7 +227,7 @@ impl TpRank {
 pub struct RopeFrequencies {
     /// Radians per position for each rotated pair.
     pub inv_freq: Vec<f32>,
-    /// Factor of cosine and sine (YaRN's attention factor; 1 otherwise).
+    /// Factor of cosine and sine (yarn's attention factor; 1 otherwise).
     pub attention_factor: f32,
 }
 

@@ -49,7 +49,7 @@ const KEPT: usize = 2 * MAX_IN_FLIGHT - 1;
 /// In-flight batch and its results.
 #[derive(Default)]
 struct Batch {
-    batch_id: Option<BatchId>,
+    id: Option<BatchId>,
     in_flight: bool,
     input: ForwardInput,
     logits: Vec<f32>,
@@ -137,8 +137,8 @@ impl ScriptedForward {
     }
 
     /// Returns the token that an in-flight batch samples from a logit row.
-    fn sampled_token(&self, batch_id: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
-        let batch = self.batches.iter().find(|batch| batch.batch_id == Some(batch_id));
+    fn sampled_token(&self, id: BatchId, logit_row: u32) -> Result<u32, DeviceError> {
+        let batch = self.batches.iter().find(|batch| batch.id == Some(id));
         let argmax = batch.and_then(|batch| batch.argmax.get(logit_row as usize)).copied();
         argmax.ok_or_else(|| invalid(&"a deferred token refers to a batch that has not run"))
     }
@@ -203,8 +203,8 @@ impl ScriptedForward {
 
 impl ModelExecutor for ScriptedForward {
     fn launch(&mut self, input: ForwardInput) -> Result<BatchId, DeviceError> {
-        let batch_id = BatchId(self.launched);
-        let index = usize::try_from(batch_id.0 % self.batches.len() as u64).unwrap_or(0);
+        let id = BatchId(self.launched);
+        let index = usize::try_from(id.0 % self.batches.len() as u64).unwrap_or(0);
         if self.batches.iter().filter(|batch| batch.in_flight).count() == MAX_IN_FLIGHT {
             return Err(invalid(&format_args!("{MAX_IN_FLIGHT} batches are in flight already, which is the maximum")));
         }
@@ -216,13 +216,13 @@ impl ModelExecutor for ScriptedForward {
                 return Err(error);
             }
         }
-        (self.batches[index].batch_id, self.batches[index].in_flight) = (Some(batch_id), true);
+        (self.batches[index].id, self.batches[index].in_flight) = (Some(id), true);
         self.launched += 1;
-        Ok(batch_id)
+        Ok(id)
     }
 
-    fn collect(&mut self, batch_id: BatchId, _stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
-        let Some(index) = self.batches.iter().position(|batch| batch.in_flight && batch.batch_id == Some(batch_id))
+    fn collect(&mut self, id: BatchId, _stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
+        let Some(index) = self.batches.iter().position(|batch| batch.in_flight && batch.id == Some(id))
         else {
             return Err(invalid(&"the collected batch is not in flight"));
         };

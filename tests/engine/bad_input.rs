@@ -275,8 +275,8 @@ fn bad_configurations() {
         ("compile.attention", "partial_max 65537", "at most 65536 tokens", |c| {
             c.compile.attention.partial_max = 65_537;
         }),
-        ("compile.token_buckets", "[]", "ascending from 1 on", |c| c.compile.token_buckets = Some(vec![])),
-        ("compile.token_buckets", "[4, 2]", "ascending from 1 on", |c| c.compile.token_buckets = Some(vec![4, 2])),
+        ("compile.token_buckets", "[]", "ascending, at least 1", |c| c.compile.token_buckets = Some(vec![])),
+        ("compile.token_buckets", "[4, 2]", "ascending, at least 1", |c| c.compile.token_buckets = Some(vec![4, 2])),
         ("tensor_parallel_size", "0", "at least 1", |c| c.tensor_parallel_size = 0),
         ("tensor_parallel_size", "17", "at most 16 on device cpu", |c| c.tensor_parallel_size = 17),
         ("compile.precision", "mix", "f32, or numerics `fast`", |c| {

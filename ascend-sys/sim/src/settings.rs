@@ -77,7 +77,7 @@ settings! {
     task_ns: 2000,
     /// Time that a device needs to start a task of a replayed graph, in ns. Assumed.
     graph_task_ns: 1000,
-    /// Bandwidth of copies between host and device in GB/s. Assumed: the rate of a PCIe 4.0 x16 slot.
+    /// Bandwidth of copies between host and device in GB/s. Assumed: the rate of a `PCIe` 4.0 x16 slot.
     pcie_gb_per_s: 24,
     /// Bandwidth of a ring of devices in GB/s: one HCCS link, one direction. 392 GB/s per device are published for
     /// servers with eight devices; this is assumed to be both directions of seven links.

@@ -122,7 +122,7 @@ impl StepSampler {
                 requests.prompt_logprob(logit_request.seq, TokenLogprob { token: next, logprob }, rank, &top);
             }
             Err(error) => {
-                requests.fail(request_of(logit_request.seq).0, request_error(error, choice, logit_request.position, 0))
+                requests.fail(request_of(logit_request.seq).0, request_error(error, choice, logit_request.position, 0));
             }
         }
     }

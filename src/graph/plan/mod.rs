@@ -169,7 +169,7 @@ impl Plan {
             text,
             "plan fusion={}{}{}{} tokens<={} logit_rows<={} steps={}{} arena_bytes={} bound_bytes={}",
             self.fusion,
-            if self.streams > 1 { format!(" streams={}", self.streams) } else { String::new() },
+            if self.streams > 1 { format!(" lanes={}", self.streams) } else { String::new() },
             if self.rank.of > 1 { format!(" rank={}/{}", self.rank.index, self.rank.of) } else { String::new() },
             if self.memory_reuse { "" } else { " reuse=off" },
             self.bucket.tokens,

@@ -23,7 +23,7 @@ pub(crate) const GROUP: usize = GROUP_SIZE as usize;
 pub(crate) enum WeightLayout {
     /// `[n, k]` or `[len]` in the element type of the activations.
     Rows,
-    /// `[n, k]` in the element type of the activations, in tiles (the FRACTAL_NZ format).
+    /// `[n, k]` in the element type of the activations, in tiles (the `FRACTAL_NZ` format).
     Tiles,
     /// int8 or int4 `[k, n]`, with scales and optional offsets `[k / 32, n]` in the element type of the activations:
     /// `weight = (quant + offset) · scale`. Not transposed, as the vendor's documents recommend for groups.
