@@ -222,8 +222,7 @@ impl ModelExecutor for ScriptedForward {
     }
 
     fn collect(&mut self, id: BatchId, _stale: &[bool]) -> Result<ForwardOutput<'_>, DeviceError> {
-        let Some(index) = self.batches.iter().position(|batch| batch.in_flight && batch.id == Some(id))
-        else {
+        let Some(index) = self.batches.iter().position(|batch| batch.in_flight && batch.id == Some(id)) else {
             return Err(invalid(&"the collected batch is not in flight"));
         };
         if self.queue.iter().any(|work| matches!(work, Work::Run(queued) if *queued == index)) {
