@@ -201,8 +201,9 @@ fn f07_dropping_the_engine_ends_every_handle_with_an_error() {
     steps.recv_timeout(LONG).unwrap();
     permit.send(()).unwrap();
     steps.recv_timeout(LONG).unwrap();
-    drop(permit);
+    // The engine stops before any further step may run.
     drop(clone);
+    drop(permit);
     for handle in handles {
         let items: Vec<_> = handle.into_iter().collect();
         assert!(matches!(items.last(), Some(Err(RequestError::Closed))), "{items:?}");
@@ -320,8 +321,13 @@ fn shutdown_without_grace_ends_what_runs() {
     let (engine, permit, steps) = gated();
     let handle = engine.submit(request(3, 200)).unwrap();
     steps.recv_timeout(LONG).unwrap();
+    let clone = engine.clone();
+    let closing = std::thread::spawn(move || engine.shutdown(Duration::ZERO));
+    while clone.health() == Health::Ready {
+        std::thread::yield_now();
+    }
     drop(permit);
-    assert_eq!(engine.shutdown(Duration::ZERO), Ok(()));
+    assert_eq!(closing.join().unwrap(), Ok(()));
     assert!(matches!(handle.into_iter().last(), Some(Err(RequestError::Closed))));
 }
 
